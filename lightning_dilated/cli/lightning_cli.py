@@ -10,18 +10,21 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_dilated.callbacks import BootstrapIntervals, PredictionWriter
+from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.cli.load_model import model_config, read_checkpoint
+from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled_model import PooledModule
@@ -33,7 +36,7 @@ CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 def with_checkpoint(argv: list[str]) -> list[str]:
     """The arguments in the order recipe, settings of the model in --ckpt_path, everything else: the later one wins."""
-    if any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
+    if any(re.match(r"(-h|--help|--[\w.]+\.help)(=|$)|--print_config", word) for word in argv):
         return argv
     configs, rest = split_configs(argv[1:])
     class_name = model_class(configs, rest)
@@ -49,7 +52,7 @@ def with_checkpoint(argv: list[str]) -> list[str]:
     if argv[0] == "fit" and not class_name:
         fail(
             f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
-            "The config.yaml in its run folder does."
+            "The config.yaml in its run folder does." + _recipe_of_run(path)
         )
     return [argv[0], *configs, *checkpoint_settings(path, class_name, named_modules(configs, rest)), *rest]
 
@@ -89,12 +92,24 @@ def model_class(configs: list[str], rest: list[str]) -> str | None:
     return name
 
 
-def names_data(argv: list[str]) -> bool:
-    """Whether the recipes or arguments name a class of the data."""
-    configs, others = split_configs(argv)
-    sections = [config.get("data") for config in read(configs)]
-    named = any(data.get("class_path") if isinstance(data, dict) else data for data in sections)
-    return named or any(option(others, name) is not None for name in ("--data", "--data.class_path"))
+def data_class(configs: list[str], rest: list[str]) -> str | None:
+    """The class that the recipes and arguments name for the data, the last one; None where none does."""
+    name = None
+    for config in read(configs):
+        data = config.get("data")
+        name = (data.get("class_path") if isinstance(data, dict) else data) or name
+    for key in ("--data", "--data.class_path"):
+        name = option(rest, key) or name
+    return name
+
+
+def chosen_classes(argv: list[str]) -> dict[str, str | None]:
+    """The classes of model and data that a command would take; None where nothing names a model."""
+    configs, rest = split_configs(argv)
+    return {
+        "model": model_class(configs, rest),
+        "data": data_class(configs, rest) or ("ByteDataModule" if configs else None),
+    }
 
 
 def named_modules(configs: list[str], rest: list[str]) -> set[str]:
@@ -165,15 +180,6 @@ def with_recipes(argv: list[str]) -> list[str]:
     return out
 
 
-class Parser(LightningArgumentParser):
-    """A parser with short errors: what is wrong, without the list of options."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error or wants_traceback():
-            super().error(message, ex)
-        fail(f"{essence(message)}\n`{PROG} {' '.join(sys.argv[1:2])} --help` lists all keys.")
-
-
 class DilatedCLI(LightningCLI):
     """LightningCLI whose model is any DilatedModule and whose data any LightningDataModule, both by `class_path`.
 
@@ -196,7 +202,7 @@ class DilatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The default data is Python's source code."""
-        if not names_data(sys.argv[2:]):  # else its defaults would become those of the named class
+        if not data_class(*split_configs(sys.argv[2:])):  # else its defaults would become those of the named class
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -234,12 +240,13 @@ class DilatedCLI(LightningCLI):
         dims = getattr(self.model.sequence_spec, "dims", None)  # None for a model without dims
         is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
         labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
+        path = self.config[str(self.subcommand)].get("ckpt_path")
         if is_text and dims is not None and ("tokens" not in dims or labelled):
-            raise ValueError(_other_data(self.model, dims))
-        path, follow = (
-            self.config[str(self.subcommand)].get("ckpt_path"),
-            getattr(self.datamodule, "follow_classes", None),
-        )
+            raise ValueError(_other_data(self.model, dims) + _recipe_of_run(path))
+        names_data = any(word.startswith(("--config", "-c", "--data")) for word in sys.argv[2:])
+        if is_text and not names_data and (hint := _recipe_of_run(path)):
+            rank_zero_warn(f"the data is the default, Python's own source.{hint}")
+        follow = getattr(self.datamodule, "follow_classes", None)
         if self.subcommand != "fit" and callable(follow) and path and Path(path).is_file():
             follow(read_checkpoint(path).get("classes"))
         check = getattr(self.datamodule, "check", None)
@@ -247,8 +254,11 @@ class DilatedCLI(LightningCLI):
             check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add a writer for our models' predictions, and one for the metrics of a test, unless the recipe has one."""
+        """Add a writer for our models' predictions, and one for the metrics of a test, unless the recipe has one; and a
+        short table of the model in place of Lightning's."""
         trainer = super().instantiate_trainer(**kwargs)
+        if "ModelSummary" not in str(self.config[str(self.subcommand)].trainer.callbacks):
+            trainer.callbacks = [ModelTable() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
         is_ours = isinstance(self.model, (TokenModel, PooledModule))
         if self.subcommand == "predict" and is_ours and not writers:
@@ -266,7 +276,7 @@ class DilatedCLI(LightningCLI):
         steps_before = read_checkpoint(path).get("global_step", 0) if resumed else 0
         try:
             super()._run_subcommand(subcommand)
-        except (ValueError, OSError, MisconfigurationException) as error:
+        except (ValueError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
             if wants_traceback() or self.trainer.global_step > steps_before:
                 raise
             fail(f"{essence(str(error))}\n(LIGHTNING_DILATED_TRACEBACK=1 shows where this was noticed.)")
@@ -284,6 +294,17 @@ class DilatedCLI(LightningCLI):
             if k in current and stored[k] != current[k]
         ]
         return f" {'; '.join(differences)}." if differences else ""
+
+
+def run_recipe(ckpt_path: Any) -> Path | None:
+    """The config.yaml of the run that wrote a checkpoint, next to it or up to two folders above; None without one."""
+    folders = list(Path(str(ckpt_path)).parents)[:3] if ckpt_path and Path(str(ckpt_path)).is_file() else []
+    return next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
+
+
+def _recipe_of_run(ckpt_path: Any) -> str:
+    recipe = run_recipe(ckpt_path)
+    return "" if recipe is None else f" The checkpoint's run had the settings in {recipe}: add --config {recipe}."
 
 
 def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pkgutil
 import sys
@@ -10,7 +11,8 @@ import warnings
 from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
-from lightning_dilated.cli.lightning_cli import DilatedCLI, with_checkpoint, with_recipes
+from lightning_dilated.cli.lightning_cli import DilatedCLI, chosen_classes, with_checkpoint, with_recipes
+from lightning_dilated.cli.parsing import class_help
 
 #: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
 OTHERS = {
@@ -26,6 +28,14 @@ OTHERS = {
     "export": "lightning_dilated.cli.export:run",
     "plan": "lightning_dilated.cli.plan:run",
 }
+
+#: beginnings of warnings that are left out
+NOISE = (
+    # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
+    "You have overridden `transfer_batch_to_device` in `LightningModule`",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # of Lightning's own code
+    "Starting from v1.9.0, `tensorboardX` has been removed",  # which logger is the default; config.yaml says so
+)
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
 
@@ -53,10 +63,23 @@ start here:
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 
 A recipe's values give way to a checkpoint's, and both to --KEY VALUE; of
-several --config the later wins. `{PROG} fit --help` lists the keys.
+several --config the last wins. Keys: `{PROG} fit --config X --help`,
+of a class `{PROG} fit --model.help SlideEncoder`.
 Recipes of the package are found by name: --config quickstart.yaml. With
 LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 """
+
+
+def quiet() -> None:
+    """Leave out what others print at every start and what no user of the command line can act on."""
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(_is_no_tip)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,9 +97,17 @@ def main(argv: list[str] | None = None) -> None:
         if not argv[0].startswith("-") and argv[0] not in known:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS])}.")
         expandable_segments(os.environ)
+        quiet()
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
-        # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
-        warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in `LightningModule`")
         with one_line_errors():
-            sys.argv = [sys.argv[0], *with_checkpoint(with_recipes(argv))]
-        DilatedCLI()
+            argv = with_recipes(argv)
+            if pages := class_help.pages(argv, chosen_classes(argv[1:])):
+                print("\n\n".join(pages))
+                return
+            sys.argv = [sys.argv[0], *with_checkpoint(argv)]
+        try:
+            DilatedCLI()
+        finally:
+            if any(word in ("-h", "--help") for word in argv):
+                with one_line_errors():
+                    print(f"\n{class_help.footer(argv[0], chosen_classes(argv[1:]))}")

@@ -99,6 +99,10 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         if mib is not None:
             sums = f" Gradients are summed {mib} MiB at a time during the backward, which that may slow down."
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
+        notes.append(
+            "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
+            "the strategy), and only gradients move: --gpus 1 plans a GPU."
+        )
         notes += [hint] if (hint := layout_hint(request, time)) else []
     if request.tokens and (hints := advice(request.model, request.tokens)):
         notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")

@@ -1,4 +1,4 @@
-"""Files of the data: lists of them, digests of content, their bytes by range, and CSV fields that are safe to open."""
+"""Files of the data, local or by URL: lists of them, digests, their bytes by range, and CSV fields that are safe to open."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from glob import glob
 from typing import Any
 
 import numpy as np
+
+from lightning_dilated.data.remote import Opener, RemoteBytes, is_url, refuse_url
 
 HINT = "pass existing files, directories or globs in data.paths, or leave it out to read Python's standard library"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -64,24 +66,33 @@ def refuse_special(path: str) -> None:
         raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
 
 
-def collect_files(paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT) -> list[str]:
+def collect_files(
+    paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT, opener: Opener | None = None
+) -> list[str]:
     """List the regular files that `paths` name, each once, in the order of the list.
 
     A directory gives all its files (those ending in one of `suffixes`, if given), sorted by relative path; a glob
     gives the regular files that it matches, sorted. Names starting with "." inside directories are left out.
-    None stands for the source files of the running Python's standard library, without its tests.
+    None stands for the source files of the running Python's standard library, without its tests. Of URLs the same holds,
+    where an `opener` is passed that lists them.
 
     Raises: FileNotFoundError (missing path, no match, nothing in a directory, dangling link), PermissionError
-    (unreadable), ValueError (neither file nor directory, such as a fifo).
+    (unreadable), ValueError (neither file nor directory, such as a fifo; a URL without an `opener`).
     """
     if paths is None:
         return _standard_library(suffixes or [".py"])
     files: dict[str, None] = {}
     for path in paths:
+        if is_url(path):
+            if opener is None:
+                refuse_url(path, "the list of files")
+            else:
+                files |= dict.fromkeys(opener.expand(path, suffixes, hint))
+            continue
         for file in _expand(os.path.expanduser(path), suffixes, hint):
             files.setdefault(os.path.abspath(file))
     for file in files:
-        if not os.access(file, os.R_OK):
+        if not is_url(file) and not os.access(file, os.R_OK):
             raise PermissionError(f"{file} cannot be read by this user: change its permissions or leave it out")
     return list(files)
 
@@ -98,9 +109,9 @@ def required_paths(paths: object, name: str) -> list[str]:
     return entries
 
 
-def files_of(paths: list[str], name: str, suffixes: list[str]) -> list[str]:
+def files_of(paths: list[str], name: str, suffixes: list[str], opener: Opener | None = None) -> list[str]:
     """The files of `data.<name>`; of directories those ending in `suffixes`. Raises: as `collect_files`."""
-    return collect_files(paths, suffixes, paths_hint(name))
+    return collect_files(paths, suffixes, paths_hint(name), opener)
 
 
 def name_list(value: object, name: str) -> list[str]:
@@ -238,7 +249,7 @@ def spread(count: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist() if count else []
 
 
-def files_digest(files: Sequence[str]) -> str:
+def files_digest(files: Sequence[str], opener: Opener | None = None) -> str:
     """A digest of BLOCKS blocks of BLOCK bytes of at most FILES files. Equal files give equal digests on every machine.
 
     A file of up to 32 KiB is read whole; of a larger one a change elsewhere is not noticed.
@@ -246,8 +257,18 @@ def files_digest(files: Sequence[str]) -> str:
     Raises: OSError for a file that has gone.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for index in spread(len(files), FILES):
-        with open(files[index], "rb", buffering=0) as file:
+    chosen, opener = [files[index] for index in spread(len(files), FILES)], opener or Opener()
+    urls = [file for file in chosen if is_url(file)]
+    opener.look_up(urls)
+    sizes = {url: opener.size(url) for url in urls}
+    ranges = [(url, x, min(x + BLOCK, sizes[url])) for url in urls for x in block_starts(sizes[url])]
+    pieces = opener.pieces(ranges)
+    for path in chosen:
+        if path in sizes:
+            for _ in block_starts(sizes[path]):
+                digest.update(next(pieces))
+            continue
+        with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             for start in block_starts(size):
                 file.seek(start)
@@ -282,16 +303,19 @@ class ByteStream:
     used. `bytes_read` counts the bytes returned by this copy of the object.
 
     Args:
-        files: paths of regular files.
+        files: paths of regular files, or URLs.
         max_open: most files that are mapped at a time.
+        opener: reads the URLs; None for one of its own.
 
     Raises: FileNotFoundError or PermissionError from looking up a size, ValueError for max_open < 1.
     """
 
-    def __init__(self, files: Sequence[str], max_open: int = 64) -> None:
+    def __init__(self, files: Sequence[str], max_open: int = 64, opener: Opener | None = None) -> None:
         if max_open < 1:
             raise ValueError(f"max_open is {max_open}; at least one file must be kept open")
-        sizes = [(str(file), os.stat(file).st_size) for file in files]
+        self.opener = opener or Opener()
+        self.opener.look_up(map(str, files))
+        sizes = [(str(file), self.opener.size(str(file))) for file in files]
         self.files = [file for file, size in sizes if size > 0]
         self.sizes = [size for _, size in sizes if size > 0]
         self.max_open = max_open
@@ -311,7 +335,7 @@ class ByteStream:
     def content(self) -> str:
         """A digest of some blocks of the files (`files_digest`), computed once."""
         if self._content is None:
-            self._content = files_digest(self.files)
+            self._content = files_digest(self.files, self.opener)
         return self._content
 
     def __getstate__(self) -> dict[str, object]:
@@ -344,8 +368,10 @@ class ByteStream:
         for begin in range(start, stop - 1, size):
             yield self.read(begin, min(begin + size + 1, stop))
 
-    def _map(self, index: int) -> np.memmap:
+    def _map(self, index: int) -> np.memmap | RemoteBytes:
         file, size = self.files[index], self.sizes[index]
+        if is_url(file):
+            return self.opener.bytes_of(file)
         try:
             now = os.stat(file).st_size
         except FileNotFoundError as error:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
+from lightning_dilated.data.remote import Opener
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
@@ -76,6 +77,8 @@ class SplitDataModule(pl.LightningDataModule):
         self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
         # no sample is served twice, so a rank may have none of a short validation split
         self.allow_zero_length_dataloader_with_multiple_devices = True
+        #: opens the files, by path or URL
+        self.opener = Opener()
         self._train_loader: ResumableLoader | None = None
         self._resume_state: dict[str, Any] | None = None
 
@@ -111,6 +114,7 @@ class SplitDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
         self.check()
+        self.opener.check_workers(self.num_workers)
         if stage == "fit":
             self._check_trains()
         if stage in (None, "fit"):

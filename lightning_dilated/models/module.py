@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -35,6 +34,7 @@ from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.cuda_graphs import CudaGraphs
+from lightning_dilated.models.learning_rate import LearningRate
 from lightning_dilated.models.metrics import Newest, TokenMean
 from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
 from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
@@ -98,12 +98,12 @@ class WarmupCosine(LambdaLR):
 STAGES = ("train", "val", "test")
 
 
-class DilatedModule(Pretrained, pl.LightningModule):
+class DilatedModule(Pretrained, LearningRate):
     """Base of the LightningModules.
 
     Args:
         optimizer: makes the optimizer from parameter groups; in YAML a `class_path` with `init_args`. AdamW by default.
-            It is called in `configure_optimizers`, when the parameters are final.
+            It is called in `configure_optimizers`, when the parameters are final. `model.lr` is its learning rate.
         lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
 
     A subclass sets `sequence_spec`, which declares the entries of a batch that are sequences, for strategies that shard
@@ -432,9 +432,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer over `parameter_groups`, and the scheduler a step."""
-        optimizer = self._make_optimizer(self.parameter_groups())
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
+        optimizer = self.with_lr(self._make_optimizer(self.parameter_groups()))
         if self._make_scheduler is None:
             return optimizer
         scheduler = self._make_scheduler(optimizer)

@@ -258,6 +258,7 @@ class PooledModule(TransformerModel):
 
     def on_train_start(self) -> None:
         """Take over the data's classes and order of tiles."""
+        super().on_train_start()
         self.classes, self.tile_order = self._data_classes(), self._data_setting("order")
 
     def _data_classes(self) -> list[str] | None:
@@ -389,8 +390,9 @@ class PooledModule(TransformerModel):
             self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
         super()._report(stage)
         metric.reset()
-        for name, value in self.head.metrics(scores, labels).items():
-            self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
+        for i, (name, value) in enumerate(self.head.metrics(scores, labels).items()):
+            # a progress bar has room for one: Rich cuts the names of more
+            self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val" and i == 0)
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
         """The batch's `index`, `slide_id` and `label`, where it has them, then the head's predictions, each (B,), or without

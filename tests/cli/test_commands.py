@@ -1,7 +1,10 @@
 """Every command on a tiny model: what it prints and writes, with a recipe, from a checkpoint alone, and resumed."""
 
 import csv
+import io
+import logging
 import shlex
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -11,7 +14,7 @@ import lightning_dilated as ld
 from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.generate import print_bytes
 from lightning_dilated.cli.lightning_cli import DilatedCLI
-from lightning_dilated.cli.main import HELP, OTHERS
+from lightning_dilated.cli.main import HELP, OTHERS, quiet
 
 from .conftest import DATA, LOG, MODEL, TINY
 
@@ -294,3 +297,35 @@ def test_bench_measures_this_machine(cli):
         assert float(ours[6]) == pytest.approx(float(ours[4]) / float(dense[4]), rel=0.1)
     assert (found.folder / "a" / "b.png").stat().st_size > 5000
     assert (found.folder / "table.md").read_text().strip() in found.out
+
+
+def test_a_run_begins_quietly(fitted):
+    """Layers and parameters, and neither advertisements nor what nobody counted."""
+    said = fitted.result.out + fitted.result.err
+    assert "all of them trained" in said and "DilatedTransformer" in said
+    assert "FLOPs: 0" not in said and "Tip:" not in said
+
+
+def test_noise_of_others_is_left_out():
+    lightning, lines = logging.getLogger("lightning.pytorch.utilities.rank_zero"), io.StringIO()
+    handler = logging.StreamHandler(lines)
+    lightning.addHandler(handler)
+    with warnings.catch_warnings(record=True) as kept:
+        warnings.simplefilter("always")
+        quiet()
+        warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use `x` instead.", FutureWarning, stacklevel=1)
+        warnings.warn("val_loss is nan", stacklevel=1)
+    assert [str(w.message) for w in kept] == ["val_loss is nan"]
+    lightning.warning("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud logging, install something.")
+    lightning.warning("GPU available: False")
+    lightning.removeHandler(handler)
+    assert lines.getvalue() == "GPU available: False\n"
+
+
+def test_lightnings_summary_where_a_recipe_names_it(cli):
+    """Its own depth is kept."""
+    said = cli(
+        *("fit", *TINY, "--trainer.max_steps", "1", "--trainer.callbacks+=lightning.pytorch.callbacks.ModelSummary"),
+        *("--trainer.callbacks.max_depth", "2"),
+    )
+    assert said.code == 0 and "all of them trained" not in said.out, said.err

@@ -1,5 +1,8 @@
 """`data` without a class_path is texts as bytes: refused before any work where the model takes something else."""
 
+import sys
+
+import lightning.pytorch as pl
 import pytest
 import yaml
 
@@ -65,3 +68,31 @@ def test_other_data_keep_their_own_defaults(cli, tmp_path):
         assert (found["seq_len"], found["batch_size"]) == (128, 32)
     own = yaml.safe_load(cli("fit", "--data.seq_len", "77", "--model", "LongNetLM", "--print_config").out)["data"]
     assert own["class_path"] == "lightning_dilated.data.ByteDataModule" and own["init_args"]["seq_len"] == 77
+
+
+def test_a_checkpoint_alone_names_the_recipe_of_its_run(cli, tmp_path):
+    model = ld.SlideEncoder(**SLIDES, **TASK)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    trainer.save_checkpoint(checkpoint)
+    assert "--config" not in cli("test", "--ckpt_path", str(checkpoint)).err
+    recipe = tmp_path / "run" / "config.yaml"
+    recipe.write_text(
+        "{model: {class_path: SlideEncoder}, data: {class_path: SlideDataModule, init_args: {paths: nowhere.h5}}}"
+    )
+    result = cli("test", "--ckpt_path", str(checkpoint))
+    assert result.code == 2 and f"add --config {recipe}" in result.err and "Traceback" not in result.err, result.err
+    assert "nowhere.h5 does not exist" in cli("test", "--ckpt_path", str(checkpoint), "--config", str(recipe)).err
+
+
+def test_lora_without_peft_is_one_line(cli, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    recipe = {
+        "model": {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    }
+    data = {"class_path": f"{__name__}.Labelled", "init_args": {"paths": "text.txt", "seq_len": 32}}
+    (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe | {"trainer": TRAINER, "data": data}))
+    result = cli("fit", "--config", "x.yaml", "--model.lora_rank", "4")
+    assert result.code == 2 and "lora_rank needs peft: pip install" in result.err and "Traceback" not in result.err

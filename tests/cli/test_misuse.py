@@ -16,10 +16,16 @@ PATTERN = "--model.pattern"
 # name: (what follows `fit` and the tiny recipe, what standard error must hold)
 FIT = {
     # misspelt
-    "key of the model": (["--model.dimm", "8"], ["dimm", "--help"]),
-    "key of the data": (["--data.seqlen", "8"], ["seqlen", "--help"]),
+    "key of the model": (
+        ["--model.dimm", "8"],
+        ["dimm", "Did you mean 'dim'", "fit --model.help LongNetLM` lists the keys of LongNetLM, .*fit --help`"],
+    ),
+    "key of the data": (
+        ["--data.seqlen", "8"],
+        ["seqlen", "Did you mean 'seq_len'", "fit --data.help ByteDataModule` lists the keys"],
+    ),
     "key of the trainer": (["--trainer.max_stepz", "3"], [r"trainer\.max_stepz", "--help"]),
-    "group": (["--trainr.max_steps", "3"], [r"trainr\.max_steps", "--help"]),
+    "group": (["--trainr.max_steps", "3"], [r"trainr\.max_steps", "Did you mean '--trainer.max_steps'", "--help"]),
     "key of the pattern": (
         [PATTERN, '{"segment_lengts": [8], "dilation_rates": [1]}'],
         ["segment_lengts", "Did you mean 'segment_lengths'"],
@@ -32,8 +38,11 @@ FIT = {
         [PATTERN, '{"branches": [{"segment": 8, "dilation_rate": 1}]}'],
         [r"branches\[0\]", "segment_length"],
     ),
-    "key of the optimizer": (["--model.optimizer.lrr", "1"], ["lrr", "optimizer"]),
-    "model class": (["--model", "lightning_dilated.LongNet"], ["LongNet'"]),
+    "key of the optimizer": (
+        ["--model.optimizer.lrr", "1"],
+        ["lrr", "optimizer", "Did you mean 'lr'", "Keys of AdamW: lr, .*weight_decay"],
+    ),
+    "model class": (["--model", "lightning_dilated.LongNet"], ["LongNet'", "Did you mean 'LongNetLM'"]),
     "data class": (["--data", "lightning_dilated.data.Bytes"], ["Bytes"]),
     "optimizer class": (["--model.optimizer", "torch.optim.Adan"], ["Adan"]),
     "callback": (["--trainer.callbacks+=RunReprt"], ["RunReprt"]),
@@ -78,6 +87,10 @@ FIT = {
     # (trap 1: it would hold the parameters from before they were dealt, and train nothing)
     "optimizer at the top": (["--optimizer", "torch.optim.SGD"], ["--optimizer"]),
     "a word too many": (["stray"], ["stray"]),
+    "a glob that the shell expanded": (
+        ["--data.paths", "empty.txt", "short.txt"],
+        ["unrecognized arguments: short.txt", r'Quote a glob.*--data\.paths "\*\.txt"'],
+    ),
     # data that is not there
     "missing file": (["--data.paths", "nowhere.txt"], ["nowhere.txt does not exist", "data.paths"]),
     "missing files": (["--data.paths", "no/**/*.txt"], [r"no/\*\*/\*\.txt matches no regular file", "data.paths"]),

@@ -1,8 +1,10 @@
 """Files for the tests: random bytes for the Trainer runs, a real genome, slides; and a record of what is read."""
 
 import gzip
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -24,6 +26,15 @@ def file(tmp_path: Path) -> str:
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
     return Touched(monkeypatch)
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    """memory://, empty."""
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+    yield "memory://"
+    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.fixture

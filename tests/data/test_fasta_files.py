@@ -60,13 +60,13 @@ def test_gzip_is_undone_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 def test_default_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "lightning_dilated" / "genomes"
+    assert default_cache() == tmp_path / "lightning-dilated" / "genomes"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache() == tmp_path / "home" / ".cache" / "lightning_dilated" / "genomes"
+    assert default_cache() == tmp_path / "home" / ".cache" / "lightning-dilated" / "genomes"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     GenomeDataModule(PACKED, seq_len=100).check()
-    assert len(names(tmp_path / "lightning_dilated" / "genomes")) == 2
+    assert len(names(tmp_path / "lightning-dilated" / "genomes")) == 2
 
 
 def write(folder: Path, text: str | bytes, name: str = "a.fa") -> Path:

@@ -64,6 +64,8 @@ def test_every_task_learns(task, tokens, tmp_path):
         assert found["val_mse"] < 0.2 and found["val_r2"] > 0.7
     else:
         assert found["val_auroc"] > 0.95 and found["val_balanced_accuracy"] > 0.7 and found["val_quadratic_kappa"] > 0.7
+    shown = {name for name in run.progress_bar_metrics if name.startswith("val_")}
+    assert shown == ({"val_mse"} if made.task == "regression" else {"val_auroc"})  # a bar has room for one
     run.predict(made, data, return_predictions=False)
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert len(rows) == 24 and [int(r["index"]) for r in rows] == list(range(24))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import multiprocessing
 import pickle
 
 import pytest
@@ -71,6 +72,16 @@ def test_copies_of_a_built_model(case, copied):
     twin = copied(model)
     assert equal(outputs(twin, batch), outputs(model, batch))
     assert {id(x) for x in twin.parameters()}.isdisjoint({id(x) for x in model.parameters()})
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_a_process_that_is_spawned_takes_a_built_model(case):
+    make, batch = case
+    model = make()
+    model.configure_model()
+    want = outputs(model, batch)
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        assert equal(process.apply(outputs, (model, batch)), want)
 
 
 def test_copies_after_a_fit(case):

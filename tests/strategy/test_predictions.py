@@ -72,7 +72,9 @@ def test_attention_of_data_ranks(pools, tmp_path, folder):
     """Ranks with slides of their own write them all; ranks that share slides are told so, each of them, beforehand."""
     pools(1).run(1, predicted, {}, folder, str(tmp_path / "one"), {}, True)
     pools(2).run(2, predicted, {"sequence_size": 1}, folder, str(tmp_path / "many"), {}, True)
-    files = sorted((tmp_path / "one" / "maps").iterdir())
+    written = [sorted(x.name for x in (tmp_path / name / "maps").iterdir()) for name in ("one", "many")]
+    files = sorted((tmp_path / "one" / "maps").glob("*.npz"))
+    assert written[0] == written[1] == sorted(f"{x.stem}.{kind}" for x in files for kind in ("npz", "png"))
     assert len(files) == 5
     for path in files:
         with np.load(path) as one, np.load(tmp_path / "many" / "maps" / path.name) as other:

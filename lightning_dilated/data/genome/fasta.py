@@ -20,6 +20,7 @@ from lightning_dilated.data.genome.bases import COMPLEMENTS, LETTERS, N_CODE
 from lightning_dilated.data.genome.files import Genome, Record
 from lightning_dilated.data.genome.regions import Region, read_bed
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.remote import CACHE_GIB, Opener
 
 SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
 
@@ -43,7 +44,7 @@ class GenomeDataModule(SequenceDataModule):
     reads its slice.
 
     Args:
-        paths: files, directories (read recursively) or globs.
+        paths: files, directories (read recursively) or globs, or URLs of them.
         seq_len: N, bases of a window.
         batch_size: B, windows of a batch on each device.
         val_fraction, test_fraction: shares of each record, its last bases; null is 0.05, or 0 if `val_names` or
@@ -55,8 +56,9 @@ class GenomeDataModule(SequenceDataModule):
         max_n_fraction: most N that a window may have under "skip", from 0 to 1.
         short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
-        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). If missing,
-            it is made for this user alone (mode 0700); make it yourself to share it.
+        cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
+            $XDG_CACHE_HOME or ~/.cache). If missing, it is made for this user alone (mode 0700); to share it, make it.
+        cache_gib: the most GiB that blocks of URLs take there, see `Opener`; decompressed files are not counted.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
         pack_tokens: the most bases of a batch on each device. Then records shorter than a window, and what is left of a
@@ -101,8 +103,10 @@ class GenomeDataModule(SequenceDataModule):
         pack_tokens: int | None = None,
         bed: str | None = None,
         predict_strands: Literal["forward", "reverse", "both"] = "forward",
+        cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        self.opener = Opener(cache_dir, cache_gib)
         self.paths = required_paths(paths, "paths")
         self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
         both = sorted({*self.names["val"]} & {*self.names["test"]})
@@ -128,7 +132,7 @@ class GenomeDataModule(SequenceDataModule):
         """
         if self._genome is not None:
             return
-        genome = Genome(files_of(self.paths, "paths", SUFFIXES), self.cache_dir)
+        genome = Genome(files_of(self.paths, "paths", SUFFIXES, self.opener), self.cache_dir, self.opener)
         self._check_names(genome.records)
         if self.names["test"] and {record.name for record in genome.records} <= {*self.names["test"]}:
             self._all_test = "data.test_names holds all records"
@@ -205,7 +209,7 @@ class GenomeDataModule(SequenceDataModule):
         """(name, bases) of the records, or of the regions of the BED file, which is read, shorter than a window."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
-            self._bed_regions = read_bed(self.bed, genome.records)
+            self._bed_regions = read_bed(self.bed, genome.records, self.opener)
             ones = [(x.name or f"{ones[x.record][0]}:{x.start}-{x.stop}", x.stop - x.start) for x in self._bed_regions]
         return [(name, length) for name, length in ones if length < self._shortest]
 

@@ -1,4 +1,4 @@
-"""FASTA files: decompressed once into a cache folder, indexed, scanned once, and then read by range.
+"""FASTA files, local or by URL: decompressed once into a cache folder, indexed, scanned once, and then read by range.
 
 A record's bases are codes, see `bases`.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import io
 import os
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -19,8 +21,10 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dilated.data.block_cache import cache_root, locked, private_folder
 from lightning_dilated.data.files import ByteStream, refuse_special
 from lightning_dilated.data.genome.bases import CODES, ILLEGAL, N_CODE, OTHER
+from lightning_dilated.data.remote import Opener, is_url
 
 #: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
@@ -28,19 +32,22 @@ SMALL = 1 << 24
 
 
 def default_cache() -> Path:
-    """The folder lightning_dilated/genomes in the user's cache ($XDG_CACHE_HOME, or ~/.cache)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_dilated" / "genomes"
+    """The folder genomes in the package's cache folder (`cache_root`)."""
+    return cache_root() / "genomes"
 
 
-def plain_file(path: str, cache: Path) -> str:
+def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
     """The file itself, or where its content lies decompressed in `cache`, once for each path, size and time of change.
+
+    Of a URL, what its store says about the content stands in the place of the time.
 
     Raises: ValueError for an empty file, one that gzip cannot read to its end, or one that unpacks to more than MOST_PACKED
         times its size (above SMALL bytes).
     """
-    if os.path.getsize(path) == 0:
+    opener = opener or Opener()
+    if opener.size(path) == 0:
         raise ValueError(f"{path} is empty: fetch it again or leave it out of data.paths")
-    with open(path, "rb") as file:
+    with opener.open(path) as file:
         packed = file.read(2) == b"\x1f\x8b"
     if not packed:
         if path.endswith((".gz", ".bgz", ".bz2", ".zip")):
@@ -48,28 +55,31 @@ def plain_file(path: str, cache: Path) -> str:
                 f"{path} is not compressed by gzip, though its name ends so: rename it, or compress it by gzip"
             )
         return path
-    target = _cached(path, cache, ".fa")
+    target = _cached(path, cache, ".fa", opener)
     if target.exists():
         return str(target)
-    with _lock(target):
+    with locked(Path(f"{target}.lock")):
         if not target.exists():  # another process may have made it meanwhile
-            _decompress(path, target)
+            _decompress(path, target, opener)
             rank_zero_info(f"{path} was decompressed to {target}")
     return str(target)
 
 
 @contextlib.contextmanager
-def text_lines(path: str | Path, what: str) -> Iterator[Iterator[str]]:
-    """The lines of a text file without their ends, plain or compressed by gzip.
+def text_lines(path: str | Path, what: str, opener: Opener | None = None) -> Iterator[Iterator[str]]:
+    """The lines of a text file (or URL) without their ends, plain or compressed by gzip.
 
     Raises:
         FileNotFoundError, ValueError: for a file that is not there, cannot be decompressed, or is not text.
     """
     refuse_special(str(path))
-    with open(path, "rb") as file:
+    opener = opener or Opener()
+    with opener.open(str(path)) as file:
         packed = file.read(2) == b"\x1f\x8b"
-    opened: Any = gzip.open if packed else open
-    with opened(path, "rt", encoding="utf-8") as file_of_text:
+    with contextlib.ExitStack() as stack:
+        raw: Any = stack.enter_context(opener.open(str(path)))
+        unpacked = stack.enter_context(gzip.open(raw, "rb")) if packed else raw
+        file_of_text = stack.enter_context(io.TextIOWrapper(unpacked, encoding="utf-8"))
         try:
             yield (line.rstrip("\r\n") for line in file_of_text)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -78,17 +88,18 @@ def text_lines(path: str | Path, what: str) -> Iterator[Iterator[str]]:
             raise ValueError(f"{path} is not text: name {what}, plain or compressed by gzip.") from None
 
 
-def _decompress(path: str, target: Path) -> None:
-    limit = max(SMALL, MOST_PACKED * os.path.getsize(path))
+def _decompress(path: str, target: Path, opener: Opener) -> None:
+    size = opener.size(path)
+    limit = max(SMALL, MOST_PACKED * size)
     done = 0
     with _part_of(target) as part:
         try:
-            with gzip.open(path, "rb") as source, open(part, "wb") as out:
+            with opener.open(path) as raw, gzip.open(raw, "rb") as source, open(part, "wb") as out:
                 while block := source.read(1 << 20):
                     done += len(block)
                     if done > limit:
                         raise ValueError(
-                            f"{path} unpacks to more than {MOST_PACKED} times its {os.path.getsize(path):,} bytes, where "
+                            f"{path} unpacks to more than {MOST_PACKED} times its {size:,} bytes, where "
                             "genomes unpack to about 4 times: is it the right file? If so, unpack it yourself, as by "
                             "`gunzip -k`, and name the plain file"
                         )
@@ -110,51 +121,23 @@ def _part_of(target: Path) -> Iterator[Path]:
         yield Path(folder) / target.name
 
 
-def private_folder(folder: Path) -> None:
-    """Make a folder and its parents, those that are missing for this user only. Raises: OSError, naming it."""
-    for path in (*reversed(folder.parents), folder):
-        try:
-            path.mkdir(mode=0o700, exist_ok=True)
-        except FileExistsError as error:
-            raise FileExistsError(
-                f"data.cache_dir {folder}: {path} is not a folder; name another in data.cache_dir"
-            ) from error
-        except (PermissionError, OSError) as error:
-            if not path.is_dir():
-                raise type(error)(
-                    error.errno, f"data.cache_dir {folder} cannot be made; name another in data.cache_dir", str(path)
-                ) from error
-
-
-def _cached(path: str, cache: Path, suffix: str) -> Path:
-    state = os.stat(path)
-    key = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
+def _cached(path: str, cache: Path, suffix: str, opener: Opener, more: object = None) -> Path:
+    if is_url(path):
+        key = repr((path, opener.state(path), more))
+    else:
+        state = os.stat(path)
+        key = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
     return cache / f"{Path(path).name}.{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}{suffix}"
 
 
-@contextlib.contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    """One process of this machine at a time makes `target`."""
-    private_folder(target.parent)
-    try:
-        import fcntl
-    except ImportError:  # Windows: every process writes the same, and replaces the file atomically
-        yield
-        return
-    # does not follow a link that someone put there, and truncates nothing
-    lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
 # -- the index ---------------------------------------------------------------------------------------------------------
-def read_index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
+def read_index(
+    path: str, source: str, cache: Path, opener: Opener | None = None
+) -> list[tuple[str, int, int, int, int]]:
     """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
 
     An index next to the file is used if it is not older; else one is written there, or in `cache` if that is not writable.
+    Of a URL the index next to it is copied to `cache`, or where there is none written to it.
 
     Raises: ImportError without pyfaidx, ValueError for a file that is not FASTA, naming `source`.
     """
@@ -162,9 +145,10 @@ def read_index(path: str, source: str, cache: Path) -> list[tuple[str, int, int,
         import pyfaidx
     except ImportError as error:
         raise ImportError("FASTA files are read with pyfaidx: pip install 'lightning-dilated[genomes]'") from error
-    target = _index_file(path, source, cache)
+    opener = opener or Opener()
+    target, file = _index_file(path, source, cache, opener), _fasta(path, opener)
     try:
-        with pyfaidx.Faidx(path, indexname=str(target), build_index=False) as faidx:
+        with pyfaidx.Faidx(file, indexname=str(target), build_index=False) as faidx:
             records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
         if "Duplicate key" in str(error):  # in an existing index
@@ -174,7 +158,7 @@ def read_index(path: str, source: str, cache: Path) -> list[tuple[str, int, int,
         raise stale(source, str(error)) from error
     if not records:
         raise stale(source, "no record")
-    size = os.path.getsize(path)
+    size = opener.size(path)
     for name, length, offset, line_bases, line_bytes in records:
         if length == 0:
             raise ValueError(f"{source}: the record {name!r} is empty: remove its header line, or fetch the file again")
@@ -183,27 +167,70 @@ def read_index(path: str, source: str, cache: Path) -> list[tuple[str, int, int,
     return records
 
 
-def _index_file(path: str, source: str, cache: Path) -> Path:
+def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
     """The path of a file's index, which is written if it is missing or older than the file."""
-    import pyfaidx
-
+    if is_url(path):
+        return _index_of_url(path, cache, opener)
     neighbour = Path(f"{path}.fai")
     refuse_special(str(neighbour))
     fresh = neighbour.exists() and neighbour.stat().st_mtime >= os.path.getmtime(path)
     if fresh and not neighbour.is_file():
         raise stale(source, f"{neighbour} is no file")
-    target = neighbour if fresh or os.access(neighbour.parent, os.W_OK) else _cached(path, cache, ".fai")
+    target = neighbour if fresh or os.access(neighbour.parent, os.W_OK) else _cached(path, cache, ".fai", opener)
     if fresh or (target != neighbour and target.exists()):
         return target
     if target != neighbour:
         private_folder(target.parent)
+    _write_index(path, source, target, opener)
+    return target
+
+
+def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
+    """The index next to a URL, copied to `cache`; where there is none, one that is written there."""
+    neighbour = f"{path}.fai"
+    there = opener.exists(neighbour)
+    target = _cached(path, cache, ".fai", opener, opener.state(neighbour) if there else None)
+    with locked(Path(f"{target}.lock")):
+        if target.exists():
+            return target
+        if not there:
+            _write_index(path, path, target, opener)
+            return target
+        with _part_of(target) as part:
+            with opener.open(neighbour) as source, open(part, "wb") as out:
+                shutil.copyfileobj(source, out, 1 << 20)
+            os.replace(part, target)
+    return target
+
+
+def _write_index(path: str, source: str, target: Path, opener: Opener) -> None:
+    import pyfaidx
+
     try:
         with _part_of(target) as part:  # no other process may read half an index
-            pyfaidx.Faidx(path, indexname=str(part)).close()
+            pyfaidx.Faidx(_fasta(path, opener), indexname=str(part)).close()
             os.replace(part, target)
     except (pyfaidx.FastaIndexingError, ValueError) as error:
         raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
-    return target
+
+
+def _fasta(path: str, opener: Opener) -> Any:
+    """The file as pyfaidx takes it: the path, or for a URL what fsspec calls an open file, read through the opener."""
+    if not is_url(path):
+        return path
+    from fsspec.core import OpenFile
+
+    class Fasta(OpenFile):
+        def open(self) -> Any:
+            return opener.open(path)
+
+    class Times:
+        """The index that is used is the file's, so pyfaidx need not compare their times."""
+
+        def stat(self, path: str) -> dict[str, float]:
+            return {"mtime": 0.0}
+
+    return Fasta(Times(), path)
 
 
 def _reason(error: Exception) -> str:
@@ -267,24 +294,27 @@ class Genome:
     """Records of FASTA files, read by range through memory maps; can be pickled and read in forked workers.
 
     Args:
-        files: paths of FASTA files, plain or compressed by gzip.
+        files: paths or URLs of FASTA files, plain or compressed by gzip.
         cache_dir: where compressed files are decompressed to, and the index of a file whose folder cannot be written.
+        opener: reads the URLs; None for one of its own.
 
     Raises: OSError or ValueError naming file, record and position.
     """
 
-    def __init__(self, files: list[str], cache_dir: str | None = None) -> None:
+    def __init__(self, files: list[str], cache_dir: str | None = None, opener: Opener | None = None) -> None:
         cache = Path(cache_dir).expanduser() if cache_dir else default_cache()
-        plain = [plain_file(path, cache) for path in files]
-        self.stream = ByteStream(plain)
+        opener = opener or Opener(cache_dir)
+        opener.look_up(files)
+        plain = [plain_file(path, cache, opener) for path in files]
+        self.stream = ByteStream(plain, opener=opener)
         self.records: list[Record] = []
         begin = 0
         for path, source, size in zip(plain, files, self.stream.sizes, strict=True):
             records = [
                 Record(source, name, length, begin + offset, bases, width)
-                for name, length, offset, bases, width in read_index(path, source, cache)
+                for name, length, offset, bases, width in read_index(path, source, cache, opener)
             ]
-            _scan(ByteStream([path]), records, begin)
+            _scan(ByteStream([path], opener=opener), records, begin)
             self.records += records
             begin += size
         _refuse_twice(self.records)

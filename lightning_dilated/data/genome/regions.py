@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_dilated.data.genome.files import Record, text_lines
+from lightning_dilated.data.remote import Opener
 
 
 class Region(NamedTuple):
@@ -24,8 +25,8 @@ class Region(NamedTuple):
         return self._replace(start=low, stop=max(low, min(self.stop, stop)))
 
 
-def read_bed(path: str | Path, records: Sequence[Record]) -> list[Region]:
-    """The regions of a BED file, plain or compressed by gzip, in its order.
+def read_bed(path: str | Path, records: Sequence[Record], opener: Opener | None = None) -> list[Region]:
+    """The regions of a BED file (or URL), plain or compressed by gzip, in its order.
 
     The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), divided by tabs
     or blanks. Lines that begin with #, "track" or "browser" are left out.
@@ -41,7 +42,7 @@ def read_bed(path: str | Path, records: Sequence[Record]) -> list[Region]:
     for number, record in enumerate(records):
         numbers.setdefault(record.name, []).append(number)
     regions = []
-    with text_lines(path, "a BED file") as lines:
+    with text_lines(path, "a BED file", opener) as lines:
         for number, line in enumerate(lines, 1):
             fields = line.split("\t") if "\t" in line else line.split()
             if any(fields) and not line.startswith("#") and fields[0] not in ("track", "browser"):

@@ -27,6 +27,7 @@ from lightning_dilated.data.genome.bases import N_CODE
 from lightning_dilated.data.genome.fasta import SUFFIXES
 from lightning_dilated.data.genome.files import Genome
 from lightning_dilated.data.module import SPLITS
+from lightning_dilated.data.remote import CACHE_GIB, Opener
 from lightning_dilated.data.tasks import RuleDataModule, RuleSamples, sample_generator
 
 LENGTH = 32
@@ -186,7 +187,7 @@ class StrainPairsDataModule(RuleDataModule):
         rename_bases: rename the four bases at random in each sample.
         reverse_complement: share of the samples that are read on the other strand, from 0 to 1.
         train_size, val_size, test_size: samples of each split; those of a split without species do not count.
-        cache_dir: see `GenomeDataModule`.
+        cache_dir, cache_gib: see `GenomeDataModule`.
         seed, num_workers, pin_memory: see `RuleDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges and for names that `species` does not have; data on disk
@@ -215,11 +216,13 @@ class StrainPairsDataModule(RuleDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        cache_gib: float = CACHE_GIB,
     ) -> None:
         self.paths = _paths(species)
         self.names = _names(list(self.paths), {"train": train, "val": val, "test": test})
         sizes = [train_size, val_size if self.names["val"] else 0, test_size if self.names["test"] else 0]
         super().__init__(seq_len, batch_size, *sizes, seed, num_workers, pin_memory)
+        self.opener = Opener(cache_dir, cache_gib)
         integer(seq_len, "data.seq_len", 2 * LENGTH)
         self.boundary_range = real(boundary_range, "data.boundary_range", least=0, below=1)
         self.max_dropped = integer(max_dropped, "data.max_dropped", 0)
@@ -258,7 +261,7 @@ class StrainPairsDataModule(RuleDataModule):
             return
         super().check()
         used = [name for split in SPLITS for name in self.names[split]]
-        files = {name: files_of(self.paths[name], f"species.{name}", SUFFIXES) for name in used}
+        files = {name: files_of(self.paths[name], f"species.{name}", SUFFIXES, self.opener) for name in used}
         _refuse_shared(files)
         strains = {name: [self._strain(name, file) for file in strains_of] for name, strains_of in files.items()}
         _refuse_equal(strains, {name: split for split in SPLITS for name in self.names[split]})
@@ -270,7 +273,7 @@ class StrainPairsDataModule(RuleDataModule):
 
     def _strain(self, name: str, file: str) -> Strain:
         try:
-            genome = Genome([file], self.cache_dir)
+            genome = Genome([file], self.cache_dir, self.opener)
         except (OSError, ValueError) as error:  # these name the option of another DataModule
             kind = ValueError if isinstance(error, ValueError) else type(error)
             raise kind(str(error).replace("data.paths", f"data.species.{name}")) from error

@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.data.files import refuse_special, spread
+from lightning_dilated.data.remote import Opener, RemoteFile, is_url
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
 # TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
@@ -132,25 +133,50 @@ def import_h5py() -> Any:
 
 
 @contextmanager
-def opened_h5(path: str) -> Iterator[Any]:
-    """The open file. Raises ValueError, FileNotFoundError or PermissionError, naming it, for one that cannot be read."""
+def opened_h5(path: str, opener: Opener | None = None) -> Iterator[Any]:
+    """The open file; of a URL what is read is fetched by range.
+
+    Raises: ValueError, FileNotFoundError or PermissionError, naming it, for one that cannot be read.
+    """
     h5py = import_h5py()
+    if is_url(path):
+        with _h5_of_url(h5py, path, opener or Opener()) as file:
+            yield file
+        return
     try:
         with h5py.File(path, "r") as file:
             yield file
     except (FileNotFoundError, PermissionError) as error:
         raise type(error)(f"{path} cannot be opened any more: {error}") from error
     except OSError as error:
-        message = str(error)
-        if "signature not found" in message:
-            why = "it is not an HDF5 file, or empty: write it again"
-        elif "truncated" in message:
-            why = "it is truncated, as by a copy that was cut short: copy or write it again"
-        elif "lock" in message:
-            why = "another program has it open for writing: close that first"
-        else:
-            why = "it is damaged or cut short: copy or write it again"
-        raise ValueError(f"{path} cannot be read: {why} ({message})") from error
+        raise _unreadable(path, error) from error
+
+
+@contextmanager
+def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
+    source = RemoteFile(opener, path)
+    try:
+        with h5py.File(source, "r") as file:
+            yield file
+    except Exception as error:
+        if source.error is not None:  # of the store; HDF5 hides it behind one of its own
+            raise source.error from error
+        if isinstance(error, OSError):
+            raise _unreadable(path, error) from error
+        raise
+
+
+def _unreadable(path: str, error: OSError) -> ValueError:
+    message = str(error)
+    if "signature not found" in message:
+        why = "it is not an HDF5 file, or empty: write it again"
+    elif "truncated" in message:
+        why = "it is truncated, as by a copy that was cut short: copy or write it again"
+    elif "lock" in message:
+        why = "another program has it open for writing: close that first"
+    else:
+        why = "it is damaged or cut short: copy or write it again"
+    return ValueError(f"{path} cannot be read: {why} ({message})")
 
 
 def own_dataset(path: str, file: Any, name: str) -> Any:
@@ -169,9 +195,9 @@ def own_dataset(path: str, file: Any, name: str) -> Any:
     return item
 
 
-def check_declared_size(path: str, array: Any, name: str) -> None:
-    """Raise ValueError where a data set declares more than the file holds."""
-    declared, size = math.prod(array.shape) * array.dtype.itemsize, os.path.getsize(path)
+def check_declared_size(path: str, array: Any, name: str, size: int) -> None:
+    """Raise ValueError where a data set declares more than the file of `size` bytes holds."""
+    declared = math.prod(array.shape) * array.dtype.itemsize
     text = f"{path}: {name!r} declares the shape {tuple(array.shape)}, {declared:,} bytes"
     if array.chunks is None:
         if declared > size or array.id.get_storage_size() < declared:
@@ -302,11 +328,14 @@ class SlideReader:
         features: name of the (T, F) or (1, T, F) array; a .pt file may also hold that tensor alone.
         coords: name of the (T, 2) array of pixel coordinates; None for slides that are read without.
         dtype: of the features that are handed out.
+        opener: opens the files, by path or URL.
     """
 
     features: str = "features"
     coords: str | None = "coords"
     dtype: torch.dtype = torch.float32
+    # how files are reached is no part of what a fingerprint says
+    opener: Opener = field(default_factory=Opener, repr=False, compare=False)
 
     def inspect(self, path: str) -> Slide:
         """Look at names, shapes and types, reading no row.
@@ -319,7 +348,7 @@ class SlideReader:
         with self._opened(path) as (features, coords):
             for name, rows in ((self.features, features), (str(self.coords), coords)):
                 if rows is not None and not isinstance(rows.array, Tensor):
-                    check_declared_size(path, rows.array, name)
+                    check_declared_size(path, rows.array, name, self.opener.size(path))
             attributes = {} if coords is None else getattr(coords.array, "attrs", {})
             sizes = tile_size_of(path, attributes), extent_of(path, attributes), states_overlap(attributes)
             return Slide(path, features.count, features.width, *sizes)
@@ -351,9 +380,13 @@ class SlideReader:
     def digest(self, path: str) -> bytes:
         """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them.
 
-        It covers nothing else, so that attention may be written into the file.
+        It covers nothing else, so that attention may be written into the file. Of a URL it covers what the store says about
+        the content, such as an ETag, so that thousands of slides need not be read for it.
         """
         digest = hashlib.blake2b(digest_size=16)
+        if is_url(path):
+            digest.update(repr(self.opener.state(path)).encode())
+            return digest.digest()
         with self._opened(path) as (features, coords):
             for rows in (features, coords):
                 for tile in spread(rows.count, SAMPLED) if rows is not None else ():
@@ -387,7 +420,8 @@ class SlideReader:
     def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None]]:
         """(features, coords) of an open file, after all checks that need no row."""
         refuse_special(path)
-        with opened_h5(path) if path.lower().endswith(H5) else _pt(path, self.features) as arrays:
+        opened = opened_h5(path, self.opener) if path.lower().endswith(H5) else _pt(path, self.features, self.opener)
+        with opened as arrays:
             yield self._checked(path, arrays)
 
     def _checked(self, path: str, arrays: Any) -> tuple[_Rows, _Rows | None]:
@@ -478,11 +512,17 @@ def _check_stored(path: str, tensor: Tensor, name: str) -> None:
 
 
 @contextmanager
-def _pt(path: str, features: str) -> Iterator[dict[str, Any]]:
-    """The tensors of a file, mapped to memory where its format allows that, so that only rows that are used are read."""
+def _pt(path: str, features: str, opener: Opener) -> Iterator[dict[str, Any]]:
+    """The tensors of a file, mapped to memory where its format allows that, so that only rows that are used are read.
+
+    A URL is read whole.
+    """
     try:
         try:
-            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if is_url(path):
+                stored = torch.load(opener.open(path), map_location="cpu", weights_only=True)
+            else:
+                stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lightning_dilated._validation import one_of
+from lightning_dilated.data.remote import refuse_url
 from lightning_dilated.data.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.data.slides.files import H5, SlideReader, import_h5py
 
@@ -165,6 +166,7 @@ def write_attention(
         ImportError: where h5py is missing.
     """
     path = os.fspath(path)
+    refuse_url(path, "path")
     if not path.lower().endswith(H5):
         raise ValueError(f"{path}: attention is written to .h5 files; torch.save it next to a .pt slide yourself")
     if name in (features_name, coords_name):

@@ -6,6 +6,7 @@ A row has a slide's id and, in columns whose names are options, its label, its s
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from lightning_dilated._validation import one_of
 from lightning_dilated.data.files import refuse_special
 from lightning_dilated.data.module import SPLITS
+from lightning_dilated.data.remote import Opener, is_url
 from lightning_dilated.data.slides.files import slide_name
 
 
@@ -54,8 +56,8 @@ class Row:
     event: str | None = None
 
 
-def read_rows(path: str, columns: Columns) -> list[Row]:
-    """All rows, in the file's order.
+def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list[Row]:
+    """All rows, in the file's order; of a URL by the `opener`.
 
     Raises:
         FileNotFoundError, PermissionError: naming the path.
@@ -63,6 +65,8 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
             slide named twice; with the line.
     """
     refuse_special(path)
+    if is_url(path):
+        return _rows_of_url(path, columns, opener or Opener())
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return _rows(path, csv.reader(file, strict=True), columns)
@@ -71,9 +75,23 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
     except PermissionError as error:
         raise PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet") from error
+        raise _no_text(path, error) from error
     except OSError as error:  # such as a link to itself
         raise OSError(f"data.labels_csv {path} cannot be read ({error}): pass the path of a csv file") from error
+
+
+def _rows_of_url(path: str, columns: Columns, opener: Opener) -> list[Row]:
+    try:
+        with io.TextIOWrapper(opener.open(path), encoding="utf-8-sig", newline="") as file:
+            return _rows(path, csv.reader(file, strict=True), columns)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"data.labels_csv: {error}") from error
+    except UnicodeDecodeError as error:
+        raise _no_text(path, error) from error
+
+
+def _no_text(path: str, error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet")
 
 
 def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.data.files import collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.remote import CACHE_GIB, Opener
 from lightning_dilated.data.slides.coordinates import (
     Inventory,
     by_name,
@@ -60,9 +61,10 @@ class SlideDataModule(SplitDataModule):
     positions of the longest slide).
 
     Args:
-        paths: slide files, directories (read recursively) or globs. A .pt file holds a tensor (N, F), or a dict of tensors;
+        paths: slide files, directories (read recursively) or globs, or URLs of them; a .pt file by URL is read whole, of an
+            .h5 file only what is used. A .pt file holds a tensor (N, F), or a dict of tensors;
             features may be (1, N, F).
-        labels_csv: a csv with a line for each slide; null for none, as in pretraining.
+        labels_csv: a csv (or its URL) with a line for each slide; null for none, as in pretraining.
         labels: "classes" (whole numbers or words; see `classes`), "numbers" (regression), "survival" (`time_column` and
             `event_column`) or "none"; null is "classes" with a csv and "none" without.
         slide_column: column of the slide's id, which is the file's name; the ending of a file may follow.
@@ -111,6 +113,8 @@ class SlideDataModule(SplitDataModule):
         merge_groups: make one sample of all slides of a group, such as a patient: one class token, then their tiles, slide
             after slide; coordinates are shifted so that slides lie side by side. The sample's name is the group's, and the
             labels of its slides must agree.
+        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
+            and the most GiB that it takes, see `Opener`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -153,8 +157,11 @@ class SlideDataModule(SplitDataModule):
         time_column: str = "time",
         event_column: str = "event",
         merge_groups: bool = False,
+        cache_dir: str | None = None,
+        cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, pack_tokens)
+        self.opener = Opener(cache_dir, cache_gib)
         self.paths = path_list([] if paths is None else paths, hint=_HINT)
         self.labels_csv = labels_csv
         kinds = ("classes", "numbers", "survival", "none")
@@ -199,7 +206,7 @@ class SlideDataModule(SplitDataModule):
                 "data.order 'raster' needs coordinates, but data.coords_name is null: set one or the other"
             )
         dtype = DTYPES[one_of(feature_dtype, "data.feature_dtype", tuple(DTYPES))]
-        self.reader = SlideReader(features_name, coords_name, dtype)
+        self.reader = SlideReader(features_name, coords_name, dtype, self.opener)
         self.tile_size = None if tile_size is None else integer(tile_size, "data.tile_size", 1)
         self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
         self._inventory: Inventory | None = None
@@ -263,9 +270,11 @@ class SlideDataModule(SplitDataModule):
         """
         if self._inventory is not None:
             return
-        files = collect_files(self.paths, [*H5, *PT], _HINT)
-        rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns)
+        files = collect_files(self.paths, [*H5, *PT], _HINT, self.opener)
+        rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns, self.opener)
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
+        self.opener.look_up(files)
+        self.opener.prefetch(x for x in files if x.lower().endswith(H5))
         slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")
         check_sizes(slides, self.max_tiles if self.over == "error" else None)
         self.tile_size = one_tile_size(slides, self.tile_size)

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
+from lightning_dilated.data.remote import CACHE_GIB, Opener
 from lightning_dilated.data.text.documents import Documents
 
 
@@ -77,7 +78,7 @@ class ByteDataModule(SequenceDataModule):
     continued exactly from a checkpoint; validation and test come in file order.
 
     Args:
-        paths: files, directories (read recursively) or globs; null reads Python's standard library.
+        paths: files, directories (read recursively) or globs, or URLs of them; null reads Python's standard library.
         seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
@@ -93,6 +94,8 @@ class ByteDataModule(SequenceDataModule):
             place of sequences that reach over the ends of files; as many as fit are packed into one row, {"tokens": (1, n),
             "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D samples begin and end, "index": (D,)}. A
             file's last byte has the label -100. null does not pack.
+        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
+            and the most GiB that it takes, see `Opener`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -113,8 +116,11 @@ class ByteDataModule(SequenceDataModule):
         suffixes: list[str] | None = None,
         seq_len_schedule: dict[int, int] | None = None,
         pack_tokens: int | None = None,
+        cache_dir: str | None = None,
+        cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        self.opener = Opener(cache_dir, cache_gib)
         self.paths = path_list(paths)
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, below=1)
@@ -134,7 +140,7 @@ class ByteDataModule(SequenceDataModule):
         """
         if self._stream is not None:
             return
-        stream = ByteStream(collect_files(self.paths, self.suffixes))
+        stream = ByteStream(collect_files(self.paths, self.suffixes, opener=self.opener), opener=self.opener)
         if len(stream) == 0:
             raise ValueError(f"all files of data.paths are empty; {HINT}")
         for split, (start, stop) in self._bounds(len(stream)).items():

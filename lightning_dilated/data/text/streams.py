@@ -5,7 +5,6 @@ Shape letters: B streams of a batch, S streams of all ranks, N tokens of a step 
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from lightning_dilated.data.files import (
     required_paths,
 )
 from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.remote import CACHE_GIB, Opener
 from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, token_file
 from lightning_dilated.sequence.shard import SequenceSpec
 
@@ -114,7 +114,7 @@ class StreamDataModule(SequenceDataModule):
     is left out in training.
 
     Args:
-        paths: files, directories (read recursively) or globs.
+        paths: files, directories (read recursively) or globs, or URLs of them.
         seq_len: N, tokens of a step.
         streams: S, a multiple of the data-parallel ranks.
         separator: the byte or token that ends a document, before whose next one nothing is seen; null: one text.
@@ -123,6 +123,8 @@ class StreamDataModule(SequenceDataModule):
         val_fraction, test_fraction: shares of the tokens for validation and test, the last ones, from 0 to below 1.
         num_workers, pin_memory: see `SplitDataModule`.
         suffixes: which files of a directory to take, such as ['.txt']; null for all (of tokens: .npy and .bin).
+        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
+            and the most GiB that it takes, see `Opener`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -144,9 +146,12 @@ class StreamDataModule(SequenceDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         suffixes: list[str] | None = None,
+        cache_dir: str | None = None,
+        cache_gib: float = CACHE_GIB,
     ) -> None:
         self.streams = integer(streams, "data.streams", 1)
         super().__init__(seq_len, None, None, self.streams, 0, num_workers, pin_memory)
+        self.opener = Opener(cache_dir, cache_gib)
         self.paths, self.suffixes = required_paths(paths, "paths"), file_suffixes(suffixes, "data.suffixes")
         if dtype is not None:
             one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
@@ -230,9 +235,11 @@ class StreamDataModule(SequenceDataModule):
 
     def _open(self) -> ByteStream | TokenStream:
         if not self.reads_tokens:
-            return ByteStream(collect_files(self.paths, self.suffixes))
-        files = files_of(self.paths, "paths", self.suffixes or SUFFIXES)
-        return TokenStream([token_file(path, os.path.getsize(path), self.dtype, 0) for path in files])
+            return ByteStream(collect_files(self.paths, self.suffixes, opener=self.opener), opener=self.opener)
+        files = files_of(self.paths, "paths", self.suffixes or SUFFIXES, self.opener)
+        self.opener.look_up(files)
+        opened = [token_file(path, self.opener.size(path), self.dtype, 0, self.opener) for path in files]
+        return TokenStream(opened, self.opener)
 
     def _check_split(self, split: str, size: int, total: int) -> None:
         needed = self.streams * (self.seq_len if split == "train" else 1) + 1

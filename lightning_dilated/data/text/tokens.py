@@ -18,6 +18,7 @@ import torch
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.remote import CACHE_GIB, Opener
 from lightning_dilated.data.text.bytes import ByteSequences
 from lightning_dilated.data.text.documents import Documents
 
@@ -48,10 +49,11 @@ class TokenFile:
     count: int
 
 
-def token_file(path: str, size: int, dtype: str | None, header: int) -> TokenFile:
+def token_file(path: str, size: int, dtype: str | None, header: int, opener: Opener | None = None) -> TokenFile:
     """Look at the beginning of a file of `size` bytes.
 
     Args:
+        path: or a URL, which `opener` reads.
         dtype, header: of raw (.bin) files: the type, uint16 where None, and bytes before the first token.
 
     Raises: ValueError naming the file and what to change.
@@ -59,17 +61,17 @@ def token_file(path: str, size: int, dtype: str | None, header: int) -> TokenFil
     if size == 0:
         raise ValueError(f"{path} is empty: write it again or leave it out of the paths")
     if path.endswith(".npy"):
-        return _npy_file(path, size)
+        return _npy_file(path, size, opener or Opener())
     if not path.endswith(".bin"):
         raise ValueError(
             f"{path} ends neither in .npy nor in .bin: tokens are read from numpy arrays (.npy) or raw numbers (.bin); "
             "text and other files are served byte by byte by lightning_dilated.data.ByteDataModule"
         )
-    return _raw_file(path, size, dtype, header)
+    return _raw_file(path, size, dtype, header, opener or Opener())
 
 
-def _npy_file(path: str, size: int) -> TokenFile:
-    with open(path, "rb") as file:
+def _npy_file(path: str, size: int, opener: Opener) -> TokenFile:
+    with opener.open(path) as file:
         try:
             version = np.lib.format.read_magic(file)
             _check_header_length(file, version, size)
@@ -109,9 +111,9 @@ def _check_header_length(file: BinaryIO, version: tuple[int, int], size: int) ->
     file.seek(begin)
 
 
-def _raw_file(path: str, size: int, dtype: str | None, header: int) -> TokenFile:
+def _raw_file(path: str, size: int, dtype: str | None, header: int, opener: Opener) -> TokenFile:
     kind = np.dtype(dtype or "uint16")
-    with open(path, "rb") as file:
+    with opener.open(path) as file:
         first = file.read(4096)
     if header == 0:
         _refuse_foreign(path, size, first)
@@ -155,15 +157,19 @@ class TokenStream:
     Can be pickled, as `ByteStream`, through which it reads.
     """
 
-    def __init__(self, files: Sequence[TokenFile]) -> None:
+    def __init__(self, files: Sequence[TokenFile], opener: Opener | None = None) -> None:
         self.files = list(files)
-        self._bytes = ByteStream([file.path for file in self.files])
+        self._bytes = ByteStream([file.path for file in self.files], opener=opener)
         sizes = np.array(self._bytes.sizes, dtype=np.int64)
         self._begins = np.cumsum(sizes) - sizes
         self._ends = np.cumsum([file.count for file in self.files], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def opener(self) -> Opener:
+        return self._bytes.opener
 
     @property
     def bytes_read(self) -> int:
@@ -337,8 +343,8 @@ class TokenDataModule(SequenceDataModule):
     where documents end (about two seconds of a core for a gigabyte of uint16; `scan` false does without).
 
     Args:
-        paths: files, directories (read recursively, .npy and .bin) or globs. A .npy holds one row of uint16, uint32, int32
-            or int64; a .bin holds numbers of `dtype` after `header` bytes.
+        paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of them. A .npy holds one row of
+            uint16, uint32, int32 or int64; a .bin holds numbers of `dtype` after `header` bytes.
         seq_len: N, tokens of a sequence (each sample reads N + 1).
         vocab_size: number of different tokens; the data is checked against it, and the model too.
         batch_size: B, sequences of a batch on each device.
@@ -357,6 +363,8 @@ class TokenDataModule(SequenceDataModule):
             ones in pieces of N tokens, in place of sequences that cut documents where they end; as many as fit are packed
             into one row, and "index" is (D,), a number a sample. null does not pack.
         seed, num_workers, pin_memory: see `SplitDataModule`.
+        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
+            and the most GiB that it takes, see `Opener`. `scan` fetches all files once; set it to false for large ones.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -381,8 +389,11 @@ class TokenDataModule(SequenceDataModule):
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
         pack_tokens: int | None = None,
+        cache_dir: str | None = None,
+        cache_gib: float = CACHE_GIB,
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        self.opener = Opener(cache_dir, cache_gib)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(p, x) for x, p in options.items() if x == "paths" or p is not None}
         self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
@@ -421,7 +432,7 @@ class TokenDataModule(SequenceDataModule):
         """
         if self._parts is not None:
             return
-        files = {name: files_of(paths, name, SUFFIXES) for name, paths in self.paths.items()}
+        files = {name: files_of(paths, name, SUFFIXES, self.opener) for name, paths in self.paths.items()}
         _refuse_shared(files)
         streams = {name: self._stream(paths) for name, paths in files.items()}
         ends = self._scanned(streams)
@@ -455,14 +466,18 @@ class TokenDataModule(SequenceDataModule):
         return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
 
     def _stream(self, files: list[str]) -> TokenStream:
-        return TokenStream([token_file(path, os.path.getsize(path), self.dtype, self.header) for path in files])
+        self.opener.look_up(files)
+        opened = [token_file(path, self.opener.size(path), self.dtype, self.header, self.opener) for path in files]
+        return TokenStream(opened, self.opener)
 
     def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
         """Where documents end in each stream, after a look at every token."""
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
         # separate streams, so that `bytes_read` counts only what is served
-        ends = {name: scan(TokenStream(x.files), self.vocab_size, self.eos_token) for name, x in streams.items()}
+        ends = {
+            name: scan(TokenStream(x.files, x.opener), self.vocab_size, self.eos_token) for name, x in streams.items()
+        }
         if self.eos_token is not None and not any(map(len, ends.values())):
             raise ValueError(
                 f"data.eos_token = {self.eos_token} occurs nowhere in the data, so no document would end: set it to the "

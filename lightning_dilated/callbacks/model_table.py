@@ -1,0 +1,50 @@
+"""ModelTable: the layers of a model, their parameters, and how many are trained, as a fit begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import ModelSummary
+from typing_extensions import override
+
+
+class ModelTable(ModelSummary):
+    """Lightning's summary as a short table: layers with parameters, and no FLOPs, which Lightning counts only for models
+    with an `example_input_array`; `lightning-dilated explain` and `plan` count them."""
+
+    @staticmethod
+    @override
+    def summarize(
+        summary_data: list[tuple[str, list[str]]],
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int,
+        **summarize_kwargs: Any,
+    ) -> None:
+        """Print the table."""
+        print("\n" + table(dict(summary_data), total_parameters, trainable_parameters, model_size) + "\n", flush=True)
+
+
+def table(columns: dict[str, list[str]], total: int, trained: int, megabytes: float) -> str:
+    """The lines: a layer each, then the sums.
+
+    Args:
+        columns: of Lightning's summary: "Name", "Type", "Params" (a count in words) and "Mode" of each layer.
+        total, trained: parameters.
+        megabytes: of all parameters.
+    """
+    names = [name for name in ("Name", "Type", "Params per Device", "Params", "Mode") if name in columns]
+    rows = [[columns[name][i].strip() for name in names] for i in range(len(columns["Name"]))]
+    size = names.index("Params")
+    rows = [row for row in rows if row[size] != "0"]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(x.rjust(w) if "Params" in name else x.ljust(w) for name, x, w in zip(names, row, widths, strict=True))
+        for row in rows
+    ]
+    frozen = "all of them trained" if trained == total else f"{trained:,} of them trained"
+    return "\n".join(
+        [*(f"  {line.rstrip()}" for line in lines), f"  {total:,} parameters ({megabytes:,.1f} MB), {frozen}"]
+    )

@@ -1,0 +1,122 @@
+"""The keys of a model's or a data's class, as `--help` and `--model.help` print them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import pkgutil
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import ArgumentParser
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import lightning_dilated
+from lightning_dilated import data, models
+from lightning_dilated.cli.errors import PROG
+from lightning_dilated.models import DilatedModule
+
+#: section of a recipe: (base of its classes, modules whose classes go by their name alone)
+SECTIONS: dict[str, tuple[type, tuple[Any, ...]]] = {
+    "model": (DilatedModule, (lightning_dilated, models)),
+    "data": (pl.LightningDataModule, (data,)),
+}
+
+
+def names(section: str) -> list[str]:
+    """The classes of a section that go by their name alone."""
+    base, modules = SECTIONS[section]
+    listed = modules[0]
+    public = [name for name in getattr(listed, "__all__", dir(listed)) if not name.startswith("_")]
+    return sorted(name for name in public if is_class(getattr(listed, name, None), base) and name != base.__name__)
+
+
+def is_class(value: Any, base: type) -> bool:
+    """Whether a value is a subclass of `base`."""
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def resolve(section: str, name: str) -> type:
+    """The class of a name or dotted path.
+
+    Raises:
+        ValueError: for another kind of class, or none; naming those that there are.
+    """
+    base, modules = SECTIONS[section]
+    value = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+    if value is None and "." in name:
+        try:
+            value = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"--{section}.help {name}: cannot be imported ({error}).") from None
+    if not is_class(value, base):
+        known = names(section)
+        close = difflib.get_close_matches(name.rpartition(".")[2], known, 1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"--{section}.help {name}: no {base.__name__} of that name.{hint} Classes: {', '.join(known)}; of others give "
+            "the dotted path."
+        )
+    return value
+
+
+def keys(cls: type) -> list[str]:
+    """The arguments of a class, of its bases too where it hands them on."""
+    built = {"params"} if issubclass(cls, Optimizer) else {"optimizer"} if issubclass(cls, LRScheduler) else set()
+    added = ArgumentParser().add_class_arguments(cls, "of", skip=built, fail_untyped=False)
+    return [key.partition(".")[2] for key in added]
+
+
+def help_of(section: str, cls: type) -> str:
+    """The keys of a class, each with its meaning, type and default."""
+    parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    parser.add_class_arguments(cls, section, fail_untyped=False)
+    lines, kept = parser.format_help().strip("\n").split("\n"), True
+    page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
+    for line in lines:
+        if not line.startswith("   "):  # the first line of an option
+            # nested helps are options of this parser only, and a file of the class's arguments is seldom used
+            kept = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
+        page += [line] if kept else []
+    return "\n".join(page)
+
+
+def requested(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(section, class or None) of each --model.help and --data.help."""
+    for i, word in enumerate(argv):
+        option, equals, name = word.partition("=")
+        section = option.removeprefix("--").removesuffix(".help")
+        if option == f"--{section}.help" and section in SECTIONS:
+            following = argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else None
+            yield section, name if equals else following
+
+
+def pages(argv: Sequence[str], chosen: dict[str, str | None]) -> list[str]:
+    """What --model.help and --data.help ask for; of the class that is chosen elsewhere where they name none.
+
+    Raises:
+        ValueError: for no class, or none of that name.
+    """
+    return [help_of(section, _class(section, name or chosen[section])) for section, name in requested(argv)]
+
+
+def _class(section: str, name: str | None) -> type:
+    if name is None:
+        raise ValueError(
+            f"--{section}.help needs a class: one of {', '.join(names(section))}, the dotted path of another, or --config."
+        )
+    return resolve(section, name)
+
+
+def footer(command: str, chosen: dict[str, str | None]) -> str:
+    """What `--help` says of the classes: the keys of those that are chosen, and how to see others."""
+    texts = [help_of(section, resolve(section, name)) for section, name in chosen.items() if name is not None]
+    for section in SECTIONS:
+        texts.append(
+            f"`{PROG} {command} --{section}.help CLASS` lists the keys of another class for {section}: "
+            f"{', '.join(names(section))}."
+        )
+    return "\n\n".join(texts)

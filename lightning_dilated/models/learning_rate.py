@@ -1,0 +1,77 @@
+"""LearningRate: the optimizer's learning rate as an attribute of the module, which Lightning's finder reads and sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_dilated._compat.lightning import attached_trainer
+
+
+class LearningRate(pl.LightningModule):
+    """What a module with a function that makes its optimizer has as `lr`.
+
+    `Tuner.lr_find` and `LearningRateFinder` look for an attribute of this name. Their sweep gives all groups one rate; what
+    is set afterwards keeps each group's `lr_scale` and the schedule.
+    """
+
+    _make_optimizer: Callable[[Any], Optimizer]
+    _lr: float | None = None
+    #: of the optimizer's groups, once a rate was set during a fit; written again as training begins
+    _group_rates: list[list[float]] | None = None
+
+    @property
+    def lr(self) -> float:
+        """The optimizer's learning rate, before a group's `lr_scale` and the schedule. Setting it overrides the one that
+        `optimizer` has; None goes back to that.
+
+        Raises:
+            ValueError: set to another value than a finite number of at least 0.
+        """
+        if self._lr is not None:
+            return self._lr
+        return float(self._make_optimizer([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float | None) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ValueError(
+                f"lr must be a finite number of at least 0, or None for the optimizer's own; got {value!r}."
+            )
+        trainer, before = attached_trainer(self), self.lr
+        self._lr = None if value is None else float(value)
+        if trainer is not None and trainer.optimizers and before > 0:
+            self._group_rates = _scale(trainer, self.lr / before)
+
+    def with_lr(self, optimizer: Optimizer) -> Optimizer:
+        """A new optimizer at `lr`, each group times its `lr_scale`."""
+        for group in optimizer.param_groups:
+            lr = group["lr"] if self._lr is None else self._lr
+            group["lr"] = lr * group.pop("lr_scale", 1.0)
+        self._group_rates = None
+        return optimizer
+
+    def on_train_start(self) -> None:
+        """Write the rates again that were set before: Lightning's finder gives every group the same."""
+        rates, self._group_rates = self._group_rates, None
+        for optimizer, of_groups in zip(self.trainer.optimizers, rates or [], strict=False):
+            for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+                group["lr"] = rate
+
+
+def _scale(trainer: Any, factor: float) -> list[list[float]]:
+    """Multiply the rates of running optimizers and the peaks of their schedules; the rates of all groups."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
+    for config in trainer.lr_scheduler_configs:
+        if hasattr(config.scheduler, "base_lrs"):
+            config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
+    return [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
