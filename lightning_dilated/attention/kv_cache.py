@@ -1,7 +1,8 @@
 """Decoding: new tokens against a bounded cache of keys and values, equal to the same rows of the full sequence.
 
 In a branch a head uses only its own residue of the current segment, so the cache keeps at most ceil(w / r) rows for each
-branch, kv head and residue, whatever the number of tokens. The rows of all branches lie in one buffer for k and one for v.
+branch, kv head and residue, whatever the number of tokens; of a window the latest `width` rows of each residue. The rows of
+all branches lie in one buffer for k and one for v.
 Ranks may share prompts: each keeps rows of its own, and what they attend to is merged for every token and layer.
 Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one residue's
 rows of one kv head); w segment length, r dilation rate; N tokens of shared prompts, R ranks, W taps of `kv_conv`.
@@ -25,9 +26,9 @@ from lightning_dilated.attention.backends.base import merge
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
-from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.branch import LARGEST
-from lightning_dilated.pattern.rows import check_padding, head_rows
+from lightning_dilated.pattern import DilatedPattern, Window
+from lightning_dilated.pattern.branch import LARGEST, AnyBranch
+from lightning_dilated.pattern.rows import check_padding, head_rows, windowed
 from lightning_dilated.sequence.shard import DealtRows
 
 #: rows of a new buffer, if its branch can need that many and no `max_length` is given
@@ -55,6 +56,8 @@ class _BranchSlots:
 
     Attributes:
         width, shift, rate: w (None: the whole sequence), t and r.
+        window: rows of a window, whose slots hold the latest ones in turns; None: a segment, whose slots hold its rows in
+            order.
         users: (residue, kv head) of each slot -> the query heads that use it.
         lanes: residue -> its lane, for every residue that any head uses.
     """
@@ -62,11 +65,12 @@ class _BranchSlots:
     width: int | None
     shift: int
     rate: int
+    window: int | None
     users: dict[tuple[int, int], tuple[int, ...]]
     lanes: dict[int, _Lane] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> _BranchSlots:
+    def of(cls, pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv_heads: int) -> _BranchSlots:
         """The slots that the pattern's heads use."""
         users: dict[tuple[int, int], list[int]] = {}
         for h in range(num_heads) if branch.heads is None else branch.heads:
@@ -78,7 +82,7 @@ class _BranchSlots:
             most = max(len(users[slots[i]]) for i in numbers)
             heads = tuple(h for i in numbers for h in (users[slots[i]] * most)[:most])
             lanes[residue] = _Lane(slice(numbers[0], numbers[-1] + 1), tuple(slots[i][1] for i in numbers), heads)
-        sizes = branch.segment_length, branch.shift, branch.dilation_rate
+        sizes = branch.segment_length, branch.shift, branch.dilation_rate, branch.width
         return cls(*sizes, {slot: tuple(users[slot]) for slot in slots}, lanes)
 
     def first(self, position: int) -> int:
@@ -90,20 +94,37 @@ class _BranchSlots:
         return head_rows(max(first, 0), stop, first, self.rate, residue)
 
     def count(self, residue: int, first: int, stop: int) -> int:
-        """Their number."""
-        return len(self.positions(residue, first, stop))
+        """How many of them are kept."""
+        rows = len(self.positions(residue, first, stop))
+        return rows if self.window is None else min(rows, self.window)
+
+    @property
+    def longest(self) -> int | None:
+        """The length from which on a sequence has no more rows in a slot; None: every token adds some."""
+        return self.width if self.window is None else self.window * self.rate
 
     def rows(self, length: int) -> int:
         """Most rows of a slot in sequences of up to `length` tokens."""
-        return -(-(length if self.width is None else min(self.width, length)) // self.rate)
+        return -(-(length if self.longest is None else min(self.longest, length)) // self.rate)
+
+    def places(self, residue: int, first: int, begin: int, stop: int) -> tuple[range, Tensor]:
+        """(the positions from `begin` to below `stop` that are kept, their rows in a slot)."""
+        rows = self.positions(residue, first, stop)
+        new = rows[len(self.positions(residue, first, begin)) :]
+        if self.window is None:
+            start = len(rows) - len(new)
+            return new, torch.arange(start, start + len(new))
+        new = new[-self.window :]
+        return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
 
     def grown(self, capacity: int, stop: int) -> int:
         """The capacity of a slot that takes all rows below `stop`: as it is, or doubled up to ceil(w / r)."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
+        rows = rows if self.window is None else min(rows, self.window)
         if rows <= capacity:
             return capacity
         larger = max(rows, 2 * capacity, SMALLEST)
-        return larger if self.width is None else min(larger, -(-self.width // self.rate))
+        return larger if self.longest is None else min(larger, -(-self.longest // self.rate))
 
     def dealt(self, dealt: DealtRows, prompt: int, length: int) -> int:
         """Most rows of a slot that a rank keeps while a prompt is continued up to `length` tokens."""
@@ -186,12 +207,13 @@ class Places:
                 if lane is None:
                     continue
                 if self.shared is None:
-                    count = branch.count(residue, first, begin)
-                    token = numbers(range(begin + skip - start, stop - start, branch.rate))
+                    kept, row = branch.places(residue, first, begin, stop)
+                    token = numbers(kept) - start
                 else:
                     count, token = self.shared.new(branch.positions(residue, first, stop), begin, sample)
-                slots, row = torch.arange(lane.slots.start, lane.slots.stop)[:, None], torch.arange(len(token))
-                to.append((base + slots * capacity + count + row).flatten())
+                    row = count + torch.arange(len(token))
+                slots = torch.arange(lane.slots.start, lane.slots.stop)[:, None]
+                to.append((base + slots * capacity + row).flatten())
                 source.append((token * kv_heads + torch.tensor(lane.kv_heads)[:, None]).flatten())
         return torch.cat(to), torch.cat(source)
 
@@ -302,8 +324,13 @@ class KVCache:
         self._of = pattern, self.num_heads, self.num_kv_heads
         self._branches = _layer_slots(*self._of)
         limit, self.shared = self.max_length, self.clock.shared
-        self._limited = limit is not None and any(b.width is None or b.width > limit for b in self._branches)
+        self._limited = limit is not None and any(b.longest is None or b.longest > limit for b in self._branches)
         if self.shared is not None:
+            if windowed(pattern):
+                raise ValueError(
+                    f"ranks cannot share prompts where a layer has windows, as {windowed(pattern)[0]}: each would have to keep "
+                    "all of their rows. Generate on one rank."
+                )
             if limit is None or limit < self.clock.longest:
                 raise ValueError(
                     f"prompts of up to {self.clock.longest} tokens that ranks share need a max_length of at least as many, "
@@ -441,6 +468,9 @@ class KVCache:
     ) -> None:
         """`attend` of one branch, for samples that have `stop` tokens."""
         branch = self._branches[number]
+        if branch.window is not None and stop <= start:  # tokens before, of which each query sees others
+            self._attend_window(number, samples, q, out, lse, stop)
+            return
         first = branch.first(stop - 1)
         end = q.shape[1] if branch.width is None else min(q.shape[1], first + branch.width - start)
         for skip in range(min(end, branch.rate)):
@@ -455,6 +485,32 @@ class KVCache:
             for at in range(skip, end, tile):
                 rows = slice(at, min(at + tile, end), branch.rate)
                 _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values))
+
+    def _attend_window(
+        self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int
+    ) -> None:
+        """`attend` of a window for queries that follow `stop` cached tokens.
+
+        Query a of a residue sees the last `window` - 1 - a cached rows.
+        """
+        branch = self._branches[number]
+        for skip in range(min(q.shape[1], branch.rate)):
+            residue = (stop + skip) % branch.rate
+            lane = branch.lanes.get(residue)
+            known, count = len(branch.positions(residue, 0, stop)), branch.count(residue, 0, stop)
+            queries = range(skip, q.shape[1], branch.rate)[: branch.window - 1]
+            if lane is None or count == 0 or not queries:
+                continue
+            latest = (torch.arange(known - count, known) % branch.window).to(q.device)
+            keys, values = (x[samples, lane.slots].index_select(2, latest).to(q.dtype) for x in self._views[number])
+            heads = _index(lane.heads, q.device)
+            tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0]))
+            for at in range(0, len(queries), tile):
+                some = queries[at : at + tile]
+                rows = slice(some.start, some.stop, some.step)
+                distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
+                seen = distance - torch.arange(count, device=q.device) < branch.window
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, seen))
 
     def kernel_serves(self, q: Tensor) -> bool:
         """Whether `step` takes a token with these queries (B, 1, H, D)."""
@@ -537,7 +593,7 @@ def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
 @functools.lru_cache(maxsize=64)
 def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
     """The slots of a layer for the kernels."""
-    from lightning_dilated.kernels.decode import Slot
+    from lightning_dilated.kernels.decode import NO_WINDOW, Slot
 
     places, slots = Places(_layer_slots(*of), capacities), []
     for number, branch in enumerate(places.branches):
@@ -545,7 +601,8 @@ def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ..
         width = branch.width or LARGEST["segment_length"]
         for i, ((residue, kv_head), heads) in enumerate(branch.users.items()):
             skipped = len(range(residue, branch.shift, branch.rate))
-            place = branch.rate, branch.shift, residue, skipped, base + i * capacity, capacity
+            window = branch.window or NO_WINDOW
+            place = branch.rate, branch.shift, window, residue, skipped, base + i * capacity, capacity
             slots.append(Slot(number, width, *place, kv_head, heads))
     return tuple(slots)
 
@@ -614,9 +671,14 @@ def decode_attention(
 @functools.lru_cache(maxsize=256)
 def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern:
     """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding."""
-    cut = lambda b: b.segment_length or LARGEST["segment_length"]  # noqa: E731 - the whole sequence: an endless segment
-    branches = (replace(b, segment_length=cut(b), shift=(b.shift + start) % cut(b)) for b in pattern.branches)
-    return replace(pattern, branches=tuple(branches), padding="masked")
+
+    def continued(b: AnyBranch) -> AnyBranch:
+        if isinstance(b, Window):
+            return b if b.offset is None else replace(b, offset=(b.offset - start) % b.dilation_rate)
+        width = b.segment_length or LARGEST["segment_length"]  # the whole sequence: an endless segment
+        return replace(b, segment_length=width, shift=(b.shift + start) % width)
+
+    return replace(pattern, branches=tuple(map(continued, pattern.branches)), padding="masked")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -628,12 +690,17 @@ def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
     return torch.tensor(heads, device=device)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out (B, n, S g, D), lse (B, n, S g)) of queries (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot."""
+def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out (B, n, S g, D), lse (B, n, S g)) of queries (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot.
+
+    `seen`: (n, rows) bool, the rows that each query sees; None: all.
+    """
     batch, new, _, dim = q.shape
     slots = k.shape[1]
     grouped = q.unflatten(2, (slots, -1)).transpose(1, 2).reshape(batch, slots, -1, dim)
     s = grouped @ k.transpose(-1, -2)
+    if seen is not None:
+        s = s.masked_fill(~seen.repeat_interleave(s.shape[2] // new, 0), -torch.inf)
     lse = torch.logsumexp(s, -1)
     out = torch.softmax(s, -1) @ v
     back = lambda x: x.unflatten(2, (new, -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731

@@ -148,7 +148,11 @@ def _sample_counts(
             segment, rate = segment_at(branch, size, p), branch.dilation_rate
             rows = head_rows(*segment, rate, (p - segment.first) % rate)
             using = _using_heads(pattern, branch, p, heads, kv_heads)
-            keys = slice(start + rows.start, start + (p + 1 if causal else segment.stop), rate)
+            first, last = rows.start, p if causal else segment.stop - 1
+            if branch.width is not None:
+                reach = (branch.width - 1) * rate
+                first, last = max(first, p - reach), min(last, p + reach)
+            keys = slice(start + first, start + last + 1, rate)
             counts[using, i, keys] += 1
             if not causal:
                 pads[using, i] += padded_keys(pattern, branch, size, len(rows))

@@ -46,6 +46,7 @@ class Slot(NamedTuple):
     Attributes:
         branch: its number.
         width: of its segments; for one segment over the whole sequence any number that no position reaches.
+        window: rows that are kept, the latest ones in turns; `NO_WINDOW` of a segment.
         skipped: rows that a shift cuts off the first segment.
         base: its first row in the cache, of `capacity`.
         heads: the query heads that use it.
@@ -55,6 +56,7 @@ class Slot(NamedTuple):
     width: int
     rate: int
     shift: int
+    window: int
     residue: int
     skipped: int
     base: int
@@ -63,9 +65,12 @@ class Slot(NamedTuple):
     heads: tuple[int, ...]
 
 
-#: columns of the tables: of branches (width, rate, shift, first row of the lookup, its rows), of slots (residue, skipped,
-#: base, kv head, programs, first part, first user, users), of entries (width, rate, shift, residue, first part, step, parts)
-BRANCH, SLOT, ENTRY = 5, 8, 7
+#: rows of the window of a branch without one
+NO_WINDOW = 2**31 - 1
+#: columns of the tables: of branches (width, rate, shift, first row of the lookup, its rows, window), of slots (residue,
+#: skipped, base, kv head, programs, first part, first user, users), of entries (width, rate, shift, residue, first part, step,
+#: parts)
+BRANCH, SLOT, ENTRY = 6, 8, 7
 #: a branch of a larger rate has no lookup by residue: each of its slots is looked after as if it were a branch
 LOOKUP = 4096
 
@@ -124,7 +129,7 @@ def launch(slots: tuple[Slot, ...], heads: int, batch: int, device: torch.device
         lanes = Counter(slots[i].residue for i in numbers)
         each, rows = range(shares(first.capacity, batch)), first.rate if first.rate <= LOOKUP else 1
         programs += [(len(branches), i, share) for i in range(max(lanes.values())) for share in each]
-        branches.append((first.width, first.rate, first.shift, len(lookup), rows))
+        branches.append((first.width, first.rate, first.shift, len(lookup), rows, first.window))
         begin = {slots[i].residue: i for i in reversed(numbers)}
         residues = range(rows) if rows == first.rate else [first.residue]
         lookup += [(begin.get(residue, 0), lanes[residue]) for residue in residues]
@@ -192,7 +197,7 @@ def _attend(
     GROUP: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sample, program = tl.program_id(1).to(tl.int64), programs + 3 * tl.program_id(0)
-    branch = branches + tl.load(program).to(tl.int64) * 5
+    branch = branches + tl.load(program).to(tl.int64) * 6
     which, share = tl.load(program + 1), tl.load(program + 2)
     in_first, row, residue = _place(branch, tl.load(positions + sample))
     seen = lookup + (tl.load(branch + 3) + residue % tl.load(branch + 4)) * 2
@@ -200,10 +205,13 @@ def _attend(
     used = which < tl.load(seen + 1)
     used = used & (tl.load(slot, mask=used, other=-1) == residue)
     count, size = tl.load(slot + 4, mask=used, other=1).to(tl.int32), tl.load(slot + 7, mask=used, other=0).to(tl.int32)
-    row = (row - tl.where(in_first, tl.load(slot + 1, mask=used, other=0), 0)).to(tl.int32)
-    each = tl.cdiv(tl.cdiv(row + 1, KEYS), count) * KEYS
+    row = row - tl.where(in_first, tl.load(slot + 1, mask=used, other=0), 0)
+    window = tl.load(branch + 5)
+    rows = tl.minimum(row + 1, window).to(tl.int32)
+    row = (row % window).to(tl.int32)  # of a window the new row takes the place of the oldest
+    each = tl.cdiv(tl.cdiv(rows, KEYS), count) * KEYS
     begin = share * each
-    end = tl.minimum(begin + each, row + 1)
+    end = tl.minimum(begin + each, rows)
     g, column, j = tl.arange(0, GROUP), tl.arange(0, BLOCK), tl.arange(0, KEYS)
     inside = column < DIM
     to = sample * parts + tl.load(slot + 5, mask=used, other=0) + share * size + g
@@ -228,7 +236,7 @@ def _attend(
         new_key = new_key.to(rows_k.dtype.element_ty)
         new_value = tl.load(v + sample * v_sb + kv * v_sh + column, mask=inside, other=0.0)[None, :]
         cache = sample * rows_sb + tl.load(slot + 2) * DIM
-        if end == row + 1:
+        if (begin <= row) & (row < end):
             last = cache + row.to(tl.int64) * DIM + column[None, :]
             tl.store(rows_k + last, new_key, mask=inside[None, :])
             tl.store(rows_v + last, new_value, mask=inside[None, :])
@@ -237,12 +245,12 @@ def _attend(
         total = tl.zeros([GROUP], tl.float32)
         for start in tl.range(begin, end, KEYS, num_stages=STAGES):
             number = start + j
-            rows = cache + number.to(tl.int64)[:, None] * DIM + column[None, :]
-            stored = (number < tl.minimum(row, end))[:, None]
+            at = cache + number.to(tl.int64)[:, None] * DIM + column[None, :]
+            stored = ((number < end) & (number != row))[:, None]
             if DIM != BLOCK:
                 stored = stored & inside[None, :]
-            key = tl.load(rows_k + rows, mask=stored, other=0.0)
-            value = tl.load(rows_v + rows, mask=stored, other=0.0)
+            key = tl.load(rows_k + at, mask=stored, other=0.0)
+            value = tl.load(rows_v + at, mask=stored, other=0.0)
             key = tl.where((number == row)[:, None], new_key, key)
             value = tl.where((number == row)[:, None], new_value, value)
             if GROUP == 1:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.spec import CallSpec
-from lightning_dilated.pattern import Branch
+from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import check_padding
 
 #: log-sum-exp of no key, and the score of a key that is not seen: finite, so that differences of two are not NaN
@@ -102,6 +102,7 @@ class _Places:
 
     Attributes:
         rows: m.
+        window: of rows, or None.
         parts: for heads that are computed at once, J of them: which of the N H queries and of the N K keys the rows are,
             (S J m,) each; whether a row is a token (S J m,), None where all are; and zero keys next to them, (S J, 1, 1) or
             None.
@@ -110,6 +111,7 @@ class _Places:
     """
 
     rows: Any
+    window: int | None
     parts: tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], ...]
     back: Tensor
     used: Tensor | None
@@ -126,7 +128,7 @@ class _Places:
         for of_query, of_key, seen, pads in self.parts:
             indexed = (q, of_query), (k, of_key), (v, of_key)
             rows = (x.index_select(1, index).reshape(-1, self.rows, head_dim) for x, index in indexed)
-            out, lse = _softmax(*rows, seen, pads, batch, spec)
+            out, lse = _softmax(*rows, seen, pads, batch, spec, self.window)
             outs.append(out.reshape(batch, -1, head_dim))
             lses.append(lse.reshape(batch, -1))
         out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
@@ -151,7 +153,7 @@ class _Rows:
         device: of the call.
     """
 
-    branch: Branch
+    branch: AnyBranch
     offsets: tuple[tuple[int, int], ...]
     tokens: Any
     heads: int
@@ -163,7 +165,7 @@ class _Rows:
     device: torch.device
 
     @classmethod
-    def of(cls, spec: CallSpec, branch: Branch, q: Tensor, kv_heads: int, longest: int) -> _Rows:
+    def of(cls, spec: CallSpec, branch: AnyBranch, q: Tensor, kv_heads: int, longest: int) -> _Rows:
         """The rows of a branch for q (B, N, H, D)."""
         batch, tokens, heads, _ = q.shape
         rate, shift, length = branch.dilation_rate, branch.shift, branch.segment_length
@@ -200,7 +202,7 @@ class _Rows:
                 for each in (1, group)
             )
             parts.append((of_query, of_key, seen, self._pads(seen, spec)))
-        return _Places(self.rows, tuple(parts), *self._back())
+        return _Places(self.rows, self.branch.width, tuple(parts), *self._back())
 
     def _head(self, number: int) -> Tensor:
         """(S J m,) which of J heads a row is of, 0 to J - 1."""
@@ -250,17 +252,25 @@ class _Rows:
 
 
 def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, pads: Tensor | None, batch: int, spec: CallSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    pads: Tensor | None,
+    batch: int,
+    spec: CallSpec,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(out (B S J, m, D), lse (B S J, m)) of dense attention within segments; rows that are no tokens have any value."""
     scores = (q * spec.scale) @ k.transpose(-1, -2)
     mask = None if seen is None else seen.reshape(-1, 1, q.shape[1])
     if batch > 1:
         mask, pads = (None if x is None else torch.cat([x] * batch) for x in (mask, pads))
-    if spec.causal:
+    if spec.causal or window is not None:
         at = torch.arange(q.shape[1], device=q.device)
-        earlier = at <= at[:, None]
-        mask = earlier if mask is None else mask & earlier
+        near = at <= at[:, None] if spec.causal else at < at[:, None] + window
+        near = near if window is None else near & (at > at[:, None] - window)
+        mask = near if mask is None else mask & near
     if mask is not None:
         scores = torch.where(mask, scores, NOTHING)
     top = scores.amax(-1, keepdim=True)

@@ -79,9 +79,8 @@ def room(model: CausalModel, length: int) -> int:
 
     Where no segment is wider, the widest, whatever the length.
     """
-    widths = [
-        b.segment_length for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches
-    ]
+    branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
+    widths = [b.segment_length if b.width is None else b.width * b.dilation_rate for b in branches]
     step = max(64, 1 << max((length - 1).bit_length() - 4, 0))
     rounded = -(-length // step) * step
     return rounded if None in widths else min(rounded, max(w for w in widths if w is not None))
