@@ -328,8 +328,8 @@ class KVCache:
         if self.shared is not None:
             if windowed(pattern):
                 raise ValueError(
-                    f"ranks cannot share prompts where a layer has windows, as {windowed(pattern)[0]}: each would have to keep "
-                    "all of their rows. Generate on one rank."
+                    f"ranks cannot share prompts where a layer has windows, as {windowed(pattern)[0]}: each would have to "
+                    "keep all of their rows. Generate on one rank."
                 )
             if limit is None or limit < self.clock.longest:
                 raise ValueError(
@@ -486,9 +486,7 @@ class KVCache:
                 rows = slice(at, min(at + tile, end), branch.rate)
                 _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values))
 
-    def _attend_window(
-        self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int
-    ) -> None:
+    def _attend_window(self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int) -> None:
         """`attend` of a window for queries that follow `stop` cached tokens.
 
         Query a of a residue sees the last `window` - 1 - a cached rows.

@@ -68,8 +68,8 @@ class Slot(NamedTuple):
 #: rows of the window of a branch without one
 NO_WINDOW = 2**31 - 1
 #: columns of the tables: of branches (width, rate, shift, first row of the lookup, its rows, window), of slots (residue,
-#: skipped, base, kv head, programs, first part, first user, users), of entries (width, rate, shift, residue, first part, step,
-#: parts)
+#: skipped, base, kv head, programs, first part, first user, users), of entries (width, rate, shift, residue, first part,
+#: step, parts)
 BRANCH, SLOT, ENTRY = 6, 8, 7
 #: a branch of a larger rate has no lookup by residue: each of its slots is looked after as if it were a branch
 LOOKUP = 4096

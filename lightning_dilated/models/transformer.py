@@ -32,7 +32,7 @@ from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
-from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle
+from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.sequence import SequenceSpec
 
 #: what a model takes as `rotary_base`
@@ -125,7 +125,8 @@ def rotary_hint(
     for layer, (base, pattern) in enumerate(zip(bases, patterns, strict=True)):
         if base is None:
             continue
-        width = min(max(b.segment_length or math.inf for b in pattern.branches), longest)
+        reach = (b.segment_length or window_reach(b) or math.inf for b in pattern.branches)
+        width = min(max(reach), longest)
         if width > TOLERANCE * served_length(base):
             wide = "the whole sequence" if width == math.inf else f"{width:,} tokens"
             if longest <= (max_seq_len or 0):

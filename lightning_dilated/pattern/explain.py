@@ -255,7 +255,9 @@ def explain(
 
 def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
     """Positions x such that no branch of any layer has x - 1 and x in one segment."""
-    branches = [b for pattern in patterns for b in pattern.branches if b.width != 1]  # such a window sees the query only
+    branches = [
+        b for pattern in patterns for b in pattern.branches if b.width != 1
+    ]  # such a window sees the query only
     if not branches:
         return tuple(range(1, seq_len))
     segments = [(b.segment_length, b.shift) for b in branches if b.segment_length is not None]
@@ -272,6 +274,8 @@ def _residues(pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv
 
 
 def _dead(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[int, ...]:
+    if branch.width is not None:  # of one residue, because others have windows of their own or are left out by name
+        return ()
     longest = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
     return tuple(o for o in range(min(branch.dilation_rate, longest)) if o not in used)
 
@@ -293,9 +297,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
     return missing / (num_heads * seq_len)
 
 
-def _steps(
-    pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool
-) -> list[Step]:
+def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> list[Step]:
     """Of every branch, what it maps reached positions to: those that some reached query attends to. None beyond
     `REACH_LIMIT`."""
     steps: list[Step] = []
@@ -305,8 +307,10 @@ def _steps(
             group, size = _classes(b, used, seq_len)
             steps.append(functools.partial(_sources, group=group, size=size, causal=causal))
         else:
-            residue = b.dilation_rate, *used
-            steps.append(functools.partial(_window_sources, residue=residue, width=b.width, causal=causal))
+            (offset,) = used
+            steps.append(
+                functools.partial(_window_sources, residue=(b.dilation_rate, offset), width=b.width, causal=causal)
+            )
     return steps
 
 

@@ -307,9 +307,7 @@ def pairs_of_part(
     return own, until[1] - until[0] - own
 
 
-def _block(
-    branch: int, run: list[_HeadRows], segments: int, segment: int, rate: int, width: int | None
-) -> Block:
+def _block(branch: int, run: list[_HeadRows], segments: int, segment: int, rate: int, width: int | None) -> Block:
     a, b = run[0], run[1] if len(run) > 1 else run[0]
     return Block(
         branch=branch,

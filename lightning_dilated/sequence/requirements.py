@@ -105,7 +105,6 @@ class RowRequest:
             return self.document.samples * (_below(n, m, self.band[1]) - _below(n, m, self.band[0] - 1))
         return self.document.samples * (n * (n + 1) // 2 if self.causal else n * m)
 
-
     def cut(self, held: Sequence[range]) -> Iterator[RowRequest]:
         """The request for those of its keys that lie at the positions `held`: none, one, or in a band one for each run."""
         parts = [both for keys in self.keys for piece in held if (both := intersect(keys, piece))]

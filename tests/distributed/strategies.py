@@ -205,7 +205,9 @@ def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
     )
     sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
     layout = layout_for(call.pattern, case.layout)
-    return replace(case, call=call, layout=layout, head_size=draw(st.sampled_from(sizes)), ranks_per_node=None, nested=False)
+    return replace(
+        case, call=call, layout=layout, head_size=draw(st.sampled_from(sizes)), ranks_per_node=None, nested=False
+    )
 
 
 @st.composite

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated import DilatedPattern
+from lightning_dilated import DilatedPattern, Window
 from lightning_dilated.attention.kv_cache import _layer_slots
 from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.models.longnet import generation
@@ -113,7 +113,7 @@ def cases(draw):
     heads, kv = draw(st.sampled_from(HEADS))
     layout = draw(st.sampled_from(["contiguous", "zigzag", "strided"]))
     return Case(
-        [draw(patterns(heads, kv)) for _ in range(draw(st.integers(1, 2)))],
+        [draw(patterns(heads, kv, windows=False)) for _ in range(draw(st.integers(1, 2)))],
         ranks,
         tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))),
         draw(st.sampled_from([0, 0, 3])),
@@ -249,7 +249,7 @@ def test_rows_are_kept_once(pool, layout):
 def test_rows_of_the_prompt_are_those_that_a_stream_carries(data):
     """The cache keeps of a branch what chunks of a stream carry on: the rows that later tokens read."""
     heads, kv = data.draw(st.sampled_from(HEADS))
-    branch = data.draw(branches(heads, heads // kv, True))
+    branch = data.draw(branches(heads, heads // kv, True, windows=False))
     pattern, prompt = DilatedPattern([branch], offset_heads="kv"), data.draw(st.integers(1, 60))
     ranks, layout = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["contiguous", "zigzag"]))
     problem = chunk_problem(pattern, heads, kv, [Document(0, 1, 0, ENDLESS)], ChunkShard(0, ENDLESS, 1), (0, heads))
@@ -315,6 +315,19 @@ def test_a_rank_that_differs(pool, name):
     for error, after in pool.run(3, odd_one, {}, odd):
         assert error and text in error, error
         assert torch.equal(after, want)
+
+
+def windowed_model(rank, group):
+    """What ranks that share a prompt say of a model with windows."""
+    case = Case([DilatedPattern([Window(4)])], group.size(), (11, 11), new=3)
+    with sequence(group) as ours, ours.active(), pytest.raises(ValueError) as refused:
+        case.model().generate(case.prompts()[:, positions(ours, 11)], max_new_tokens=3)
+    return str(refused.value)
+
+
+def test_windows_are_refused(pool):
+    for message in pool.run(2, windowed_model):
+        assert "ranks cannot share prompts where a layer has windows, as Window(4)" in message
 
 
 def test_chunked_layout_is_refused(pool):

@@ -44,7 +44,9 @@ def patterns(draw, heads: int, kv_heads: int, padding: str = "masked", widest: i
     """A pattern for these heads."""
     offset_heads = draw(st.sampled_from(["query", "kv"]))
     masked = padding == "masked"
-    one = branches(heads, heads // kv_heads, offset_heads == "kv", shifts=masked, widest=widest, windows=masked and windows)
+    one = branches(
+        heads, heads // kv_heads, offset_heads == "kv", shifts=masked, widest=widest, windows=masked and windows
+    )
     return DilatedPattern(
         draw(st.lists(one, min_size=1, max_size=4)),
         offsets=draw(st.sampled_from(["interleaved", "blocked"])),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.pattern import explain as explain_module
 from lightning_dilated.pattern.explain import sight_hints
 
@@ -92,6 +92,9 @@ WALLS = {
     "one segment": (GEOMETRIC, 16, ()),
     "whole sequence": (DilatedPattern([(4, 1), (None, 2)]), 40, ()),
     "shifted": (DilatedPattern([Branch(8, 1, shift=3)]), 25, (5, 13, 21)),
+    "window": (DilatedPattern([Window(2), (4, 1)]), 25, ()),
+    "window that sees the query only": (DilatedPattern([Window(1), (8, 1)]), 25, (8, 16, 24)),
+    "nothing else": (DilatedPattern([Window(1)]), 4, (1, 2, 3)),
     "walls of both": (DilatedPattern([(6, 1), (4, 1)]), 30, (12, 24)),
 }
 
@@ -102,6 +105,16 @@ def test_walls(name):
     got = pattern.explain(n, 4, 3, causal=True)
     assert got.walls == want
     assert any("wall" in hint for hint in got.hints) == bool(want)
+
+
+@pytest.mark.parametrize("rate", [1, 3])
+def test_windows(rate):
+    """A window moves by its reach in each layer, has no dead residues, and covers every row."""
+    got = DilatedPattern([Window(5, rate)]).explain(1 + 12 * rate, 2, 2, causal=True)
+    assert not got.dead_residues and not got.uncovered and got.keys_per_row <= 5
+    assert got.reach == pytest.approx(9 / (1 + 12 * rate))  # 4 rows a layer, of one residue
+    assert got.layers_to_full_reach == (3 if rate == 1 else None)
+    assert "Window(5" in str(got)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.planning.simulating.rounds import bounds, exact, many, reached, reaches
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import compile_program
@@ -37,6 +37,19 @@ def test_pairs_are_those_of_the_wants(name, causal):
         rows = len({(w.head, position) for w in row_requests(problem, rank) for position in w.queries})
         nested = name in ("nested", "rates above a shard", "dense", "head groups")
         assert queries[rank] == rows if nested else min(rows, 1) <= queries[rank] <= rows
+
+
+@CAUSAL
+@pytest.mark.parametrize("width, rate, ranks", [(5, 1, 4), (3, 4, 4), (40, 1, 8), (1, 1, 4), (4, 30, 6)])
+def test_pairs_of_windows(width, rate, ranks, causal):
+    problem = make_problem(DilatedPattern([Window(width, rate)]), 100, 4, 2, ranks=ranks, causal=causal)
+    estimates = list(reaches(problem))
+    for rank in range(ranks):
+        requests = list(row_requests(problem, rank))
+        assert sum(x.pairs[rank] for x in estimates) == pytest.approx(sum(w.pairs for w in requests))
+        assert sum(x.keys[rank] for x in estimates) == sum(len(keys) for w in requests for keys in w.keys)
+        rows = len({(w.branch, w.head, position) for w in requests for position in w.queries})
+        assert sum(x.queries[rank] for x in estimates) == rows
 
 
 @CAUSAL

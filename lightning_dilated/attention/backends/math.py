@@ -44,7 +44,9 @@ def _scores(q: Tensor, k: Tensor, scale: float, band: Band | None, i: slice, j: 
     """Scores of query rows i and key rows j, -inf where the band has no pair."""
     s = (q * scale) @ k.transpose(-1, -2)
     if band is not None:
-        distance = torch.arange(j.start, j.stop, device=q.device) - torch.arange(i.start, i.stop, device=q.device)[:, None]
+        distance = (
+            torch.arange(j.start, j.stop, device=q.device) - torch.arange(i.start, i.stop, device=q.device)[:, None]
+        )
         s.masked_fill_((distance < band.lower) | (distance > band.upper), -torch.inf)
     return s
 

@@ -364,7 +364,9 @@ def _document(
     tiles = -(-length // (tokens * step)) * step
     table = torch.tensor(jobs, dtype=torch.int64).reshape(-1, 16)
     windows = torch.tensor([_width(b.width) for b in every], dtype=torch.int32)
-    return _Document(table, windows, (_rows(every, heads[1] - heads[0], False), _rows(every, kv_heads, True)), step, tiles)
+    return _Document(
+        table, windows, (_rows(every, heads[1] - heads[0], False), _rows(every, kv_heads, True)), step, tiles
+    )
 
 
 def _rows(every: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:

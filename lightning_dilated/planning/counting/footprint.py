@@ -334,8 +334,10 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
     kept = next(p for p in prices if p.exchange == name).kept
     own, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
+    # of a window only the queries near the ends of a rank's tokens see other ranks' keys
+    reach = lambda b: own if b.width is None else min(own, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
     rows = [
-        own * served(b) // b.dilation_rate
+        reach(b) * served(b) // b.dilation_rate
         for b in problem.pattern.branches
         if segment_width(b, problem.shard.seq_len) > own
     ]

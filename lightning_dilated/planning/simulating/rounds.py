@@ -126,7 +126,8 @@ def _rows(steps: list[Round], per_node: int) -> Rows:
 class Reach:
     """The keys of other ranks that the queries of one head and branch see: arrays over ranks.
 
-    `first` is the position of index 0 of their segment, which holds [start, stop).
+    `first` is the position of index 0 of their segment, which holds [start, stop). Of a window these are the positions that
+    a rank's queries see, and `share` of all pairs of the queries and keys is in the window.
     """
 
     branch: int
@@ -138,6 +139,12 @@ class Reach:
     stop: NDArray
     queries: NDArray
     keys: NDArray
+    share: NDArray | float = 1.0
+
+    @property
+    def pairs(self) -> Array:
+        """(query, key) pairs."""
+        return self.queries * self.keys * self.share
 
     def count(self, low: NDArray, high: NDArray) -> NDArray:
         """Positions that the head uses in [low, high) of the segment."""
@@ -168,6 +175,9 @@ def reaches(problem: Problem) -> Iterator[Reach]:
     low, high = bounds(problem)
     length = problem.shard.seq_len
     for i, branch in enumerate(problem.pattern.branches):
+        if branch.width is not None:
+            yield from _window_reaches(problem, i, low, high)
+            continue
         width, shift = segment_width(branch, length), branch.shift
         firsts = [(np.clip(x, 0, length - 1) + shift) // width * width - shift for x in (low, high - 1)]
         for head in served(problem, i):
@@ -181,6 +191,32 @@ def reaches(problem: Problem) -> Iterator[Reach]:
                 keys = np.where(there, keys, 0)
                 queries = np.where(keys > 0, queries, 0)
                 yield Reach(i, head, branch.dilation_rate, offset, first, start, stop, queries, keys)
+
+
+def _window_reaches(problem: Problem, number: int, low: NDArray, high: NDArray) -> Iterator[Reach]:
+    """`reaches` of a window."""
+    branch, length = problem.pattern.branches[number], problem.shard.seq_len
+    width = branch.width or 0
+    reach = min((width - 1) * branch.dilation_rate, length)
+    start, stop, first = np.maximum(low - reach, 0), np.minimum(high + reach, length), np.zeros_like(low)
+    for head in served(problem, number):
+        offset = problem.pattern.offset(branch, head, problem.num_heads, problem.num_kv_heads)
+        bare = Reach(number, head, branch.dilation_rate, offset, first, start, stop, low, low)
+        rows, before, after = bare.count(low, high), bare.count(start, low), bare.count(high, stop)
+        sides = [np.where(rows > 0, x, 0) for x in ((before,) if problem.causal else (before, after))]
+        keys = sum(sides)
+        queries = np.minimum(rows, sum(np.where(x > 0, np.minimum(rows, width - 1), 0) for x in sides))
+        pairs = sum(_beside(rows, x, width) for x in sides)
+        share = pairs / np.maximum(queries * keys, 1)
+        yield Reach(number, head, branch.dilation_rate, offset, first, start, stop, queries, keys, share)
+
+
+def _beside(queries: NDArray, keys: NDArray, width: int) -> NDArray:
+    """Pairs of a window across a cut: query a, counted from the cut, sees min(keys, width - 1 - a) of the keys."""
+    queries = np.minimum(queries, width - 1)
+    all_keys = np.clip(width - keys, 0, queries)  # queries that see them all
+    rest = queries - all_keys
+    return all_keys * keys + rest * (2 * (width - 1) - (all_keys + queries - 1)) // 2
 
 
 def reached(problem: Problem) -> Array:
@@ -203,7 +239,7 @@ def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple
     for branch in sorted({x.branch for x in everything}):
         of_branch = [x for x in everything if x.branch == branch]
         stage = _stage(problem, exchange, per_node, rounds, branch)
-        np.add.at(pairs, (stage, at), sum(x.queries * x.keys for x in of_branch))
+        np.add.at(pairs, (stage, at), sum(x.pairs for x in of_branch))
         np.add.at(batches, (stage, at), _different(of_branch))
     return pairs, batches
 
@@ -243,7 +279,7 @@ def _by_hops(problem: Problem) -> tuple[Array, Array]:
             of_branch = [
                 replace(x, queries=np.where(n > 0, x.queries, 0), keys=n) for x, n in cut if x.branch == branch
             ]
-            pairs[hops] += sum(x.queries * x.keys for x in of_branch)
+            pairs[hops] += sum(x.pairs for x in of_branch)
             batches[hops] += _different(of_branch)
     return pairs, batches
 
