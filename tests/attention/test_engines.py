@@ -1,5 +1,6 @@
 """Every statement that an engine makes about itself, and how `choose` uses them."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names
 from lightning_dilated.attention.backends import math as math_engine
+from lightning_dilated.attention.backends import windows
 from lightning_dilated.attention.backends.base import Band
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Window
 
 from ..examples import examples
 from .recorder import record
@@ -281,3 +283,38 @@ def test_a_new_engine_needs_only_a_statement(monkeypatch):
     assert torch.equal(dilated_attention(q, k, v, PATTERN, engine="mine"), want)
     with pytest.raises(ValueError, match="mine takes float64, not float32"):
         dilated_attention(q.float(), k.float(), v.float(), PATTERN, engine="mine")
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_windows_by_blocks(causal, dtype, tol, monkeypatch):
+    """An engine without bands computes windows of any width and rows as the math engine does, with rows left over or not."""
+    monkeypatch.setattr(windows, "NARROW", 1)
+    engine, math, chosen = windows.with_windows(CPU_FLASH), ENGINES["math"], random.Random(int(causal))
+    for _ in range(60):
+        groups, heads, dim, width = (
+            chosen.randint(1, 3),
+            chosen.randint(1, 3),
+            chosen.choice([4, 8]),
+            chosen.randint(1, 12),
+        )
+        n = chosen.choice([width * chosen.randint(2, 5), chosen.randint(2 * width, 5 * width + 3)])
+        monkeypatch.setattr(windows, "AT_ONCE", chosen.choice([1, groups * heads * dim * width * 2, 1 << 24]))
+        q, k, v, grad = (torch.randn(groups, n, heads, dim).to(dtype).transpose(1, 2) for _ in range(4))
+        rest = causal, 0.3, None, Band(1 - width, 0 if causal else width - 1)
+        out, lse = engine.forward(q, k, v, *rest)
+        want_out, want_lse = math.forward(q, k, v, *rest)
+        close("out", out, want_out, tol)
+        close_lse("lse", lse, want_lse, tol)
+        gradients_of = [x.backward(grad, q, k, v, want_out, want_lse, *rest) for x in (engine, math)]
+        for name, a, b in zip(GRADIENTS, *gradients_of, strict=True):
+            close(name, a, b, tol, floor=1.0)
+
+
+@pytest.mark.parametrize("rows", [64, 77])
+def test_windows_reach_the_cpu_kernel(rows, monkeypatch):
+    """On a CPU "auto" computes the blocks of a window by torch's kernel, and few rows, if any, by the math engine."""
+    calls = record(monkeypatch, "cpu_flash")
+    q = torch.randn(1, rows, 2, 8, requires_grad=True)
+    dilated_attention(q, q, q, DilatedPattern([Window(16)]), causal=True).sum().backward()
+    assert [x[0].shape for x in calls.forward] == [x[1].shape for x in calls.backward] == [(4, 2, 16, 8), (3, 2, 15, 8)]

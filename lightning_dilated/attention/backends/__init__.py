@@ -17,6 +17,7 @@ from lightning_dilated.attention.backends.base import Engine, Request
 from lightning_dilated.attention.backends.math import MATH
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.attention.backends.triton import TRITON
+from lightning_dilated.attention.backends.windows import with_windows
 
 #: compute capability -> mean FLOPs of forward and backward of a block below which the triton engine's grouped launches are
 #: faster than one call of cuDNN for each block, which takes the host about 0.2 ms each way
@@ -86,9 +87,11 @@ def for_rows(engine: Engine, rows: int) -> Engine:
 
 
 def for_band(engine: Engine, request: Request) -> Engine:
-    """The engine, or one that takes a `Band` where it does not: triton where that serves the request, else math."""
+    """The engine, or one that takes a `Band` where it does not: on a GPU triton, if it serves the request."""
     if engine.bands:
         return engine
+    if request.device.type == "cpu":
+        return with_windows(engine)
     return MATH if TRITON.why_not(request) else TRITON
 
 

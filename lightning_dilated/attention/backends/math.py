@@ -30,8 +30,9 @@ def _tiles(q: Tensor, keys: int, band: Band | None, dropout: bool = False) -> It
     budget = (SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET) // max(1, heads)
     band = band or Band(-rows, keys)
     span = band.upper - band.lower
-    # a tile of s rows has s * min(keys, s + span) scores, and in a narrow band s is about the root of twice the budget
-    row_step = max(1, min(rows, max(budget // max(1, keys), (math.isqrt(span * span + 4 * budget) - span) // 2)))
+    # a tile of s rows has s * min(keys, s + span) scores; in a narrow band more rows than `span` would be mostly masked
+    most = max(budget // max(1, keys), (math.isqrt(span * span + 4 * budget) - span) // 2)
+    row_step = max(1, min(rows, most, max(64, span)))
     group_step = max(1, budget // max(1, min(keys, row_step + span) * row_step))
     for g in range(0, groups, group_step):
         for i in range(0, rows, row_step):
