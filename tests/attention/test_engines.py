@@ -11,9 +11,8 @@ from lightning_dilated import kernels
 from lightning_dilated._compat.torch import missing_op
 from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names
+from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names, windows
 from lightning_dilated.attention.backends import math as math_engine
-from lightning_dilated.attention.backends import windows
 from lightning_dilated.attention.backends.base import Band
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern, Window
@@ -216,7 +215,8 @@ def test_the_op_never_asks_for_no_rows(monkeypatch):
         out = case.run(q, k, v, engine="math")
         gradients(out, (q, k, v), grad)
         assert all(x.numel() for x in calls.tensors)
-        assert len(calls.forward) == len(calls.backward)
+        # the samples of a gradient may not fold into one axis where those of q do; then they are taken one by one
+        assert len(calls.forward) <= len(calls.backward) <= max(1, case.batch) * len(calls.forward)
         without.append(not calls.forward)
 
     check()
