@@ -229,13 +229,13 @@ def _window_requests(
     before = rows[max(0, at - width + 1) : at]
     some = queries[: width - 1]
     if before and some:  # query i lies len(before) - j + i rows after key j
-        m = len(before)
-        yield request(some, (before,), band=(m - width + 1, m))
+        lower = len(before) - width + 1
+        yield request(some, (before,), band=(lower, len(before)) if lower > 1 - len(some) else None)
     after = range(0) if problem.causal else rows[at + len(queries) : at + len(queries) + width - 1]
     some = queries[max(0, len(queries) - width + 1) :]
     if after and some:  # key j lies len(some) - i + j rows after query i
-        n = len(some)
-        yield request(some, (after,), band=(-n, width - 1 - n), slot=1)
+        upper = width - 1 - len(some)
+        yield request(some, (after,), band=(-len(some), upper) if upper < len(after) - 1 else None, slot=1)
 
 
 def _triangles(segment: BranchSegment, head: int, rows: range, queries: range) -> Iterator[RowRequest]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.pattern.layers import layer_patterns, plain_patterns, read_patterns
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
@@ -114,6 +114,17 @@ def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_firs
             else:
                 assert got == [local] if is_global else got == [local, (16, 2, 0)]
         assert pattern.offsets == "blocked"
+
+
+def test_hybrid_with_windows():
+    """Windows stand where segments would: for the same heads of the same layers, and without a shift."""
+    segments = DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), shifted=False)
+    for with_windows, pattern in zip(
+        DilatedPattern.hybrid(6, 4, 2, 8, far=DilatedPattern([(16, 2)]), window=True), segments, strict=True
+    ):
+        first, *rest = pattern.branches
+        assert with_windows.branches == (Window(8, heads=first.heads), *rest)
+    assert read_patterns({"hybrid": {"window": True}}, 4, 2)[0] == DilatedPattern([Window(2048)])
 
 
 def test_hybrid_of_yaml_takes_depth_and_heads_of_the_model():

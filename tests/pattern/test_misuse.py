@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 
 PAIR = DilatedPattern.longnet([4, 8], [1, 2])
 SPLIT = DilatedPattern([Branch(8, 2, heads=[0, 1, 2])], offset_heads="kv")
@@ -61,6 +61,24 @@ PATTERN = {
         ValueError,
         [r"branches\[1\]", "attended", "shift=2", "padding='masked'"],
     ),
+    "attended and window": (
+        lambda: DilatedPattern([(8, 1), Window(4)], padding="attended"),
+        ValueError,
+        [r"branches\[1\]", r"not defined for Window\(4\)", "padding='masked'"],
+    ),
+    "window of nothing": (lambda: DilatedPattern([{"width": 0}]), ValueError, [r"branches\[0\]", "width must be", "0"]),
+    "window with a segment": (
+        lambda: DilatedPattern([{"width": 4, "segment_length": 8}]),
+        ValueError,
+        [r"branches\[0\]", "'segment_length'"],
+    ),
+    "window of many residues": (
+        lambda: DilatedPattern([Window(4, 5000)]),
+        ValueError,
+        ["dilation_rate of a Window must be at most 1024, got 5000"],
+    ),
+    "offset of a window": (lambda: Window(4, 2, offset=2), ValueError, ["offset must be below dilation_rate=2"]),
+    "heads of a window": (lambda: Window(4, heads=[]), ValueError, ["heads is empty"]),
     "attended shifted": (
         lambda: DilatedPattern([(8, 1)], padding="attended").shifted(),
         ValueError,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem, moved, plan, price
 
@@ -175,3 +175,27 @@ def test_names_the_layout_that_balances_a_dense_head():
     for causal, layout, expected in ((True, "contiguous", True), (True, "zigzag", False), (False, "contiguous", False)):
         problem = make_problem(pattern, 1 << 20, 4, ranks=8, causal=causal, layout=layout)
         assert (hint in str(plan(problem))) == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width, rate", [(7, 1), (3, 4), (1, 1), (65, 1)])
+def test_a_window_takes_a_halo(width, rate, causal):
+    """A rank receives the (width - 1) * rate rows before its tokens, and as many after them where not causal: of K and of V."""
+    problem = make_problem(DilatedPattern([Window(width, rate)]), 256, 4, 2, ranks=4, causal=causal)
+    halo = (width - 1) * rate
+    for rank in range(4):
+        rows = min(halo, 64 * rank) + (0 if causal else min(halo, 64 * (3 - rank)))
+        forward, backward = moved(problem, "gather", rank, 4, head_dim=8, element_size=2)
+        assert forward.received == rows * 2 * 2 * 8 * 2 and backward.sent == rows * 2 * 2 * 8 * 4
+
+
+def test_windows_are_refused_by_name():
+    pattern = DilatedPattern([Window(7), (8, 1)])
+    with pytest.raises(ValueError, match=r"layout='strided' cannot serve Window\(7\).*Use layout='contiguous'"):
+        plan(make_problem(pattern, 64, 2, ranks=4, layout="strided"))
+    with pytest.raises(
+        ValueError, match=r"butterfly.*needs segments, and branches\[0\] is Window\(7\).*Use auto, gather"
+    ):
+        plan(make_problem(pattern, 64, 2, ranks=4), "butterfly")
+    chosen = plan(make_problem(pattern, 64, 2, ranks=4, causal=True))
+    assert chosen.exchange == "gather" and "is Window(7)" in dict(chosen.rejected)["butterfly"]
