@@ -27,7 +27,7 @@ ORDER = (
         "data",
         "checkpoint",
     ),
-    *("models", "strategy", "planning", "callbacks", "", "cli", "__main__"),
+    *("models", "integrations", "strategy", "planning", "callbacks", "", "cli", "__main__"),
 )
 #: most files in a folder (that of the commands has one for each), and in the package
 FOLDER, PACKAGE = 18, 230

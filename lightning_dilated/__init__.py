@@ -1,6 +1,6 @@
 """Transformers with dilated attention (LongNet) for PyTorch Lightning: exact, fast and plain, in that order."""
 
-from lightning_dilated import callbacks, data, sequence
+from lightning_dilated import callbacks, data, integrations, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.attention.stream import StreamState
 from lightning_dilated.models import (
@@ -42,6 +42,7 @@ __all__ = [
     "data",
     "dilated_attention",
     "export",
+    "integrations",
     "loss_share",
     "sequence",
 ]

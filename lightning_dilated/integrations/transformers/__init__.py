@@ -1,0 +1,6 @@
+"""Decoders of Hugging Face's transformers with `attn_implementation="ring_dilated"`."""
+
+from lightning_dilated.integrations.transformers.patterns import set_pattern
+from lightning_dilated.integrations.transformers.registration import register
+
+__all__ = ["register", "set_pattern"]

@@ -1,0 +1,150 @@
+"""The attention function that models of transformers call, layer by layer.
+
+Shape letters: B batch, N tokens (of this rank, in a sequence on ranks), H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
+from lightning_dilated.integrations.transformers.patterns import own_pattern
+from lightning_dilated.pattern import DilatedPattern, Window
+
+EAGER = 'Load the model with attn_implementation="eager" for it.'
+#: arguments of attention that change its result, and are not computed
+REFUSED = {
+    "softcap": ("soft-capped scores (as Gemma 2 has them)", EAGER),
+    "s_aux": ("attention sinks (as GPT-OSS has them)", EAGER),
+    "sinks": ("attention sinks", EAGER),
+    "head_mask": ("head masks", "Prune the heads, or leave head_mask out."),
+    "layer_head_mask": ("head masks", "Prune the heads, or leave layer_head_mask out."),
+    "position_bias": ("a bias of positions (as T5 and ALiBi have it)", SDPA),
+    "attention_bias": ("a bias of the scores", SDPA),
+    "block_indices": ("keys that are selected by index", EAGER),
+    "indices": ("keys that are selected by index", EAGER),
+}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """(out (B, N, H, D), None) of query (B, H, N, D), key and value (B, K, N, D), as transformers' AttentionInterface asks.
+
+    Args:
+        module: the attention layer; its config may hold patterns, see `set_pattern`.
+        attention_mask: what `masks.visible_keys` returned.
+        dropout, scaling, is_causal, sliding_window: as the layer has them.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k: documents; global positions on ranks.
+
+    Raises:
+        ValueError: for everything that would not be computed exactly, with the reason and what to do.
+    """
+    _refuse(module, attention_mask, is_causal, options)
+    pattern = own_pattern(module)
+    if isinstance(attention_mask, CachedStep):
+        return _cached_step(module, query, key, value, attention_mask, pattern, dropout, scaling, is_causal, options)
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"ring_dilated is self-attention, and {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} "
+            f"keys, as cross attention has them. {SDPA}"
+        )
+    if pattern is None:
+        pattern = _own_attention(module, attention_mask.window, sliding_window)
+    documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+    out = dilated_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        pattern,
+        causal=True,
+        scale=scaling,
+        dropout=dropout,
+        lengths=attention_mask.lengths,
+        cu_seqlens=documents,
+    )
+    return out.to(query.dtype), None
+
+
+def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[str, Any]) -> None:
+    """Raise for what is not computed."""
+    for name, (what, remedy) in REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"ring_dilated does not compute {what}, and {type(module).__name__} has {name}. {remedy}")
+    if options.get("output_attentions"):
+        raise ValueError(
+            f"ring_dilated never holds the attention weights that output_attentions=True asks for. {EAGER}"
+        )
+    if getattr(module, "is_cross_attention", False):
+        raise ValueError(f"ring_dilated is self-attention, and {type(module).__name__} is cross attention. {SDPA}")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"ring_dilated is causal, and {type(module).__name__} is not (is_causal=False). {SDPA}")
+    if isinstance(mask, Tensor):
+        raise ValueError(
+            f"ring_dilated takes no mask of shape {tuple(mask.shape)}: one of all pairs of tokens "
+            "grows with N^2. Give attention_mask (B, N), ones and then zeros, for padding, and position_ids that restart, or "
+            "cu_seq_lens_q, for documents."
+        )
+    if not isinstance(mask, (VisibleKeys, CachedStep)):
+        raise ValueError(
+            f"{type(module).__name__} got no mask of transformers' create_causal_mask ({mask!r}), so what its tokens see is "
+            f"not known. {SDPA}"
+        )
+
+
+def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> DilatedPattern:
+    """The layer's own attention: dense, or a window."""
+    if layer is not None and layer != masked:
+        raise ValueError(
+            f"{type(module).__name__} has sliding_window={layer}, but its mask has {masked}: which holds is not known. "
+            f"{SDPA}"
+        )
+    return DilatedPattern.dense() if masked is None else DilatedPattern([Window(masked)])
+
+
+def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """The documents' bounds, which those of queries and keys agree on."""
+    if queries is None or keys is None or keys is queries:
+        return keys if queries is None else queries
+    if queries.shape != keys.shape or not bool((queries == keys).all()):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, as those of cross attention do. Give equal ones.")
+    return queries
+
+
+def _cached_step(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: CachedStep,
+    pattern: DilatedPattern | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Queries after keys of a cache, by transformers' own "sdpa"."""
+    if pattern is not None:
+        raise ValueError(
+            f"ring_dilated decodes with a cache only where layers keep their own attention, and {type(module).__name__} "
+            f"attends by {pattern}. Pass use_cache=False to generate, or set_pattern(model, None)."
+        )
+    from transformers import AttentionInterface
+
+    sdpa = AttentionInterface()["sdpa"]
+    return sdpa(module, query, key, value, step.mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)

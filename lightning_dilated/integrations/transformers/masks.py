@@ -1,0 +1,251 @@
+"""What a token may attend to, as transformers says it: a window, padding and documents in place of a (B, 1, N, N) mask.
+
+transformers describes a mask by a function of (sample, head, query, key). Where the keys that a query sees are an interval
+that ends with the query itself, its first key says all of it, and a few values of the function for each token prove it.
+
+Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.sequence.collectives import sequence_gather
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+
+SDPA = 'Load the model with attn_implementation="sdpa" for it.'
+
+
+class VisibleKeys:
+    """The mask of one forward, which transformers hands to each layer: causal, and what else restricts it.
+
+    Attributes:
+        length: L.
+        window: keys that a token sees, itself among them; None: all before it.
+        lengths: (B,) int32 on the CPU, real tokens of right-padded samples; None: no padding.
+        has_padding_mask: whether the caller gave an `attention_mask`, for which transformers ignores documents.
+        starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
+    """
+
+    def __init__(
+        self, length: int, window: int | None, lengths: Tensor | None, has_padding_mask: bool, starts: Tensor
+    ) -> None:
+        self.length, self.window, self.lengths, self.starts = length, window, lengths, starts
+        self.has_padding_mask = has_padding_mask
+        self._documents: tuple[Any, Any, Tensor | None] | None = None
+
+    def documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
+        """int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
+
+        They are read for the first layer, and remembered for the others. A collective call in a sequence on ranks.
+
+        Raises:
+            ValueError: where `cu_seq_lens`, `position_ids` and the mask contradict each other; for documents in more than
+                one row, or with padding; for positions that are a rank's own.
+        """
+        if self._documents is None or self._documents[0] is not position_ids or self._documents[1] is not cu_seq_lens:
+            group = active_sequence()
+            arguments = self, position_ids, cu_seq_lens
+            bounds = _local_documents(*arguments) if group is None else _shared_documents(*arguments, group)
+            self._documents = position_ids, cu_seq_lens, bounds
+        return self._documents[2]
+
+
+class CachedStep:
+    """A forward whose queries follow keys of a cache: the mask that transformers makes for "sdpa"."""
+
+    def __init__(self, mask: Tensor | None) -> None:
+        self.mask = mask
+
+
+def visible_keys(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> VisibleKeys | CachedStep:
+    """The mask of a forward, as transformers' AttentionMaskInterface asks for it.
+
+    Raises:
+        ValueError: for masks that are not causal windows of documents and right-padded samples.
+    """
+    group = active_sequence()
+    cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
+    if cached and group is not None:
+        raise ValueError(
+            f"ring_dilated on ranks that share a sequence has no cache and no prefix: got {q_length} queries and "
+            f"{kv_length} keys. Pass each rank's own part of attention_mask; generate outside of the sequence."
+        )
+    if cached:
+        from transformers import AttentionMaskInterface
+
+        make = AttentionMaskInterface()["sdpa"]
+        return CachedStep(
+            make(
+                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+                mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
+                device=device, **options,
+            )
+        )  # fmt: skip
+    if use_vmap or mask_function is None:
+        raise ValueError(
+            "ring_dilated cannot compute the mask of this model: it adds a mask function of its own to the causal one, as "
+            f"models of images and of two-way attention do. {SDPA}"
+        )
+    starts = _intervals(mask_function, batch_size, q_length, local_size, device)
+    lengths = None if attention_mask is None else _lengths(attention_mask, group)
+    return VisibleKeys(q_length, local_size, lengths, attention_mask is not None, starts)
+
+
+def _intervals(
+    mask_function: Callable[..., Any], batch: int, length: int, window: int | None, device: torch.device | str
+) -> Tensor:
+    """(D - 1,) starts of further documents on the CPU, after proving that each token sees the interval before it.
+
+    Of each token p the function is read at p + 1 (unseen), p, p - 1 (unseen where a document starts), the first key of the
+    interval, and the one before that (unseen).
+    """
+    rows, p = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None]
+
+    def sees(key: Tensor, valid: Tensor) -> Tensor:
+        seen = mask_function(rows, 0, p.expand(batch, -1), key.clamp(0, max(0, length - 1)).expand(batch, -1))
+        return torch.as_tensor(seen, device=device).expand(batch, length) & valid
+
+    always = torch.ones_like(p, dtype=torch.bool)
+    begins = ~sees(p - 1, p > 0) if window != 1 else p.expand(batch, -1) == 0
+    first = torch.where(begins, p, 0).cummax(1).values if length else p.expand(batch, -1)
+    if window is not None:
+        first = torch.maximum(first, p - window + 1)
+    wrong = sees(p + 1, p < length - 1) | ~sees(p, always) | ~sees(first, always) | sees(first - 1, first > 0)
+    further = begins[:, 1:]
+    if bool(wrong.any()):
+        raise ValueError(
+            "ring_dilated computes causal attention, dense or by a sliding window, and this model's mask is neither, such "
+            f"as two-way attention, or blocks that see each other both ways. {SDPA}"
+        )
+    if batch > 1 and bool(further.any()):
+        raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not computed.")
+    return further[0].nonzero()[:, 0].cpu() + 1
+
+
+def _lengths(mask: Tensor, group: SequenceGroup | None) -> Tensor | None:
+    """(B,) real tokens of each sample by a mask (B, L) of this rank's tokens; None where all are."""
+    whole = mask.to(torch.bool)
+    if group is not None:
+        whole = sequence_gather(whole.to(torch.int32), 1, group).to(torch.bool)
+    lengths = whole.sum(1)
+    right = torch.arange(whole.shape[1], device=whole.device)[None] < lengths[:, None]
+    wrong = (right != whole).any(1).cpu()
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"attention_mask of sample {row} has padding on the left or holes: ring_dilated takes padding on the right "
+            'only, ones and then zeros. Set tokenizer.padding_side = "right", or pass samples one by one without padding.'
+        )
+    lengths = lengths.to("cpu", torch.int32)
+    return None if bool((lengths == whole.shape[1]).all()) else lengths
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+def _local_documents(mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
+    """The documents of one rank."""
+    restarts = _check_starts(mask, position_ids)
+    if cu_seq_lens is not None:
+        return _checked_bounds(mask, cu_seq_lens, mask.starts)
+    if len(restarts) != len(mask.starts) and not mask.has_padding_mask:
+        raise ValueError(
+            "position_ids restart, which says that documents are packed, but transformers makes a mask of one document: "
+            "with a cache it does not look at them. Pass use_cache=False."
+        )
+    return _bounds(mask.starts, mask.length) if len(mask.starts) else None
+
+
+def _shared_documents(
+    mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens: Tensor | None, group: SequenceGroup
+) -> Tensor | None:
+    """The documents of a sequence on ranks, from the positions of all of them."""
+    group.guard(_check_starts, mask, position_ids)
+    if position_ids is None:
+        error = ValueError(
+            "a sequence on ranks needs position_ids, the global positions of each rank's tokens, and this model does not hand "
+            "them to its attention. Train it on one rank."
+        )
+        group.refuse(error)
+        raise error
+    positions = sequence_gather(position_ids.to(torch.int64), 1, group).cpu()
+    starts = _restarts(positions)
+    if cu_seq_lens is not None:
+        return _checked_bounds(mask, cu_seq_lens, starts)
+    if group.ranks > 1 and _are_each_ranks_own(positions, group):
+        raise ValueError(
+            "position_ids count from 0 on every rank, as transformers makes them where none are given. Pass the global "
+            "positions of this rank's tokens, group.positions(length)[None]; where documents really begin at each rank's "
+            "first token, pass their global bounds as cu_seq_lens_q, too."
+        )
+    if mask.has_padding_mask or not len(starts):
+        return None
+    if len(positions) > 1:
+        raise ValueError(_several_rows(len(positions)))
+    return _bounds(starts, positions.shape[1])
+
+
+def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> Tensor:
+    """Where position_ids (B, L) of this rank restart, if the mask has documents nowhere else."""
+    if position_ids is not None and position_ids.ndim != 2:
+        raise ValueError(
+            f"position_ids must be (1, N) or (B, N), as a text has them; this model has {tuple(position_ids.shape)}. {SDPA}"
+        )
+    restarts = torch.empty(0, dtype=torch.int64) if position_ids is None else _restarts(position_ids)
+    if len(mask.starts) and not set(mask.starts.tolist()) <= set(restarts.tolist()):
+        raise ValueError(
+            f"this model's mask begins anew at tokens {mask.starts.tolist()[:8]}, where position_ids do not: it attends within "
+            f"chunks of tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
+        )
+    return restarts
+
+
+def _are_each_ranks_own(positions: Tensor, group: SequenceGroup) -> bool:
+    """Whether positions (B, N) count from 0 on each rank."""
+    shard = group.shard(positions.shape[1])
+    held = [torch.cat([torch.arange(x.start, x.stop, x.step) for x in shard.ranges(r)]) for r in range(group.ranks)]
+    return all(bool((positions[:, at] == torch.arange(len(at))).all()) for at in held)
+
+
+def _several_rows(batch: int) -> str:
+    return (
+        f"documents are packed in a batch of {batch} rows (position_ids that restart): packed documents take a batch of 1. "
+        "Concatenate the rows to one, or pad each document to a row and give attention_mask."
+    )
+
+
+def _restarts(positions: Tensor) -> Tensor:
+    """Sorted columns, on the CPU, in which some row's position is not the one before plus 1, as transformers reads them."""
+    return (positions.diff(dim=-1) != 1).any(0).nonzero()[:, 0].cpu() + 1
+
+
+def _bounds(starts: Tensor, length: int) -> Tensor:
+    return torch.cat([torch.zeros(1), starts, torch.tensor([length])]).to(torch.int32)
+
+
+def _checked_bounds(mask: VisibleKeys, cu_seq_lens: Tensor, starts: Tensor) -> Tensor:
+    """`cu_seq_lens` on the CPU, if positions that restart do so where it says."""
+    if mask.has_padding_mask:
+        raise ValueError("give attention_mask (padded samples) or cu_seq_lens_q (packed documents), not both.")
+    bounds = cu_seq_lens.to("cpu", torch.int32)
+    inner = sorted(set(bounds[1:-1].tolist()) - {0, int(bounds[-1])})
+    if len(starts) and starts.tolist() != inner:
+        raise ValueError(
+            f"position_ids start documents at {starts.tolist()} and cu_seq_lens_q at {inner}. Give equal ones, or one of them."
+        )
+    return bounds

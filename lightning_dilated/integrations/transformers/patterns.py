@@ -1,0 +1,76 @@
+"""set_pattern: dilated patterns for the layers of a model of transformers, kept in its config.
+
+Shape letters: H query heads, K kv heads.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lightning_dilated._validation import integer
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import LayersLike, plain_patterns, read_patterns
+
+#: the entry of a config that holds the patterns
+ENTRY = "dilated_pattern"
+
+
+def set_pattern(model: Any, pattern: LayersLike | None) -> None:
+    """Let the layers of a model attend by other patterns than its own; weights stay as they are.
+
+    The patterns replace dense and sliding attention alike. They are stored in the config as plain values, under
+    `dilated_pattern`, and so are saved and loaded with it. A model with another `attn_implementation` does not read them.
+
+    Args:
+        model: a model of transformers, or a config that models will be made of.
+        pattern: a `DilatedPattern` for all layers; a list, whose members layers 0, 1, ... take in turns;
+            {"hybrid": options} as of `DilatedPattern.hybrid`; None: the model's own attention again.
+
+    Raises:
+        TypeError: for what is neither model nor config.
+        TypeError, ValueError: for other patterns, or such as do not fit the model's heads and layers.
+    """
+    config = _text_config(model)
+    if pattern is None:
+        if hasattr(config, ENTRY):
+            delattr(config, ENTRY)
+        return
+    depth, heads = (integer(getattr(config, n), n, 1) for n in ("num_hidden_layers", "num_attention_heads"))
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    patterns = plain_patterns(read_patterns(pattern, depth, heads, kv_heads))
+    setattr(config, ENTRY, patterns if isinstance(patterns, list) else [patterns])
+
+
+def _text_config(model: Any) -> Any:
+    """The config that the attention layers of a model hold."""
+    config = getattr(model, "config", model)
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"set_pattern takes a model or a config of transformers, got {type(model).__name__}.")
+    config = config.get_text_config(decoder=True)
+    missing = [n for n in ("num_hidden_layers", "num_attention_heads") if not hasattr(config, n)]
+    if missing:
+        raise TypeError(
+            f"set_pattern needs a decoder whose config has {' and '.join(missing)}; {type(config).__name__} has not."
+        )
+    return config
+
+
+def own_pattern(module: Any) -> DilatedPattern | None:
+    """The pattern that `set_pattern` gave an attention layer, if it gave one.
+
+    Raises:
+        ValueError: for a layer that does not know its number, where layers have several patterns.
+    """
+    patterns = getattr(getattr(module, "config", None), ENTRY, None)
+    if not patterns:
+        return None
+    layer = 0
+    if len(patterns) > 1:
+        layer = getattr(module, "layer_idx", None)
+        if layer is None:
+            raise ValueError(
+                f"{type(module).__name__} has no layer_idx, so which of {len(patterns)} patterns it takes is unknown. Give "
+                "set_pattern one pattern for all layers."
+            )
+    return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
