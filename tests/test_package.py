@@ -172,10 +172,13 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import torch
 torch.cuda.is_available = lambda: False
+import lightning.pytorch
+lightnings = set(sys.modules)  # its torchmetrics imports transformers, where that is installed
 import lightning_dilated as ld
 q = torch.randn(1, 16, 4, 8, requires_grad=True)
 ld.dilated_attention(q, q, q, ld.DilatedPattern.longnet([4, 8], [1, 2])).sum().backward()
-assert q.grad.isfinite().all() and not {"triton", "huggingface_hub", "safetensors"} & set(sys.modules)
+assert q.grad.isfinite().all() and "triton" not in sys.modules
+assert not {"huggingface_hub", "safetensors", "transformers"} & (set(sys.modules) - lightnings)
 print("fine")
 """
 

@@ -97,8 +97,8 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
     if isinstance(mask, Tensor):
         raise ValueError(
             f"ring_dilated takes no mask of shape {tuple(mask.shape)}: one of all pairs of tokens "
-            "grows with N^2. Give attention_mask (B, N), ones and then zeros, for padding, and position_ids that restart, or "
-            "cu_seq_lens_q, for documents."
+            "grows with N^2. Give attention_mask (B, N), ones and then zeros, for padding, and position_ids that restart, "
+            "or cu_seq_lens_q, for documents."
         )
     if not isinstance(mask, (VisibleKeys, CachedStep)):
         raise ValueError(

@@ -81,13 +81,10 @@ def visible_keys(
         ValueError: for masks that are not causal windows of documents and right-padded samples.
     """
     group = active_sequence()
+    check = _call if group is None else group.guard  # on ranks the others raise, too
     cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
-    if cached and group is not None:
-        raise ValueError(
-            f"ring_dilated on ranks that share a sequence has no cache and no prefix: got {q_length} queries and "
-            f"{kv_length} keys. Pass each rank's own part of attention_mask; generate outside of the sequence."
-        )
     if cached:
+        check(_refuse_cache_on_ranks, group, q_length, kv_length)
         from transformers import AttentionMaskInterface
 
         make = AttentionMaskInterface()["sdpa"]
@@ -98,24 +95,41 @@ def visible_keys(
                 device=device, **options,
             )
         )  # fmt: skip
-    if use_vmap or mask_function is None:
-        raise ValueError(
-            "ring_dilated cannot compute the mask of this model: it adds a mask function of its own to the causal one, as "
-            f"models of images and of two-way attention do. {SDPA}"
-        )
-    starts = _intervals(mask_function, batch_size, q_length, local_size, device)
+    starts = check(_intervals, mask_function, batch_size, q_length, local_size, device, use_vmap)
     lengths = None if attention_mask is None else _lengths(attention_mask, group)
     return VisibleKeys(q_length, local_size, lengths, attention_mask is not None, starts)
 
 
+def _call(check: Callable[..., Any], *args: Any) -> Any:
+    return check(*args)
+
+
+def _refuse_cache_on_ranks(group: SequenceGroup | None, queries: int, keys: int) -> None:
+    if group is not None:
+        raise ValueError(
+            f"ring_dilated on ranks that share a sequence has no cache and no prefix: got {queries} queries and {keys} "
+            "keys. Pass each rank's own part of attention_mask; generate outside of the sequence."
+        )
+
+
 def _intervals(
-    mask_function: Callable[..., Any], batch: int, length: int, window: int | None, device: torch.device | str
+    mask_function: Callable[..., Any] | None,
+    batch: int,
+    length: int,
+    window: int | None,
+    device: torch.device | str,
+    added: bool,
 ) -> Tensor:
     """(D - 1,) starts of further documents on the CPU, after proving that each token sees the interval before it.
 
     Of each token p the function is read at p + 1 (unseen), p, p - 1 (unseen where a document starts), the first key of the
-    interval, and the one before that (unseen).
+    interval, and the one before that (unseen). `added`: the model adds functions of its own to the mask.
     """
+    if added or mask_function is None:
+        raise ValueError(
+            "ring_dilated cannot compute the mask of this model: it adds a mask function of its own to the causal one, as "
+            f"models of images and of two-way attention do. {SDPA}"
+        )
     rows, p = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None]
 
     def sees(key: Tensor, valid: Tensor) -> Tensor:
@@ -178,8 +192,8 @@ def _shared_documents(
     group.guard(_check_starts, mask, position_ids)
     if position_ids is None:
         error = ValueError(
-            "a sequence on ranks needs position_ids, the global positions of each rank's tokens, and this model does not hand "
-            "them to its attention. Train it on one rank."
+            "a sequence on ranks needs position_ids, the global positions of each rank's tokens, and this model does not "
+            "hand them to its attention. Train it on one rank."
         )
         group.refuse(error)
         raise error
@@ -209,8 +223,8 @@ def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> Tensor:
     restarts = torch.empty(0, dtype=torch.int64) if position_ids is None else _restarts(position_ids)
     if len(mask.starts) and not set(mask.starts.tolist()) <= set(restarts.tolist()):
         raise ValueError(
-            f"this model's mask begins anew at tokens {mask.starts.tolist()[:8]}, where position_ids do not: it attends within "
-            f"chunks of tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
+            f"this model's mask begins anew at tokens {mask.starts.tolist()[:8]}, where position_ids do not: it attends "
+            f"within chunks of tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
         )
     return restarts
 
@@ -246,6 +260,7 @@ def _checked_bounds(mask: VisibleKeys, cu_seq_lens: Tensor, starts: Tensor) -> T
     inner = sorted(set(bounds[1:-1].tolist()) - {0, int(bounds[-1])})
     if len(starts) and starts.tolist() != inner:
         raise ValueError(
-            f"position_ids start documents at {starts.tolist()} and cu_seq_lens_q at {inner}. Give equal ones, or one of them."
+            f"position_ids start documents at {starts.tolist()} and cu_seq_lens_q at {inner}. Give equal ones, or one of "
+            "them."
         )
     return bounds

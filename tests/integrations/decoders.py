@@ -1,0 +1,91 @@
+"""Tiny decoders of transformers with random weights, and what a training step gives.
+
+Shape letters: B batch, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from lightning_dilated.integrations.transformers import register, set_pattern
+
+V = 61
+WINDOW = 5
+SIZES = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2, sliding from layer 1": (
+        "Qwen2Config", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "mistral, dense": ("MistralConfig", {"sliding_window": None}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 8, "sliding_window": WINDOW, "num_hidden_layers": 3, "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi": ("PhiConfig", {"num_key_value_heads": 4}),
+}  # fmt: skip
+
+
+def config(family: str, **options: Any) -> Any:
+    """A new config."""
+    kind, sizes = FAMILIES.get(family, (family, {}))
+    return getattr(transformers, kind)(**{**SIZES, **sizes, **options})
+
+
+def decoder(
+    family: str,
+    implementation: str = "ring_dilated",
+    dtype: torch.dtype = torch.float64,
+    pattern: Any = None,
+    **options: Any,
+) -> Any:
+    """The model of a family; equal weights whatever the implementation."""
+    register()
+    torch.manual_seed(3)
+    made = config(family, **options)
+    set_pattern(made, pattern)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=implementation).to(dtype)
+    assert model.config._attn_implementation == implementation
+    return model
+
+
+def tokens(batch: int, length: int) -> Tensor:
+    """(B, N) random tokens, no padding among them."""
+    return torch.randint(3, V, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+def step(model: Any, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+    """Logits where labels are (inputs by default), the loss, and the gradient of each parameter.
+
+    Labels lie under the tokens that predict them. The loss is a sum in the model's dtype; that of transformers is fp32.
+    """
+    labels = inputs if labels is None else labels
+    model.zero_grad()
+    logits = model(inputs, **options).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()[labels != -100], "loss": loss.detach(), **gradients}
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """Equal names, and values that differ by `tolerance` of the largest at most."""
+    assert set(got) == set(want)
+    for name, value in want.items():
+        torch.testing.assert_close(
+            got[name], value, rtol=0, atol=tolerance * max(float(value.abs().max()), 1e-3), msg=None
+        )
