@@ -230,6 +230,7 @@ FOUR = torch.ones(1, 1, N, N, dtype=torch.bool).tril()
 CALLS = {
     "left padding": (1, left(), "padding on the left or holes.*padding_side"),
     "holes": (1, holes(), "padding on the left or holes"),
+    "longer mask": (1, {"attention_mask": torch.ones(1, N + 1)}, r"must be \(1, 23\).*got \(1, 24\)"),
     "4-D mask": (1, {"attention_mask": FOUR}, r"no mask of shape \(1, 1, 23, 23\)"),
     "output_attentions": (1, {"output_attentions": True}, "output_attentions.*eager"),
     "documents in two rows": (2, {"position_ids": restarting().expand(2, -1), "use_cache": False}, "batch of 2 rows"),

@@ -96,7 +96,10 @@ def visible_keys(
             )
         )  # fmt: skip
     starts = check(_intervals, mask_function, batch_size, q_length, local_size, device, use_vmap)
-    lengths = None if attention_mask is None else _lengths(attention_mask, group)
+    lengths = None
+    if attention_mask is not None:
+        check(_check_padding_mask, attention_mask, batch_size, q_length)
+        lengths = _lengths(attention_mask, group)
     return VisibleKeys(q_length, local_size, lengths, attention_mask is not None, starts)
 
 
@@ -151,6 +154,14 @@ def _intervals(
     if batch > 1 and bool(further.any()):
         raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not computed.")
     return further[0].nonzero()[:, 0].cpu() + 1
+
+
+def _check_padding_mask(mask: Tensor, batch: int, length: int) -> None:
+    if mask.shape != (batch, length):
+        raise ValueError(
+            f"attention_mask must be {(batch, length)}, as the tokens are; got {tuple(mask.shape)}. On ranks that share a "
+            "sequence it is each rank's own part."
+        )
 
 
 def _lengths(mask: Tensor, group: SequenceGroup | None) -> Tensor | None:

@@ -1,0 +1,116 @@
+"""Decoders of transformers within an active sequence: logits, loss and gradients of all ranks together are one rank's."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+
+from ..distributed.calls import positions, sequence
+from .decoders import FAMILIES, close, decoder, step, tokens
+
+N = 23
+BOUNDS = [0, 9, 10, N]
+#: options of the model
+MODELS = {
+    **{name: (name, {}) for name in FAMILIES},
+    "hybrid": ("llama", {"pattern": {"hybrid": {"local": 4, "global_every": 2}}}),
+    "dilated": ("gemma3", {"pattern": [ld.DilatedPattern.longnet([4, 16], [1, 2]), ld.DilatedPattern([ld.Window(6)])]}),
+}
+KINDS = ("whole", "packed", "cu_seq_lens", "padded")
+
+
+def data(kind):
+    """(tokens, labels, global options) of a batch; options (B, N) are cut for ranks."""
+    if kind == "padded":
+        inputs, lengths = tokens(2, N), torch.tensor([[N - 9], [N]])
+        mask = (torch.arange(N) < lengths).long()
+        cut = {"attention_mask": mask, "position_ids": torch.arange(N).expand(2, -1)}
+        return inputs, inputs.masked_fill(mask == 0, -100), cut, {}
+    inputs, at = tokens(1, N), torch.arange(N)[None]
+    if kind != "whole":
+        at = torch.cat([torch.arange(b - a) for a, b in pairwise(BOUNDS)])[None]
+    whole = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32)} if kind == "cu_seq_lens" else {}
+    return inputs, inputs, {"position_ids": at}, {"use_cache": False, **whole}
+
+
+def part(rank, group, name, kind, settings):
+    """(positions, results) of a rank."""
+    family, options = MODELS[name]
+    inputs, labels, cut, whole = data(kind)
+    with sequence(group, **settings) as ours, ours.active():
+        at = positions(ours, N)
+        model = decoder(family, **options)
+        cut = {key: value[:, at] for key, value in cut.items()}
+        return step(model, inputs[:, at], labels[:, at], **cut, **whole)
+
+
+def check(pools, ranks, name, kind, **settings):
+    family, options = MODELS[name]
+    inputs, labels, cut, whole = data(kind)
+    want = step(decoder(family, "sdpa" if not options else "ring_dilated", **options), inputs, labels, **cut, **whole)
+    parts = pools(ranks).run(ranks, part, name, kind, settings)
+    got = {key: sum(p[key] for p in parts) for key in want if key != "logits"}
+    if settings.get("layout", "contiguous") == "contiguous" and kind != "padded":  # else they lie in another order
+        got["logits"] = torch.cat([p["logits"] for p in parts])
+    else:
+        del want["logits"]
+    close(got, want, 1e-10)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_equal_one(pools, name, ranks):
+    check(pools, ranks, name, "whole")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "hybrid"])
+def test_documents_and_padding(pools, name, kind):
+    check(pools, 3, name, kind)
+
+
+@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"layout": "zigzag"}, {"exchange": "ring"}, {"exchange": "switch"}, {"exchange": "gather"}, {"head_size": 2}],
+    ids=str,
+)
+def test_layouts_and_exchanges(pools, settings, kind):
+    check(pools, 2, "gemma3", kind, **settings)
+
+
+LLAMA4 = {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 32}
+AT = torch.arange(N)[None]
+REFUSALS = {
+    "no positions": ("llama", {}, "count from 0 on every rank"),
+    "left padding": ("llama", {"position_ids": AT, "attention_mask": (AT > 2).long()}, "padding on the left"),
+    "holes": ("llama", {"position_ids": AT, "attention_mask": (AT != 12).long()}, "padding on the left or holes"),
+    "a mask of the whole": ("llama", {"position_ids": AT, "attention_mask": torch.ones(1, N + 9)}, "rank's own part"),
+    "chunks": ("Llama4TextConfig", {"position_ids": AT, "use_cache": False}, "within chunks"),
+    "documents that differ": (
+        "llama", {"position_ids": AT % 9, "cu_seq_lens_q": torch.tensor([0, 7, N])}, r"\[9, 18\] and cu_seq_lens_q at \[7\]",
+    ),
+}  # fmt: skip
+
+
+def refused(rank, group, name):
+    """A forward with the options of a refusal; those of N columns are cut to the rank's."""
+    family, options, _ = REFUSALS[name]
+    with sequence(group) as ours, ours.active():
+        model = decoder(family) if family in FAMILIES else decoder(family, dtype=torch.float32, **LLAMA4)
+        at = positions(ours, N)
+        cut = {k: v[:, at] if getattr(v, "shape", ()) == (1, N) else v for k, v in options.items()}
+        model(tokens(1, N)[:, at], **cut)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_reach_every_rank(pools, name):
+    answers = pools(2).answers(2, refused, name)
+    for answer in answers:
+        assert answer.error == "ValueError", answer.trace
+    assert any(re.search(REFUSALS[name][2], answer.message) for answer in answers), answers[0].message
