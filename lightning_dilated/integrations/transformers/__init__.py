@@ -1,6 +1,7 @@
 """Decoders of Hugging Face's transformers with `attn_implementation="ring_dilated"`."""
 
+from lightning_dilated.integrations.transformers.lm import HFCausalLM
 from lightning_dilated.integrations.transformers.patterns import set_pattern
 from lightning_dilated.integrations.transformers.registration import register
 
-__all__ = ["register", "set_pattern"]
+__all__ = ["HFCausalLM", "register", "set_pattern"]

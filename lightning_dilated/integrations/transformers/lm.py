@@ -1,0 +1,181 @@
+"""HFCausalLM: a decoder of transformers as a DilatedModule, which the Trainer trains on one rank or many.
+
+Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+
+from lightning_dilated._device import send
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
+from lightning_dilated.integrations.transformers.registration import NAME, register
+from lightning_dilated.memory.chunked_loss import IGNORE, tiled_sum, token_nats
+from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.longnet.lm import PLACE
+from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.pattern.layers import LayersLike, layer_patterns, read_patterns
+from lightning_dilated.sequence import SequenceSpec
+
+#: decoders whose logits are the output projection of the last hidden states, and nothing else
+PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
+
+
+class HFCausalLM(DilatedModule):
+    """A causal language model of transformers, with `attn_implementation="ring_dilated"`.
+
+    Batches are those of a `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position,
+    -100 where there is none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are
+    global on every rank, and begin anew with each document. Logged with each mean loss: bits per byte and perplexity.
+
+    Args:
+        model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
+            mapping with `model_type`), for random weights. Weights are in the Trainer's dtype.
+        pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
+        tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
+            Gemma 3 and Phi.
+        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward, by transformers.
+        bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token).
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    A checkpoint holds config and weights, so that it loads without `model`'s folder.
+
+    Raises:
+        ModuleNotFoundError: without transformers.
+        TypeError, ValueError: naming the argument.
+    """
+
+    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
+    causal = True
+
+    def __init__(
+        self,
+        model: str | Path | dict[str, Any] | Any,
+        pattern: LayersLike | None = None,
+        *,
+        tile: int | None = None,
+        gradient_checkpointing: bool = False,
+        bytes_per_token: float = 1.0,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        register()
+        self.source, self.config = _read_config(model)
+        if pattern is not None:
+            set_pattern(self.config, pattern)
+        text = self.config.get_text_config(decoder=True)
+        self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
+        self.num_kv_heads = getattr(text, "num_key_value_heads", None)
+        if stored := getattr(text, ENTRY, None):
+            cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
+            self._patterns = layer_patterns(cycle, self.depth)
+        self.tile = None if tile is None else integer(tile, "tile", 1)
+        if tile is not None and (text.model_type not in PLAIN_HEADS or getattr(text, "final_logit_softcapping", None)):
+            raise ValueError(
+                f"tile={tile} needs logits that are the output projection of the hidden states, as {', '.join(PLAIN_HEADS)} "
+                f"have them without a soft cap; {text.model_type} may change them. Leave tile out."
+            )
+        self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
+        self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
+        options = {"tile": tile, "gradient_checkpointing": gradient_checkpointing, "bytes_per_token": bytes_per_token}
+        self.save_hyperparameters({"model": self.config.to_dict(), **options})
+
+    def build(self) -> None:
+        """The decoder, with the weights of its folder or random ones."""
+        from transformers import AutoModelForCausalLM
+
+        options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype()}
+        if self.source is None:
+            self.decoder = AutoModelForCausalLM.from_config(self.config, **options)
+        else:
+            self.decoder = AutoModelForCausalLM.from_pretrained(self.source, config=self.config, **options)
+        if self.gradient_checkpointing:
+            self.decoder.gradient_checkpointing_enable()
+
+    def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """(tokens, what else the decoder's forward takes)."""
+        tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
+        if bounds is None:
+            positions = token_positions(0, tokens.shape[1], tokens.device)
+            options: dict[str, Any] = {}
+        else:
+            positions = send(Documents.of(bounds, tokens.shape[1]).position, tokens.device)
+            options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        if lengths is not None:
+            options["attention_mask"] = positions < torch.as_tensor(lengths, device=tokens.device)[:, None]
+        return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
+
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
+        """Logits (B, N, V) of a batch; within an active sequence those of this rank's tokens."""
+        self.configure_model()
+        tokens, options = self._arguments(batch)
+        return self.decoder(tokens, **options).logits
+
+    def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(sum of nats, number of labels that count)."""
+        labels = batch["labels"]
+        if labels.shape != batch["tokens"].shape:
+            raise ValueError(
+                f"tokens and labels must both be (B, N), got {tuple(batch['tokens'].shape)} and {tuple(labels.shape)}; "
+                "labels are the next token of each position, already shifted."
+            )
+        count = (labels != IGNORE).sum()
+        if self.tile is None:
+            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
+        self.configure_model()
+        tokens, options = self._arguments(batch)
+        states = self.decoder.base_model(tokens, **options).last_hidden_state
+        head = self.decoder.get_output_embeddings()
+
+        def nats(x: Tensor, y: Tensor) -> Tensor:
+            return token_nats(head(x).flatten(0, 1), y.flatten()).view(y.shape)
+
+        return tiled_sum(nats, (head,), self.tile, states, labels), count
+
+    def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """Bits per byte, and perplexity of a token."""
+        return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
+
+    # -- folders of transformers ---------------------------------------------------------------------------------------
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write a folder of transformers, which loads without this package; a pattern is in its config.
+
+        On several ranks, only one calls it.
+        """
+        self.configure_model()
+        self.decoder.save_pretrained(folder)
+        return Path(folder)
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:  # type: ignore[override]
+        """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded."""
+        made = cls(path_or_repo, **changes)
+        made.configure_model()
+        return made
+
+
+def _read_config(model: Any) -> tuple[str | None, Any]:
+    """(folder or repository of the weights, None for random ones; config)."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(model, (str, Path)):
+        return str(model), AutoConfig.from_pretrained(model)
+    if isinstance(model, Mapping):
+        if "model_type" not in model:
+            raise ValueError(
+                f"model as a mapping is a config of transformers and needs model_type, such as llama; got {sorted(model)}."
+            )
+        model = AutoConfig.for_model(**model)
+    if not isinstance(model, PreTrainedConfig):
+        raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")
+    return None, type(model).from_dict(model.to_dict())  # transformers keeps the attention implementation in it
