@@ -34,6 +34,7 @@ RUNS = {
     "own attention": Run(cls=Small),
     "sliding, documents": Run(cls=Small, kind="documents", model={"family": "gemma3", "depth": 3}),
     "hybrid": Run(cls=Small, model={"own": HYBRID, "tile": None}),
+    "zigzag": Run(cls=Small, batch_size=2, strategy={"layout": "zigzag"}, steps=2),
     "padded": Run(cls=Small, kind="lengths", batch_size=2, masked=0.3),
     "checkpointed": Run(cls=Small, model={"gradient_checkpointing": True, "family": "mistral"}, steps=2),
 }

@@ -65,6 +65,21 @@ def test_right_padding_equals_sdpa(family, dtype):
     both(family, dtype, inputs, labels, attention_mask=mask)
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_positions_that_jump_ahead(cache):
+    """Without a cache transformers takes them for documents, with one or with an attention_mask for one document."""
+    at = (torch.arange(N) + 7 * (torch.arange(N) > 11))[None]
+    for options in ({}, {"attention_mask": torch.ones(1, N)}):
+        both("mistral", torch.float64, tokens(1, N), position_ids=at, use_cache=cache, **options)
+
+
+def test_positions_of_padded_tokens():
+    """As a tokenizer's mask gives them: 1 at padding."""
+    inputs, labels, mask = padded()
+    at = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    both("gemma3", torch.float64, inputs, labels, attention_mask=mask, position_ids=at)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_equals_eager(family):
     want = step(decoder(family, "eager", torch.float32), tokens(2, N))
@@ -235,6 +250,9 @@ CALLS = {
     "output_attentions": (1, {"output_attentions": True}, "output_attentions.*eager"),
     "documents in two rows": (2, {"position_ids": restarting().expand(2, -1), "use_cache": False}, "batch of 2 rows"),
     "documents with a cache": (1, {"position_ids": restarting()}, "use_cache=False"),
+    "documents with a mask of ones": (
+        1, {"position_ids": restarting(), "attention_mask": torch.ones(1, N)}, "Leave attention_mask out",
+    ),
     "documents and padding": (
         1,
         {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "attention_mask": torch.ones(1, N)},

@@ -21,7 +21,7 @@ MODELS = {
     "hybrid": ("llama", {"pattern": {"hybrid": {"local": 4, "global_every": 2}}}),
     "dilated": ("gemma3", {"pattern": [ld.DilatedPattern.longnet([4, 16], [1, 2]), ld.DilatedPattern([ld.Window(6)])]}),
 }
-KINDS = ("whole", "packed", "cu_seq_lens", "padded")
+KINDS = ("whole", "packed", "cu_seq_lens", "padded", "rows")
 
 
 def data(kind):
@@ -31,8 +31,9 @@ def data(kind):
         mask = (torch.arange(N) < lengths).long()
         cut = {"attention_mask": mask, "position_ids": torch.arange(N).expand(2, -1)}
         return inputs, inputs.masked_fill(mask == 0, -100), cut, {}
-    inputs, at = tokens(1, N), torch.arange(N)[None]
-    if kind != "whole":
+    rows = 2 if kind == "rows" else 1
+    inputs, at = tokens(rows, N), torch.arange(N).expand(rows, -1)
+    if kind not in ("whole", "rows"):
         at = torch.cat([torch.arange(b - a) for a, b in pairwise(BOUNDS)])[None]
     whole = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32)} if kind == "cu_seq_lens" else {}
     return inputs, inputs, {"position_ids": at}, {"use_cache": False, **whole}
@@ -55,7 +56,10 @@ def check(pools, ranks, name, kind, **settings):
     want = step(decoder(family, "sdpa" if not options else "ring_dilated", **options), inputs, labels, **cut, **whole)
     parts = pools(ranks).run(ranks, part, name, kind, settings)
     got = {key: sum(p[key] for p in parts) for key in want if key != "logits"}
-    if settings.get("layout", "contiguous") == "contiguous" and kind != "padded":  # else they lie in another order
+    if settings.get("layout", "contiguous") == "contiguous" and kind not in (
+        "padded",
+        "rows",
+    ):  # else they lie in another order
         got["logits"] = torch.cat([p["logits"] for p in parts])
     else:
         del want["logits"]
@@ -74,7 +78,7 @@ def test_documents_and_padding(pools, name, kind):
     check(pools, 3, name, kind)
 
 
-@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
+@pytest.mark.parametrize("kind", ["whole", "packed", "padded", "rows"])
 @pytest.mark.parametrize(
     "settings",
     [{"layout": "zigzag"}, {"exchange": "ring"}, {"exchange": "switch"}, {"exchange": "gather"}, {"head_size": 2}],
@@ -91,6 +95,11 @@ REFUSALS = {
     "left padding": ("llama", {"position_ids": AT, "attention_mask": (AT > 2).long()}, "padding on the left"),
     "holes": ("llama", {"position_ids": AT, "attention_mask": (AT != 12).long()}, "padding on the left or holes"),
     "a mask of the whole": ("llama", {"position_ids": AT, "attention_mask": torch.ones(1, N + 9)}, "rank's own part"),
+    "documents with a cache": ("llama", {"position_ids": AT % 9}, "use_cache=False"),
+    "documents in rows": ("llama", {"position_ids": (AT % 9).expand(2, -1), "use_cache": False}, "batch of 2 rows"),
+    "documents and a mask": (
+        "llama", {"position_ids": AT % 9, "attention_mask": torch.ones(1, N)}, "Leave attention_mask out",
+    ),
     "chunks": ("Llama4TextConfig", {"position_ids": AT, "use_cache": False}, "within chunks"),
     "documents that differ": (
         "llama", {"position_ids": AT % 9, "cu_seq_lens_q": torch.tensor([0, 7, N])}, r"\[9, 18\] and cu_seq_lens_q at \[7\]",
@@ -104,8 +113,8 @@ def refused(rank, group, name):
     with sequence(group) as ours, ours.active():
         model = decoder(family) if family in FAMILIES else decoder(family, dtype=torch.float32, **LLAMA4)
         at = positions(ours, N)
-        cut = {k: v[:, at] if getattr(v, "shape", ()) == (1, N) else v for k, v in options.items()}
-        model(tokens(1, N)[:, at], **cut)
+        cut = {k: v[:, at] if getattr(v, "shape", ())[1:] == (N,) else v for k, v in options.items()}
+        model(tokens(len(options.get("position_ids", AT)), N)[:, at], **cut)
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -151,9 +151,11 @@ def _intervals(
             "ring_dilated computes causal attention, dense or by a sliding window, and this model's mask is neither, such "
             f"as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    if batch > 1 and bool(further.any()):
+    if (
+        batch > 1 and active_sequence() is None and bool(further.any())
+    ):  # on ranks, a layout's positions jump in every row
         raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not computed.")
-    return further[0].nonzero()[:, 0].cpu() + 1
+    return further.any(0).nonzero()[:, 0].cpu() + 1
 
 
 def _check_padding_mask(mask: Tensor, batch: int, length: int) -> None:
@@ -185,14 +187,11 @@ def _lengths(mask: Tensor, group: SequenceGroup | None) -> Tensor | None:
 # -- documents ---------------------------------------------------------------------------------------------------------
 def _local_documents(mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
     """The documents of one rank."""
-    restarts = _check_starts(mask, position_ids)
+    _check_starts(mask, position_ids)
     if cu_seq_lens is not None:
         return _checked_bounds(mask, cu_seq_lens, mask.starts)
-    if len(restarts) != len(mask.starts) and not mask.has_padding_mask:
-        raise ValueError(
-            "position_ids restart, which says that documents are packed, but transformers makes a mask of one document: "
-            "with a cache it does not look at them. Pass use_cache=False."
-        )
+    if position_ids is not None and not len(mask.starts):
+        _refuse_ignored_documents(mask, position_ids.cpu())
     return _bounds(mask.starts, mask.length) if len(mask.starts) else None
 
 
@@ -208,6 +207,8 @@ def _shared_documents(
         )
         group.refuse(error)
         raise error
+    if cu_seq_lens is None:
+        group.guard(_check_jumps, mask, position_ids)
     positions = sequence_gather(position_ids.to(torch.int64), 1, group).cpu()
     starts = _restarts(positions)
     if cu_seq_lens is not None:
@@ -218,6 +219,8 @@ def _shared_documents(
             "positions of this rank's tokens, group.positions(length)[None]; where documents really begin at each rank's "
             "first token, pass their global bounds as cu_seq_lens_q, too."
         )
+    if mask.has_padding_mask:
+        _refuse_ignored_documents(mask, positions)
     if mask.has_padding_mask or not len(starts):
         return None
     if len(positions) > 1:
@@ -225,19 +228,42 @@ def _shared_documents(
     return _bounds(starts, positions.shape[1])
 
 
-def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> Tensor:
-    """Where position_ids (B, L) of this rank restart, if the mask has documents nowhere else."""
+def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> None:
+    """Raise where the mask has documents that position_ids (B, L) of this rank do not have."""
     if position_ids is not None and position_ids.ndim != 2:
         raise ValueError(
             f"position_ids must be (1, N) or (B, N), as a text has them; this model has {tuple(position_ids.shape)}. {SDPA}"
         )
-    restarts = torch.empty(0, dtype=torch.int64) if position_ids is None else _restarts(position_ids)
-    if len(mask.starts) and not set(mask.starts.tolist()) <= set(restarts.tolist()):
+    restarts = [] if position_ids is None or not len(mask.starts) else _restarts(position_ids).tolist()
+    if not set(mask.starts.tolist()) <= set(restarts):
         raise ValueError(
             f"this model's mask begins anew at tokens {mask.starts.tolist()[:8]}, where position_ids do not: it attends "
             f"within chunks of tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
         )
-    return restarts
+
+
+def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
+    """Raise where transformers did not look at the positions of this rank's tokens."""
+    if not mask.has_padding_mask and len(_restarts(position_ids)) != len(mask.starts):
+        raise ValueError(
+            "position_ids of this rank's tokens restart or jump, and transformers does not look at them with a cache, so "
+            "whether they are documents is not known. Pass use_cache=False."
+        )
+
+
+def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
+    """Raise for positions (B, N) that begin anew among real tokens, where transformers makes a mask of one document."""
+    lengths = torch.tensor([positions.shape[1]]) if mask.lengths is None else mask.lengths
+    real = torch.arange(1, positions.shape[1])[None] < lengths[:, None]
+    if bool(((positions.diff(dim=1) < 1) & real).any()):
+        why = "an attention_mask" if mask.has_padding_mask else "a cache"
+        remedy = (
+            "Leave attention_mask out, and pass use_cache=False" if mask.has_padding_mask else "Pass use_cache=False"
+        )
+        raise ValueError(
+            "position_ids restart, which says that documents are packed, but transformers makes a mask of one document: "
+            f"with {why} it does not look at them, and tokens would attend across documents. {remedy}."
+        )
 
 
 def _are_each_ranks_own(positions: Tensor, group: SequenceGroup) -> bool:
