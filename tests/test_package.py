@@ -99,6 +99,7 @@ FACE = {
     ),
     "lightning_dilated.models": ("DilatedModule", "LongNetLM", "WarmupCosine"),
     "lightning_dilated.data": ("ByteDataModule",),
+    "lightning_dilated.integrations.transformers": ("HFCausalLM", "register", "set_pattern"),
 }
 
 

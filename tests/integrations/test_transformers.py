@@ -144,6 +144,15 @@ def test_set_attn_implementation_and_reload(tmp_path):
         close(step(loaded, tokens(1, N)), want, 1e-5)
 
 
+@pytest.mark.full
+def test_compiled():
+    model = decoder("mistral", num_hidden_layers=1)
+    with torch.no_grad():
+        want = model(tokens(2, N), use_cache=False).logits
+        got = torch.compile(model, backend="eager")(tokens(2, N), use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+
+
 # -- decoding ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_generate_equals_sdpa(family):

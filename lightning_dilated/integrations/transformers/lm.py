@@ -157,7 +157,7 @@ class HFCausalLM(DilatedModule):
         return Path(folder)
 
     @classmethod
-    def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:  # type: ignore[override]
+    def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:
         """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded."""
         made = cls(path_or_repo, **changes)
         made.configure_model()

@@ -38,6 +38,7 @@ class VisibleKeys:
         self.has_padding_mask = has_padding_mask
         self._documents: tuple[Any, Any, Tensor | None] | None = None
 
+    @torch.compiler.disable  # it reads values
     def documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
         """int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
 
@@ -62,6 +63,7 @@ class CachedStep:
         self.mask = mask
 
 
+@torch.compiler.disable  # it reads values
 def visible_keys(
     batch_size: int,
     q_length: int,

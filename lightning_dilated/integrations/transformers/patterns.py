@@ -65,12 +65,10 @@ def own_pattern(module: Any) -> DilatedPattern | None:
     patterns = getattr(getattr(module, "config", None), ENTRY, None)
     if not patterns:
         return None
-    layer = 0
-    if len(patterns) > 1:
-        layer = getattr(module, "layer_idx", None)
-        if layer is None:
-            raise ValueError(
-                f"{type(module).__name__} has no layer_idx, so which of {len(patterns)} patterns it takes is unknown. Give "
-                "set_pattern one pattern for all layers."
-            )
+    layer = 0 if len(patterns) == 1 else getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ValueError(
+            f"{type(module).__name__} has no layer_idx, so which of {len(patterns)} patterns it takes is unknown. Give "
+            "set_pattern one pattern for all layers."
+        )
     return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
