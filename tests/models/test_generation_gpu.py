@@ -10,7 +10,7 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models.longnet import token_step
-from lightning_dilated.pattern import Branch
+from lightning_dilated.pattern import Branch, Window
 
 from . import PATTERN, tiny
 from .test_generation import CAPTURED, MODELS
