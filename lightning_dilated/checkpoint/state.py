@@ -84,7 +84,8 @@ def unflatten_low_bit(value: Any) -> Any:
     try:
         kind = getattr(importlib.import_module(LOW_BIT[name]), name)
     except ImportError as error:
-        raise ImportError(f"the checkpoint holds states of torchao's ({name}): install the extra eightbit.") from error
+        message = f"the checkpoint holds states of torchao's ({name}): install the extra eightbit."
+        raise ModuleNotFoundError(message) from error
     tensors = {k: v for k, v in value[name].items() if k != _ATTRIBUTES}
     return kind.__tensor_unflatten__(tensors, value[name][_ATTRIBUTES])
 

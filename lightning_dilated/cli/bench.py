@@ -19,7 +19,7 @@ from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.backends import Request, choose, engine_names
 from lightning_dilated.cli import bench_links
 from lightning_dilated.cli.generate import check_device
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning import dense_yardstick, peak_memory, seconds_of
 
@@ -51,6 +51,7 @@ def attention_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--head_dim", "--head-dim", type=int, default=64)
     p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="segment lengths")
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="dilation rates")
+    p.add_argument("--windows", type=int, nargs="+", help="widths of windows, in place of segments; not dilated")
     p.add_argument("--offsets", default="interleaved")
     p.add_argument("--engines", nargs="+", help="(default: auto's choice, and triton on a GPU)")
     p.add_argument("--causal", nargs="+", type=int, choices=[0, 1], default=[0, 1])
@@ -151,7 +152,10 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 def measure_attention(args: argparse.Namespace, command: str) -> None:
     """Measure, print the table, and draw and record it if requested."""
     args = checked(args)
-    pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
+    if args.windows:
+        pattern = DilatedPattern([Window(width) for width in args.windows])
+    else:
+        pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
     pattern.check_heads(args.heads, args.kv_heads)
     device = torch.device(args.device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

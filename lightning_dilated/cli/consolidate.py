@@ -95,10 +95,7 @@ def run(argv: list[str]) -> None:
         ModuleNotFoundError: without the library safetensors.
     """
     args = parser().parse_args(argv)
-    try:
-        library = library_of("safetensors.torch")  # before anything is read
-    except ImportError as error:
-        raise ModuleNotFoundError(str(error)) from None
+    library = library_of("safetensors.torch")  # before anything is read
     if args.out.suffix not in ("", SUFFIX) and not args.out.is_dir():
         raise ValueError(f"--out {args.out} must end in {SUFFIX}, or be a folder's name without a suffix.")
     source, tensors, meta = weights(args.checkpoint)

@@ -9,8 +9,8 @@ from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.models.export import Exported, export
 
 LOADED = {
-    ".onnx": "onnxruntime.InferenceSession({path!r}).run(None, {{{names}}})",
-    ".pt2": "torch._inductor.aoti_load_package({path!r})({names})",
+    ".onnx": "{outputs} = onnxruntime.InferenceSession({path!r}).run(None, {{{names}}})",
+    ".pt2": "{outputs} = torch._inductor.aoti_load_package({path!r})({names})",
 }
 
 
@@ -41,7 +41,9 @@ def summary(made: Exported) -> str:
     lengths = ", ".join(f"{n:,}" for n in made.checked)
     lines.append(f"  checked against the model at lengths {lengths}: largest difference {made.error:.1e}")
     names = [f'"{name}": {name}' if made.path.suffix == ".onnx" else name for name in made.inputs]
-    lines.append("  " + LOADED[made.path.suffix].format(path=made.path.name, names=", ".join(names)))
+    outputs = ", ".join(made.outputs) + ("," if len(made.outputs) == 1 else "")  # both files return a sequence
+    run_line = LOADED[made.path.suffix].format(path=made.path.name, names=", ".join(names), outputs=outputs)
+    lines.append("  " + run_line)
     return "\n".join(lines)
 
 

@@ -389,11 +389,11 @@ def _plain(value: Any) -> Any:
 
 
 def library_of(name: str) -> ModuleType:
-    """A module of the extra `hub`, imported; ImportError names the extra where it is missing."""
+    """A module of the extra `hub`, imported; ModuleNotFoundError names the extra where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name} is missing: pip install 'lightning-dilated[hub]'.") from error
+        raise ModuleNotFoundError(f"{name} is missing: pip install 'lightning-dilated[hub]'.") from error
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:

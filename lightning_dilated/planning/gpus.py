@@ -208,9 +208,13 @@ def dense_yardstick(
 ) -> Callable[[], None]:
     """Torch's own attention, forward and backward, over contiguous tensors with the sizes of a pattern's blocks.
 
-    The same segments, heads and rows, without dilation, merge and joint backward: the cost of the FLOPs alone.
+    The same segments, heads and rows, without dilation, merge and joint backward: the cost of the FLOPs alone. Of a window
+    segments with as many pairs a row.
     """
-    sizes = [(b.segments, b.heads, b.rows, head_dim) for b in blocks(pattern, seq_len, heads, heads)]
+    sizes = []
+    for b in blocks(pattern, seq_len, heads, heads):
+        rows = b.rows if b.width is None else min(b.rows, 2 * b.width - (not causal))
+        sizes.append((b.segments * round(b.rows / rows), b.heads, rows, head_dim))
     make = lambda size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
     inputs = [[make(size).requires_grad_() for _ in range(3)] for size in sizes]
     grads = [make(size) for size in sizes]

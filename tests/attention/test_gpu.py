@@ -9,7 +9,7 @@ import torch
 from lightning_dilated.attention import DilatedAttention, backends, dilated_attention, resolve
 from lightning_dilated.attention.backends import ENGINES, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 
 from .recorder import block_by_block, record
 from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
@@ -37,6 +37,13 @@ CASES = {
     "documents": BASE.but(seq_len=203, documents=(0, 0, 1, 100, 203), causal=True),
     "attended": BASE.but(
         seq_len=203, pattern=DilatedPattern([(32, 1), (64, 4)], offsets="blocked", padding="attended")
+    ),
+    "window": BASE.but(seq_len=300, pattern=DilatedPattern([Window(100)]), causal=True),
+    "windows and branches": BASE.but(
+        seq_len=303, batch=2, pattern=DilatedPattern([Window(70, heads=[0, 3]), Window(21, 3), (64, 2)])
+    ),
+    "windows of documents": BASE.but(
+        seq_len=303, pattern=DilatedPattern([Window(70), (64, 2)]), documents=(0, 0, 1, 100, 303), causal=True
     ),
     "expanded kv": BASE.but(kv_heads=2, layout="expanded kv"),
     "fused": BASE.but(batch=2, layout="fused", causal=True),

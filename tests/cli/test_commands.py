@@ -284,6 +284,14 @@ def test_a_module_of_ones_own(cli, tmp_path, monkeypatch):
 SMALL = ["--seq_len", 64, 100, "--heads", 2, "--head_dim", 8, "--segments", 16, 64, "--dilations", 1, 2, "--repeats", 1]
 
 
+def test_bench_of_windows(cli):
+    """Dense attention of as many FLOPs stands next to a window."""
+    out = cli("bench", "attention", *SMALL, "--windows", 16, "--causal", 1, "--device", "cpu").out
+    assert "DilatedPattern([Window(16)])" in out
+    rows = [x.split("|") for x in out.splitlines() if "cpu_flash" in x or "equal FLOPs" in x]
+    assert len(rows) == 4 and all(float(row[5]) > 0 for row in rows)
+
+
 def test_bench_measures_this_machine(cli):
     found = cli("bench", "attention", *SMALL, "--device", "cpu", "--plot", "a/b.png", "--record", "table.md")
     rows = [[x.strip() for x in line.split("|")[1:-1]] for line in found.out.splitlines() if line.startswith("| ")]

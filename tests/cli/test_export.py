@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+from lightning_dilated.cli.export import summary
+from lightning_dilated.models.export import Exported
+
 pytestmark = pytest.mark.full
 
 
@@ -35,3 +38,13 @@ def test_refusals(cli, fitted, options, words):
 def test_no_such_checkpoint(cli):
     result = cli("export", "--ckpt_path", "x.ckpt", "--out", "model.onnx")
     assert result.code == 2 and "x.ckpt: no such file" in result.err
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt2"])
+@pytest.mark.parametrize("names", [["logits"], ["embeddings", "logits"]])
+def test_the_line_that_runs_the_file_takes_the_outputs_apart(tmp_path, suffix, names):
+    path = tmp_path / f"model{suffix}"
+    path.touch()
+    inputs = {"tokens": ("int64", (1, "length"))}
+    line = summary(Exported(path, inputs, {x: ("float32", (1, 2)) for x in names}, 8, (2, 8), 0.0)).splitlines()[-1]
+    assert line.startswith("  logits, = " if len(names) == 1 else "  embeddings, logits = ")

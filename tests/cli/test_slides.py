@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 
 import h5py
 import numpy as np
@@ -138,3 +139,20 @@ def test_survival_on_the_command_line(cli, here):
     (ckpt,) = here.rglob("*.ckpt")
     rows = written(cli("predict", *DATA, *QUIET, "--ckpt_path", ckpt))
     assert list(rows[0])[:3] == ["index", "slide_id", "risk"] and list(rows[0])[3].startswith("survival_at_")
+
+
+def test_a_missing_h5py_is_one_line(cli, here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    result = cli("predict", *MODEL, *DATA, *QUIET)
+    assert result.code == 2 and 'needs h5py: pip install "lightning-dilated[slides]"' in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err
+
+
+def test_last_ckpt_of_the_recipe_is_the_last_validation(cli, here):
+    """With a rate of 0 no validation improves on the first."""
+    write_synthetic_slides(here / "slides", slides=20, tiles=(5, 20), features=64)
+    steps = ("--trainer.max_steps", 4, "--trainer.val_check_interval", 2, "--model.optimizer.lr", 0.0)
+    result = cli("fit", "--config", "slide_finetune.yaml", "--trainer.accelerator", "cpu", *steps)
+    assert result.code == 0, result.err[-2000:]
+    saved = {x.name: torch.load(x, weights_only=True)["global_step"] for x in result.folder.rglob("*.ckpt")}
+    assert saved.pop("last.ckpt") == 4 and list(saved.values()) == [2]

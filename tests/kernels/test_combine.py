@@ -31,10 +31,12 @@ def drawn(chosen):
     branches = []
     for _ in range(chosen.randint(1, 3)):
         width = chosen.choice([None, 8, 16, chosen.randint(2, 20)])
-        if not any(isinstance(b, Window) for b in branches) and chosen.random() < 0.3:
-            branches = branches[:1]  # a window has all rows, and parts of many rows are not made at once
-            branches.append(Window(chosen.choice([1, 3, 8, chosen.randint(1, 40)]), chosen.choice([1, 1, 2, 3])))
-            continue
+        if (
+            chosen.random() < 0.2
+        ):  # the last of at most two: a window has all rows, and parts of many are not made at once
+            width, rate = chosen.choice([1, 3, 8, chosen.randint(1, 40)]), chosen.choice([1, 1, 2, 3])
+            branches = [*branches[:1], Window(width, rate)]
+            break
         shift = 0 if width is None else chosen.choice([0, 0, chosen.randrange(width)])
         some = chosen.choice([None, None, tuple(sorted(chosen.sample(range(heads), chosen.randint(1, heads))))])
         branches.append(Branch(width, chosen.randint(1, 4), shift=shift, heads=some))

@@ -606,6 +606,7 @@ def packings(tokens, most, number):
     [
         ld.DilatedPattern([(64, 1), (256, 4)], padding="attended"),
         ld.DilatedPattern([ld.Branch(64, 1, 32), ld.Branch(300, 7, 11), (None, 3)]),
+        ld.DilatedPattern([ld.Window(70), ld.Window(20, 3, heads=[0, 4]), (64, 2)]),
     ],
 )
 def test_the_op_is_captured_with_documents(pattern, causal):

@@ -10,7 +10,7 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models.longnet import token_step
-from lightning_dilated.pattern import Branch
+from lightning_dilated.pattern import Branch, Window
 
 from . import PATTERN, tiny
 from .test_generation import CAPTURED, MODELS
@@ -22,6 +22,7 @@ PATTERNS = {
     "shifted, odd": DilatedPattern([Branch(48, 5, shift=7), Branch(200, 3, shift=150), Branch(None, 7)]),
     "blocked": DilatedPattern.longnet([64, 300], [1, 4], offsets="blocked"),
     "kv offsets": DilatedPattern.longnet([64, 256], [1, 2], offset_heads="kv"),
+    "windows": DilatedPattern([Window(60), Window(20, 3), (128, 2)]),
     "uncovered heads": DilatedPattern([Branch(64, 4, heads=[0, 5], offset=1), Branch(None, 1, heads=[2])]),
 }
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}

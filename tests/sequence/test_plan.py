@@ -180,7 +180,7 @@ def test_names_the_layout_that_balances_a_dense_head():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width, rate", [(7, 1), (3, 4), (1, 1), (65, 1)])
 def test_a_window_takes_a_halo(width, rate, causal):
-    """A rank receives the (width - 1) * rate rows before its tokens, and as many after them where not causal: of K and of V."""
+    """A rank receives the (width - 1) * rate rows before its tokens, and as many after them where not causal."""
     problem = make_problem(DilatedPattern([Window(width, rate)]), 256, 4, 2, ranks=4, causal=causal)
     halo = (width - 1) * rate
     for rank in range(4):

@@ -139,12 +139,13 @@ def read_index(
     An index next to the file is used if it is not older; else one is written there, or in `cache` if that is not writable.
     Of a URL the index next to it is copied to `cache`, or where there is none written to it.
 
-    Raises: ImportError without pyfaidx, ValueError for a file that is not FASTA, naming `source`.
+    Raises: ModuleNotFoundError without pyfaidx, ValueError for a file that is not FASTA, naming `source`.
     """
     try:
         import pyfaidx
     except ImportError as error:
-        raise ImportError("FASTA files are read with pyfaidx: pip install 'lightning-dilated[genomes]'") from error
+        message = "FASTA files are read with pyfaidx: pip install 'lightning-dilated[genomes]'"
+        raise ModuleNotFoundError(message) from error
     opener = opener or Opener()
     target, file = _index_file(path, source, cache, opener), _fasta(path, opener)
     try:

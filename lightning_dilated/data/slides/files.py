@@ -122,11 +122,11 @@ _LINKS = 16
 
 
 def import_h5py() -> Any:
-    """The module h5py; ImportError with what to install where it is missing."""
+    """The module h5py; ModuleNotFoundError with what to install where it is missing."""
     try:
         import h5py
     except ImportError as error:
-        raise ImportError(
+        raise ModuleNotFoundError(
             'reading and writing .h5 slides needs h5py: pip install "lightning-dilated[slides]"'
         ) from error
     return h5py

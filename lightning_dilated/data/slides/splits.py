@@ -161,7 +161,9 @@ def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list
         numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
         if numbers_there and len(set(numbers_there)) == 1:
             remedy = "give it slides of another class in the csv"
-            if not by_column:
+            if set(splits) == {split}:
+                remedy = "add slides of the other classes"
+            elif not by_column:
                 remedy = f"raise data.{split}_fraction, or add slides of the other classes"
             only = classes[int(numbers_there[0])]
             warnings.warn(

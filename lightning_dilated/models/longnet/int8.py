@@ -39,7 +39,7 @@ def check_int8(model: Any) -> None:
     try:
         import torchao.quantization  # noqa: F401
     except ImportError as error:
-        raise ImportError(
+        raise ModuleNotFoundError(
             "int8_weights=True needs torchao: pip install lightning-dilated[eightbit], or leave it out."
         ) from error
 
