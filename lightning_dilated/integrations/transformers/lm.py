@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
@@ -151,8 +152,16 @@ class HFCausalLM(DilatedModule):
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
 
         On several ranks, only one calls it.
+
+        Raises:
+            ValueError: for parameters that are sharded over ranks.
         """
         self.configure_model()
+        if any(isinstance(p, DTensor) for p in self.parameters()):
+            raise ValueError(
+                "the parameters are sharded over ranks, and a folder holds whole ones. Save a checkpoint, run "
+                "`lightning-dilated consolidate`, and save the model that load_from_checkpoint makes of its file."
+            )
         self.decoder.save_pretrained(folder)
         return Path(folder)
 
