@@ -1,7 +1,9 @@
 """What a token may attend to, as transformers says it: a window, padding and documents in place of a (B, 1, N, N) mask.
 
-transformers describes a mask by a function of (sample, head, query, key). Where the keys that a query sees are an interval
-that ends with the query itself, its first key says all of it, and a few values of the function for each token prove it.
+transformers describes a mask by a function of (sample, head, query, key). In causal masks, dense or sliding, the keys
+that a query sees are an interval that ends with the query itself: its first key says all of it. A few values of the
+function for each token tell these masks from the others that transformers makes (chunks, blocks, two-way). Functions that
+a model adds are refused without being read.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D documents.
 """
@@ -125,7 +127,7 @@ def _intervals(
     device: torch.device | str,
     added: bool,
 ) -> Tensor:
-    """(D - 1,) starts of further documents on the CPU, after proving that each token sees the interval before it.
+    """(D - 1,) starts of further documents on the CPU, after checking that each token sees the interval before it.
 
     Of each token p the function is read at p + 1 (unseen), p, p - 1 (unseen where a document starts), the first key of the
     interval, and the one before that (unseen). `added`: the model adds functions of its own to the mask.
