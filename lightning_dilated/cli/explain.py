@@ -143,7 +143,8 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
     """The lines of the report."""
     of_layer = lambda layer: f" of layer {layer}" if len(seen.patterns) > 1 else ""  # noqa: E731
     dead = [
-        f"branches[{i}]{of_layer(layer)}: {len(x)} of {seen.patterns[layer].branches[i].dilation_rate}"
+        f"branches[{seen.patterns[layer].listed(i)[0]}]{of_layer(layer)}: {len(x)} of "
+        f"{seen.patterns[layer].branches[i].dilation_rate}"
         for (layer, i), x in seen.dead_residues.items()
     ]
     full = "never" if seen.layers_to_full_reach is None else f"{seen.layers_to_full_reach}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_dilated.cli.find_max import run as find_max
 from lightning_dilated.cli.plan_request import Request, parser, settled
@@ -56,8 +57,16 @@ def run(argv: list[str]) -> None:
         print(f"\nplot: {args.plot}")
 
 
-def layout_hint(request: Request, time: Time | None) -> str | None:
-    """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank."""
+def _only_windows(model: Any) -> bool:
+    """Whether every branch of every layer is a window."""
+    return all(b.width is not None for pattern in getattr(model, "patterns", ()) for b in pattern.branches)
+
+
+def layout_hint(request: Request, time: Time | None, only_windows: bool = False) -> str | None:
+    """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank.
+
+    `only_windows`: of which all ranks but the first have equally much, in any layout.
+    """
     if request.layout == "chunked" or (time is not None and time.exchange is not None):
         return (
             "the GPUs share every chunk of a stream: RingDilatedStrategy(layout='chunked'). With sequence_size=1 each "
@@ -65,7 +74,7 @@ def layout_hint(request: Request, time: Time | None) -> str | None:
         )
     if request.layout != "contiguous":
         return f"planned for layout='contiguous': with the recipe's {request.layout!r} ranks compute and exchange otherwise."
-    if time is None or time.step.uneven < UNEVEN * time.seconds:
+    if time is None or time.step.uneven < UNEVEN * time.seconds or only_windows:
         return None
     return (
         f"the last rank sees most keys and computes {time.step.uneven:.3g} s a step longer than the average rank: "
@@ -103,7 +112,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
             "the strategy), and only gradients move: --gpus 1 plans a GPU."
         )
-        notes += [hint] if (hint := layout_hint(request, time)) else []
+        notes += [hint] if (hint := layout_hint(request, time, _only_windows(request.model))) else []
     if request.tokens and (hints := advice(request.model, request.tokens)):
         notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:

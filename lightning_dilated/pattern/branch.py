@@ -97,7 +97,8 @@ class Branch:
 class Window:
     """A sliding window: query p sees key j of its document where r divides p - j and |p - j| < width * r; causal, j <= p.
 
-    With rate 1 these are the `width` latest tokens. No position is without a key, and there are no walls.
+    With rate 1 these are the `width` latest tokens. Without an `offset` every position sees itself, and from a width of 2 on
+    there are no walls.
 
     Args:
         width: keys that a causal query sees, itself among them; 2 width - 1 where attention is not causal.

@@ -151,12 +151,16 @@ class Explanation:
             hints.append(
                 f"{len(self.walls)} wall(s): attention never crosses position {self.walls[0]}"
                 + (f", {self.walls[1]}, ..." if len(self.walls) > 1 else "")
-                + f" at any depth. Add a branch with a segment of at least {self.seq_len}, or use pattern.shifted() on "
-                'every other layer (shift_layers="odd" of the models).'
+                + f" at any depth. Add a branch with a segment of at least {self.seq_len}, or "
+                + (
+                    'use pattern.shifted() on every other layer (shift_layers="odd" of the models).'
+                    if self.segmented
+                    else "a wider window."
+                )
             )
         for (layer, i), residues in self.dead_residues.items():
             pattern = self.patterns[layer]
-            where = f"branches[{i}]" + (f" of layer {layer}" if len(self.patterns) > 1 else "")
+            where = f"branches[{pattern.listed(i)[0]}]" + (f" of layer {layer}" if len(self.patterns) > 1 else "")
             hints.append(
                 f"{where} leaves {len(residues)} of {pattern.branches[i].dilation_rate} residues to no head. Use a dilation "
                 "rate of at most the number of heads it serves"
@@ -168,11 +172,21 @@ class Explanation:
             )
         if not hints and self.reach is not None and self.layers_to_full_reach is None:
             hints.append(
-                "some positions never reach the last token at any depth: no branch joins their residues across segments. "
-                "Use a lower dilation rate"
-                + (", or pattern.shifted() on every other layer." if len(self.patterns) == 1 else ".")
+                "some positions never reach the last token at any depth: no branch joins their residues"
+                + (" across segments" if self.segmented else "")
+                + ". Use a lower dilation rate"
+                + (
+                    ", or pattern.shifted() on every other layer."
+                    if self.segmented and len(self.patterns) == 1
+                    else "."
+                )
             )
         return (*hints, *sight_hints(self.sight))
+
+    @property
+    def segmented(self) -> bool:
+        """Whether any branch has segments, which a shift would move."""
+        return any(b.segment_length is not None for pattern in self.patterns for b in pattern.branches)
 
     @property
     def layers_in_words(self) -> list[str]:
@@ -460,8 +474,10 @@ def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
     blind = [x for x in octaves if x.share < ENOUGH]
     if not blind:
         return ()
-    least = min(x.share for x in blind)
+    least, most = min(x.share for x in blind), max(x.share for x in octaves if x.first >= blind[0].first)
     seen = f"only {least:.0%}" if least else "none"
+    if most > blind[0].share:  # more is seen further away
+        seen = f"at most {most:.0%}"
     return (
         f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {seen} of what stands there: models do "
         "not learn to look it up at distances that vary. Give a few heads undilated attention over the whole sequence: "
@@ -469,11 +485,17 @@ def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
     )
 
 
+def _alike(a: Octave, b: Octave) -> bool:
+    """Whether two octaves differ by little."""
+    low, high = sorted((a.heads, b.heads))
+    return abs(a.share - b.share) < ALIKE and high <= low * (1 + ALIKE)
+
+
 def sight_table(octaves: Sequence[Octave]) -> list[str]:
     """A line for each run of similar octaves: distances, and the lowest share and heads among them."""
     runs: list[list[Octave]] = []
     for octave in octaves:
-        if runs and runs[-1][0].share - octave.share < ALIKE and runs[-1][0].heads < octave.heads * (1 + ALIKE):
+        if runs and _alike(runs[-1][0], octave):
             runs[-1].append(octave)
         else:
             runs.append([octave])

@@ -72,7 +72,7 @@ class DilatedPattern:
         for name, allowed in (("offsets", OFFSETS), ("offset_heads", OFFSET_HEADS), ("padding", PADDING)):
             one_of(getattr(self, name), name, allowed)
         if self.padding == "attended":
-            for i, branch in enumerate(branches):
+            for i, branch in enumerate(listed):
                 if branch.shift:
                     raise ValueError(
                         f"branches[{i}]: padding='attended' reproduces unshifted releases, so shift={branch.shift} "
@@ -277,6 +277,17 @@ class DilatedPattern:
         r = branch.dilation_rate
         return head % r if self.offsets == "interleaved" else head // -(-total // r)
 
+    def listed(self, number: int) -> tuple[int, AnyBranch]:
+        """(place in the list of branches as it was given, the branch there) of `branches[number]`.
+
+        A window of rate r is one branch in that list, and r in `branches`.
+        """
+        for place, branch in enumerate(join_residues(self.branches)):
+            number -= len(branch.residues())
+            if number < 0:
+                return place, branch
+        raise IndexError(f"the pattern has {len(self.branches)} branches.")
+
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> tuple[int, int]:
         """(H, Hkv) after checking that every branch's heads exist and that groups are whole."""
         num_heads = integer(num_heads, "num_heads", 1)
@@ -284,7 +295,7 @@ class DilatedPattern:
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}.")
         group = num_heads // num_kv_heads
-        for i, branch in enumerate(self.branches):
+        for i, branch in enumerate(join_residues(self.branches)):
             if branch.heads is None:
                 continue
             if branch.heads[-1] >= num_heads:

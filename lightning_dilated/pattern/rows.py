@@ -62,8 +62,8 @@ def window_band(branch: AnyBranch, causal: bool) -> tuple[int, int] | None:
 
 
 def windowed(pattern: DilatedPattern) -> list[AnyBranch]:
-    """The branches that are windows."""
-    return [b for b in pattern.branches if b.width is not None]
+    """The windows among the branches as they were given."""
+    return list(dict.fromkeys(pattern.listed(i)[1] for i, b in enumerate(pattern.branches) if b.width is not None))
 
 
 def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:

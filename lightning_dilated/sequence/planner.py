@@ -98,7 +98,8 @@ class Plan:
         lines += [f"links: {self.links}"] if self.links else []
         lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
         waits = max((p.waiting for p in self.prices if p.exchange != "switch"), default=0.0)
-        late = self.problem.causal and self.problem.shard.layout == "contiguous"
+        grows = any(b.width is None for b in self.problem.pattern.branches)  # all ranks have windows of the same width
+        late = grows and self.problem.causal and self.problem.shard.layout == "contiguous"
         if late and self.prices and waits > min(p.seconds for p in self.prices):
             lines.append(
                 f"the last ranks have most keys to see: where rows travel, the others wait {waits * 1e3:.3f} ms for them; "
@@ -309,10 +310,10 @@ def plan(
     check_exchange(exchange)
     if not crosses(problem):
         return Plan(problem, None)
-    if problem.shard.interleaved and (windows_of := windowed(problem.pattern)):
+    if problem.shard.interleaved and windowed(problem.pattern):
         raise ValueError(
-            f"layout='strided' cannot serve {windows_of[0]}: every rank would need nearly all rows. Use layout='contiguous' "
-            "or 'zigzag', where a rank needs the rows within a window of its ends."
+            f"layout='strided' does not serve {windowed(problem.pattern)[0]}: the neighbours of every token lie on other "
+            "ranks. Use layout='contiguous' or 'zigzag', where a rank needs the rows within a window of its ends."
         )
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
     if exchange != "auto":

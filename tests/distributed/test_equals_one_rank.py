@@ -54,6 +54,8 @@ def check(pool: Pool, case: Sharded, seen: Counter) -> None:
 def required(ranks: int, exchange: str) -> set[str]:
     """Features that a sample has to hold."""
     wanted = FEATURES
+    if "butterfly" not in exchange:
+        wanted = wanted | {"window", "dilated window", "window beyond a shard"}
     if ranks > 2:
         wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
     wanted = BUTTERFLIES if "butterfly" in exchange else wanted | {"no tokens", "definition"}

@@ -248,3 +248,24 @@ def test_refused(name):
     call, text = REFUSED[name]
     with pytest.raises(ValueError, match=text):
         call()
+
+
+def test_messages_name_branches_as_they_were_listed():
+    """A dilated window is one entry of the list, though it becomes several branches."""
+    pattern = DilatedPattern([Window(4, 3), Branch(16, 8, heads=[0, 1, 2, 3])])
+    assert [pattern.listed(i) for i in (0, 2, 3)] == [(0, Window(4, 3)), (0, Window(4, 3)), (1, pattern.branches[3])]
+    with pytest.raises(ValueError, match=r"^branches\[1\] serves head 3"):
+        pattern.check_heads(2)
+    assert any("branches[1] leaves 4 of 8 residues" in hint for hint in pattern.explain(64, 4, 4, causal=True).hints)
+
+
+def test_advice_for_windows():
+    """Nothing is said of segments and shifts where there are none, and of a window's sight what is true."""
+    (walls, *_) = DilatedPattern([Window(1)]).explain(16, 2, 2, causal=True).hints
+    assert "or a wider window" in walls and "shifted" not in walls
+    seen = DilatedPattern([Window(4, 3)]).explain(64, 4, 4, causal=True)
+    (reach, sight) = seen.hints
+    assert "no branch joins their residues. Use a lower dilation rate." in reach
+    assert "from a distance of 1 tokens on, one layer shows a query at most 50%" in sight
+    shares = [line.split("%")[0].split()[-1] for line in str(seen).splitlines() if "tokens back" in line]
+    assert shares[:3] == ["0", "50", "25"]

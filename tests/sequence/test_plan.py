@@ -191,7 +191,7 @@ def test_a_window_takes_a_halo(width, rate, causal):
 
 def test_windows_are_refused_by_name():
     pattern = DilatedPattern([Window(7), (8, 1)])
-    with pytest.raises(ValueError, match=r"layout='strided' cannot serve Window\(7\).*Use layout='contiguous'"):
+    with pytest.raises(ValueError, match=r"layout='strided' does not serve Window\(7\).*Use layout='contiguous'"):
         plan(make_problem(pattern, 64, 2, ranks=4, layout="strided"))
     with pytest.raises(
         ValueError, match=r"butterfly.*needs segments, and branches\[0\] is Window\(7\).*Use auto, gather"

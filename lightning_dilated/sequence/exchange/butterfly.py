@@ -33,20 +33,21 @@ def why_not(problem: Problem, per_node: int) -> str | None:
 def _unfit_branch(problem: Problem, number: int) -> str | None:
     """Why the segments of a branch do not fit shards and their doublings."""
     branch = problem.pattern.branches[number]
+    place, given = problem.pattern.listed(number)
     local = problem.shard.seq_len // problem.shard.ranks
     width = segment_width(branch, problem.shard.seq_len)
     if branch.width is not None:
-        return f"needs segments, and branches[{number}] is {branch}"
+        return f"needs segments, and branches[{place}] is {given}"
     if branch.shift:
-        return f"needs branches without a shift, and branches[{number}] has shift={branch.shift}"
+        return f"needs branches without a shift, and branches[{place}] has shift={branch.shift}"
     if width <= local:
         if local % width:
-            return f"branches[{number}]: its segments of {width} tokens do not divide the {local} tokens of a rank"
+            return f"branches[{place}]: its segments of {width} tokens do not divide the {local} tokens of a rank"
         return None
     if width % local or (width // local) & (width // local - 1):
-        return f"branches[{number}]: segments of {width} tokens are no power of two of the {local} tokens of a rank"
+        return f"branches[{place}]: segments of {width} tokens are no power of two of the {local} tokens of a rank"
     if width % branch.dilation_rate and width < problem.shard.seq_len:
-        return f"branches[{number}]: dilation_rate={branch.dilation_rate} does not divide segment_length={width}"
+        return f"branches[{place}]: dilation_rate={branch.dilation_rate} does not divide segment_length={width}"
     return None
 
 
@@ -56,6 +57,7 @@ def _not_nested(problem: Problem) -> str | None:
         chain = wide_branches(problem, head)
         for (_, rate, offset, i), (_, wider_rate, wider_offset, j) in itertools.pairwise(chain):
             if wider_rate % rate or (wider_offset - offset) % rate:
+                i, j = (problem.pattern.listed(x)[0] for x in (i, j))
                 return (
                     f"needs offsets that nest, and head {head} uses index {wider_offset} mod {wider_rate} in branches[{j}] "
                     f"but {offset} mod {rate} in branches[{i}]"
