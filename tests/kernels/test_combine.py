@@ -31,15 +31,15 @@ def drawn(chosen):
     branches = []
     for _ in range(chosen.randint(1, 3)):
         width = chosen.choice([None, 8, 16, chosen.randint(2, 20)])
-        if (
-            chosen.random() < 0.2
-        ):  # the last of at most two: a window has all rows, and parts of many are not made at once
-            width, rate = chosen.choice([1, 3, 8, chosen.randint(1, 40)]), chosen.choice([1, 1, 2, 3])
-            branches = [*branches[:1], Window(width, rate)]
-            break
+        if chosen.random() < 0.2:
+            branches.append(Window(chosen.choice([1, 3, 8, chosen.randint(1, 40)]), chosen.choice([1, 1, 2, 3])))
+            continue
         shift = 0 if width is None else chosen.choice([0, 0, chosen.randrange(width)])
         some = chosen.choice([None, None, tuple(sorted(chosen.sample(range(heads), chosen.randint(1, heads))))])
         branches.append(Branch(width, chosen.randint(1, 4), shift=shift, heads=some))
+    rows = lambda b: 1 if isinstance(b, Window) else len(b.heads or range(heads)) / heads / b.dilation_rate  # noqa: E731
+    while sum(map(rows, branches)) > fused.OVERLAP:  # parts of so many rows are not made at once
+        branches.pop()
     pattern = DilatedPattern(branches, offsets=chosen.choice(["interleaved", "blocked"]))
     packed, padded = batch == 1 and chosen.random() < 0.4, batch == 2 and chosen.random() < 0.5
     return Case(
