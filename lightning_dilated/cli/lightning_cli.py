@@ -257,7 +257,8 @@ class DilatedCLI(LightningCLI):
         """Add a writer for our models' predictions, and one for the metrics of a test, unless the recipe has one; and a
         short table of the model in place of Lightning's."""
         trainer = super().instantiate_trainer(**kwargs)
-        if "ModelSummary" not in str(self.config[str(self.subcommand)].trainer.callbacks):
+        config = self.config.get(str(self.subcommand), self.config)  # of a command of its own, all of it
+        if "ModelSummary" not in str(config.trainer.callbacks):
             trainer.callbacks = [ModelTable() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
         is_ours = isinstance(self.model, (TokenModel, PooledModule))
