@@ -166,11 +166,11 @@ def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: 
         drawn[here] = turns[rounds[here] % _ROUNDS, at[here]]
     order = np.empty(count, np.int64)
     for c, samples in enumerate(members):
-        mine = np.flatnonzero(drawn == c)
-        times, number = np.divmod(rounds[mine], len(samples))
+        of_class = np.flatnonzero(drawn == c)
+        times, number = np.divmod(rounds[of_class], len(samples))
         for time in np.unique(times):
             shuffled = np.random.default_rng([seed, 2, c, time]).permutation(samples)
-            order[mine[times == time]] = shuffled[number[times == time]]
+            order[of_class[times == time]] = shuffled[number[times == time]]
     return order
 
 

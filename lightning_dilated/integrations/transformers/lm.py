@@ -168,9 +168,9 @@ class HFCausalLM(DilatedModule):
     @classmethod
     def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:
         """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded."""
-        made = cls(path_or_repo, **changes)
-        made.configure_model()
-        return made
+        module = cls(path_or_repo, **changes)
+        module.configure_model()
+        return module
 
 
 def _read_config(model: Any) -> tuple[str | None, Any]:

@@ -33,11 +33,11 @@ def why_not(problem: Problem, per_node: int) -> str | None:
 def _unfit_branch(problem: Problem, number: int) -> str | None:
     """Why the segments of a branch do not fit shards and their doublings."""
     branch = problem.pattern.branches[number]
-    place, given = problem.pattern.listed(number)
+    place, entry = problem.pattern.listed(number)
     local = problem.shard.seq_len // problem.shard.ranks
     width = segment_width(branch, problem.shard.seq_len)
     if branch.width is not None:
-        return f"needs segments, and branches[{place}] is {given}"
+        return f"needs segments, and branches[{place}] is {entry}"
     if branch.shift:
         return f"needs branches without a shift, and branches[{place}] has shift={branch.shift}"
     if width <= local:
