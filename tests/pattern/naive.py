@@ -43,6 +43,8 @@ def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int
                         sees = at[p] is not None and at[p] == at[j] and (j <= p or not causal)
                         if branch.width is not None:
                             sees = sees and abs(p - j) < branch.width * branch.dilation_rate
+                        if branch.tokens is not None:
+                            sees = sees and (p < branch.tokens or j < branch.tokens)
                         c[h][start + p][start + j] += sees
     return c
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 
 
 @st.composite
@@ -26,8 +26,12 @@ def subsets(draw, heads: int, group: int, whole_groups: bool):
 def branches(
     draw, heads: int, group: int, whole_groups: bool, shifts: bool = True, widest: int = 70, windows: bool = True
 ):
-    """One branch, or a window; `whole_groups` where a kv head's query heads must stay together."""
-    if windows and draw(st.integers(0, 3)) == 3:
+    """One branch, window or global branch (not without `windows`); `whole_groups` where a kv head's query heads must stay
+    together."""
+    kind = draw(st.integers(0, 5)) if windows else 0
+    if kind == 5:
+        return Global(draw(st.integers(1, widest)), heads=draw(subsets(heads, group, whole_groups)))
+    if kind >= 3:
         served, r = draw(subsets(heads, group, whole_groups)), draw(st.sampled_from([1, 1, 2, 3]))
         offset = draw(st.one_of(st.none(), st.none(), st.integers(0, r - 1)))
         return Window(draw(st.integers(1, max(1, widest // 2))), r, heads=served, offset=offset)

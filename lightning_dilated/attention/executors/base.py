@@ -17,7 +17,7 @@ from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class Call:
     def blocks(self, span: Span) -> tuple[Block, ...]:
         """Those of a span, branch by branch in a fixed order."""
         of = self.pattern, span.document, self.num_heads, self.num_kv_heads
-        return blocks(*of, span.part, self.heads, self.whole)
+        every = blocks(*of, span.part, self.heads, self.whole)
+        if self.causal and global_tokens(self.pattern):
+            return tuple(b for b in every if b.pairs(True))
+        return every
 
 
 class Layout(NamedTuple):
