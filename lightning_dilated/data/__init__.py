@@ -6,6 +6,7 @@ from lightning_dilated.data.genome.fasta import GenomeDataModule, GenomeWindows
 from lightning_dilated.data.genome.files import Genome
 from lightning_dilated.data.genome.strain_pairs import StrainPairsDataModule
 from lightning_dilated.data.genome.variants import AlleleWindows, Variant, allele_windows, read_variants
+from lightning_dilated.data.long_context.module import LongContextDataModule
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slides.coordinates import check_coordinates
@@ -31,6 +32,7 @@ __all__ = [
     "GenomeDataModule",
     "GenomeWindows",
     "ListOpsDataModule",
+    "LongContextDataModule",
     "ResumableLoader",
     "ResumableSampler",
     "SlideDataModule",
