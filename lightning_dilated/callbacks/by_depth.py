@@ -23,8 +23,10 @@ from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models import LongNetLM
 
 NAME = "accuracy_by_depth"
-FIELDS = ("step", "split", "task", "length", "depth", "samples", "right", "accuracy", "tokens", "token_accuracy")
-FIELDS += ("blind", "unbound")
+FIELDS = (
+    *("step", "split", "task", "length", "depth", "samples", "right", "accuracy", "tokens", "token_accuracy"),
+    *("blind", "unbound"),
+)
 
 
 class AccuracyByDepth(pl.Callback):
@@ -113,7 +115,7 @@ class AccuracyByDepth(pl.Callback):
         """Detach from the model."""
         self._end(pl_module)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, split: str) -> None:
+    def _begin(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
         # one number for each sample: ranks that share a sample, or have samples of their own, need only be summed
         samples = _data(trainer).sizes[split]
         self._counts = torch.zeros(2, samples, dtype=torch.int64, device=pl_module.device)
@@ -252,8 +254,8 @@ def _of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """Percent of right answers: a line for each length, a column for each depth, and their mean."""
     first = rows[0]
-    title = f"{first['task']}: right answers in percent, by the depth of what is asked for"
-    guess = f"guessing: {100 * first['unbound']:.3g} among the values of the text, {100 * first['blind']:.2g} among all"
+    title = f"{first['task']}: right answers, percent"
+    guess = f"guessing: {100 * first['unbound']:.2g}; blindly {100 * first['blind']:.2g}"
     table = Table(title=title, caption=guess, title_justify="left", caption_justify="left")
     for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
         table.add_column(name, justify="right")

@@ -168,18 +168,19 @@ class TextForm:
         return encoding.ids[:first], encoding.ids[first:]
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lines, evenly drawn; the first one lacks its beginning where it does not fit."""
+        """Lines, evenly drawn; their beginning is cut off where they do not fit."""
+        if not count:
+            return np.zeros(0, np.int64), np.zeros(1, np.int64)
         drawn = np.zeros(0, np.int64)
         while (total := int(self._sizes[drawn].sum())) < count:
             more = 1 + (count - total) // int(self._sizes.max())
             drawn = np.concatenate([drawn, rng.integers(0, len(self._lines), more)])
         ends = np.cumsum(self._sizes[drawn])
-        drawn, ends = drawn[: np.searchsorted(ends, count) + 1], ends[: np.searchsorted(ends, count) + 1]
-        if not count:
-            return np.zeros(0, np.int64), np.zeros(1, np.int64)
+        needed = int(np.searchsorted(ends, count)) + 1
+        drawn, ends = drawn[:needed], ends[:needed]
         surplus = int(ends[-1]) - count
         tokens = np.concatenate([self._lines[x] for x in drawn.tolist()])[surplus:]
-        return tokens, np.concatenate([[0], ends - surplus])
+        return tokens, np.concatenate([[0], (ends - surplus).clip(min=0)])
 
 
 def _bytes(lines: Iterable[str]) -> list[list[int]]:

@@ -6,6 +6,7 @@ variables.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,7 +74,7 @@ class Task:
         groups = []
         for chain, numbers in zip(chains, drawn, strict=True):
             stated = [Statement(chain[0], value) for value in numbers]
-            copied = [Statement(key, other=before) for before, key in zip(chain[:-1], chain[1:], strict=True)]
+            copied = [Statement(key, other=before) for before, key in itertools.pairwise(chain)]
             groups.append(stated + copied)
         return Problem(groups, chains[0][-1], drawn[0])
 
@@ -86,10 +87,11 @@ class Task:
 def places(rng: np.random.Generator, problem: Problem, depth: float, room: int) -> np.ndarray:
     """Tokens of filler in front of each statement, groups one after another, 0 to `room`.
 
-    The first asked statement has `depth` percent of the filler before it, and those of its group stand anywhere behind it.
-    Other groups stand anywhere. Within a group places rise.
+    The first asked statement has `depth` percent of the filler before it, the first of each other group anywhere; the
+    others of a group stand anywhere behind its first, in order.
     """
-    first = round(depth / 100 * room)
-    asked = np.sort(rng.integers(first, room + 1, len(problem.groups[0]) - 1))
-    others = [np.sort(rng.integers(0, room + 1, len(group))) for group in problem.groups[1:]]
-    return np.concatenate([[first], asked, *others]).astype(np.int64)
+    result = []
+    for number, group in enumerate(problem.groups):
+        first = round(depth / 100 * room) if number == 0 else int(rng.integers(0, room + 1))
+        result += [[first], np.sort(rng.integers(first, room + 1, len(group) - 1))]
+    return np.concatenate(result).astype(np.int64)

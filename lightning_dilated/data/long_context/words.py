@@ -8,31 +8,31 @@ _ADJECTIVES = (
     "amber azure brass bronze cedar cobalt copper coral crimson crystal dusty ebony emerald faded frosty gentle golden "
     "granite hidden hollow indigo iron ivory jade lemon lilac lunar maple marble misty mossy navy noble olive opal pearl "
     "plain polar purple quiet ruby rusty sandy scarlet silent silver smoky solar velvet violet"
-).split()
+)
 _NOUNS = (
     "anchor badger beacon beetle bishop candle canyon castle cobra comet condor cricket dolphin dragon eagle falcon ferret "
     "fossil gecko glacier hammer harbor heron island jaguar kestrel lantern lizard magnet meadow meteor mirror monkey otter "
     "panther parrot pepper pigeon planet puffin rabbit ribbon rocket salmon saddle spider temple thunder turtle walnut"
-).split()
+)
 #: different keys
-KEYS = len(_ADJECTIVES) * len(_NOUNS)
+KEYS = len(_ADJECTIVES.split()) * len(_NOUNS.split())
 
 _PEOPLE = (
     "baker farmer teacher sailor painter doctor singer gardener miller tailor driver student writer neighbour shepherd "
     "carpenter"
-).split()
+)
 _DEEDS = (
     "carried found lost repaired sold bought described wanted dropped cleaned borrowed painted remembered noticed forgot "
     "admired"
-).split()
+)
 _THINGS = (
     "basket blanket bottle bucket carpet chair coat cup drum fence jacket kettle ladder letter pillow plate shovel stool "
     "table umbrella"
-).split()
+)
 _WHERE = (
     "after the rain,before noon,behind the house,by the river,during the winter,in the evening,in the garden,near the "
     "station,on a Monday,on the way home,under the bridge,with great care"
-).split(",")
+)
 #: different lines of filler
 _LINES = 2000
 
@@ -46,7 +46,8 @@ BEGINNING = {
 
 def key_name(number: int) -> str:
     """The key's two words."""
-    return f"{_ADJECTIVES[number // len(_NOUNS)]}-{_NOUNS[number % len(_NOUNS)]}"
+    nouns = _NOUNS.split()
+    return f"{_ADJECTIVES.split()[number // len(nouns)]}-{nouns[number % len(nouns)]}"
 
 
 def statement(task: str, key: int, value: int | None, other: int | None) -> str:
@@ -74,7 +75,7 @@ def answer(values: list[int]) -> str:
 def filler_lines() -> list[str]:
     """Sentences without numbers or keys, the same ones always."""
     rng = np.random.default_rng(0)
-    parts = (_PEOPLE, _DEEDS, _THINGS, _WHERE)
+    parts = (_PEOPLE.split(), _DEEDS.split(), _THINGS.split(), _WHERE.split(","))
     drawn = zip(*(rng.integers(0, len(part), _LINES).tolist() for part in parts), strict=True)
     lines = ([part[i] for part, i in zip(parts, row, strict=True)] for row in drawn)
     return [f"The {person} {deed} the {thing} {where}.\n" for person, deed, thing, where in lines]
