@@ -20,7 +20,9 @@ SIZES = {
 
 
 def data(task="needle", form="tokens", **options):
-    return LongContextDataModule(task, form=form, **{**SIZES.get(form, {}), "samples_per_cell": 4, "train_size": 30, **options})
+    return LongContextDataModule(
+        task, form=form, **{**SIZES.get(form, {}), "samples_per_cell": 4, "train_size": 30, **options}
+    )
 
 
 def text_of(sample):

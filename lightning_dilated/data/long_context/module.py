@@ -75,7 +75,8 @@ class LongContextDataModule(RuleDataModule):
     Validation and test have `samples_per_cell` samples of each length and depth: all of the first length, and of those all
     of the first depth, come first. Depth is the percentage of the filler that stands before the first statement that the
     answer takes (text is cut between lines, so it is the nearest such place); further ones of that answer stand anywhere
-    behind it. Distractors are placed alike, from depths of their own, evenly drawn. Training samples draw a length, and a depth from 0 to 100.
+    behind it. Distractors are placed alike, from depths of their own, evenly drawn. Training samples draw a length, and a
+    depth from 0 to 100.
 
     Keys and values of a sample all differ, and are evenly drawn, so that each value occurs once. `guess` says how often
     answers are right that are drawn out of all values ("blind"), or out of those in the text ("unbound"). At depths 0 and
