@@ -60,7 +60,6 @@ Train transformers with dilated attention on long sequences. Commands:
 
 start here:
   {PROG} fit --config recipes/quickstart.yaml
-  {PROG} fit --config recipes/quickstart.yaml --data.seq_len 8192
   {PROG} fit --config recipes/quickstart.yaml --print_config
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 

@@ -39,7 +39,7 @@ def rows(rank, group, kind, strategy, batch_size, folder):
         "needle", list(DATA), [0, 100], 3, "tokens", vocabulary=3, fillers=1, distractors=0, value_tokens=12,
         batch_size=batch_size, train_size=9,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(7)
     pattern = DilatedPattern.longnet([8, 16, 64], [1, 2, 4])
     model = kind(pattern, vocab_size=task.vocab_size, dim=16, depth=2, num_heads=4, tie_embeddings=False)
     model.configure_model()  # or sharded layers would have weights of their own
