@@ -160,7 +160,7 @@ class AccuracyByDepth(pl.Callback):
                 writer.writeheader()
             writer.writerows(self.rows)
         if self.table:
-            Console().print(table_of(self.rows))
+            Console().print(headline(self.rows), table_of(self.rows), sep="\n")
         if self.picture:
             draw(self.rows, self._where / f"{NAME}_{self.rows[0]['task']}.png")
 
@@ -251,12 +251,16 @@ def _of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     return [row for row in rows if row["length"] == length]
 
 
+def headline(rows: list[dict[str, Any]]) -> str:
+    """What the table shows, and what guessing gives."""
+    first = rows[0]
+    guess = f"{100 * first['unbound']:.2g} among the values of the text, {100 * first['blind']:.2g} among all"
+    return f"{first['task']}: percent of right answers by length and depth (guessing: {guess})"
+
+
 def table_of(rows: list[dict[str, Any]]) -> Table:
     """Percent of right answers: a line for each length, a column for each depth, and their mean."""
-    first = rows[0]
-    title = f"{first['task']}: right answers, percent"
-    guess = f"guessing: {100 * first['unbound']:.2g}; blindly {100 * first['blind']:.2g}"
-    table = Table(title=title, caption=guess, title_justify="left", caption_justify="left")
+    table = Table()
     for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
         table.add_column(name, justify="right")
     for length in _lengths(rows):

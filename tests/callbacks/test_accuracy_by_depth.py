@@ -68,7 +68,7 @@ def test_equals_answers_counted_by_hand(tmp_path, capsys, split, name):
     with (tmp_path / "accuracy_by_depth.csv").open() as file:
         assert list(csv.DictReader(file)) == [{k: str(v) for k, v in row.items()} for row in callback.rows]
     assert (tmp_path / f"accuracy_by_depth_{name}.png").stat().st_size > 1000
-    assert f"{name}: right answers" in capsys.readouterr().out
+    assert f"{name}: percent of right answers" in capsys.readouterr().out
 
 
 class Reader(LongNetLM):

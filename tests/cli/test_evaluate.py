@@ -44,7 +44,7 @@ def test_bytes_in_two_tasks(cli, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "accuracy_by_depth.csv", "accuracy_by_depth_needle.png", "accuracy_by_depth_tracing.png",
     }  # fmt: skip
-    assert "needle: right answers" in result.out and "tracing: right answers" in result.out
+    assert "needle: percent of right answers" in result.out and "tracing: percent of right answers" in result.out
     assert "written to out: accuracy_by_depth.csv, accuracy_by_depth_needle.png" in result.words
 
 
