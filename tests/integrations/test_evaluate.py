@@ -1,4 +1,4 @@
-"""AccuracyByDepth and `evaluate` of decoders of transformers: answers counted by hand, tiles, ranks, a folder, and refusals."""
+"""AccuracyByDepth and `evaluate` of decoders of transformers: answers counted by hand, tiles, ranks, and a folder."""
 
 import csv
 
@@ -94,7 +94,7 @@ def test_a_folder_of_transformers_on_the_command_line(tmp_path):
 def test_positions_that_the_model_does_not_have(tmp_path):
     """Learned positions end; rotary ones only lose their meaning."""
     model = HFCausalLM(config("GPT2Config", max_position_embeddings=32, vocab_size=9))
-    with pytest.raises(ValueError, match="data.lengths has 34, but the model has positions for 32 tokens: lower"):
+    with pytest.raises(ValueError, match=r"data.lengths has 34, but the model has positions for 32 tokens: lower"):
         trainer(callbacks=[AccuracyByDepth(tmp_path)]).test(model, task())
     with pytest.raises(ValueError, match=r"the model has 8 tokens, and the data .* has 9"):
         trainer(callbacks=[AccuracyByDepth(tmp_path)]).test(HFCausalLM(config("llama", vocab_size=8)), task())
