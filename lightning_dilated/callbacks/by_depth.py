@@ -62,7 +62,7 @@ class AccuracyByDepth(pl.Callback):
         self.rows: list[dict[str, Any]] = []
         self._counts: Tensor | None = None
         self._batch: Mapping[str, Any] = {}
-        self._hook: Any = None
+        self._watch: DecoderWatch | None = None
         self._where = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -122,18 +122,21 @@ class AccuracyByDepth(pl.Callback):
         if isinstance(pl_module, LongNetLM):
             pl_module.watch_predictions = self.add
         else:
-            self._hook = watch_decoder(pl_module, lambda predictions: self.add(self._batch, predictions), self._labels)
+            self._watch = DecoderWatch(pl_module.decoder, self._labels, self._add_current)
 
     def _labels(self) -> Tensor:
         return self._batch["labels"]
+
+    def _add_current(self, predictions: Tensor) -> None:
+        self.add(self._batch, predictions)
 
     def _end(self, pl_module: Any) -> Tensor | None:
         """Detach from the model and return the counts."""
         if isinstance(pl_module, LongNetLM):
             pl_module.watch_predictions = None
-        if self._hook is not None:
-            self._hook.remove()
-        counts, self._counts, self._batch, self._hook = self._counts, None, {}, None
+        if self._watch is not None:
+            self._watch.remove()
+        counts, self._counts, self._batch, self._watch = self._counts, None, {}, None
         return counts
 
     def _report(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
@@ -194,28 +197,50 @@ def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> No
     )
 
 
-def watch_decoder(model: HFCausalLM, add: Callable[[Tensor], None], labels: Callable[[], Tensor]) -> Any:
-    """A hook that calls `add` with the likeliest tokens (B, L) at each forward, -100 where there is no label.
+class DecoderWatch:
+    """Calls `add` with the likeliest tokens (B, L) at each forward of a decoder, -100 where there is no label.
 
-    Where logits are made in tiles they do not exist together, so they are made once more, of tokens with a label.
+    Where logits are computed in tiles the decoder's layers are called without its head; the logits of tokens with a label are
+    then computed once more.
+
+    Args:
+        decoder: of transformers.
+        labels: gives the labels (B, L) of the batch under way.
+        add: takes the tokens.
     """
 
-    def scatter(likeliest: Tensor, counted: Tensor) -> None:
-        add(torch.full(counted.shape, IGNORE, device=counted.device).masked_scatter_(counted, likeliest))
+    def __init__(self, decoder: Any, labels: Callable[[], Tensor], add: Callable[[Tensor], None]) -> None:
+        self.labels, self.add, self.head = labels, add, decoder.get_output_embeddings()
+        self._whole = False
+        self._hooks = (
+            decoder.register_forward_pre_hook(self._begin),
+            decoder.register_forward_hook(self._from_logits),
+            decoder.base_model.register_forward_hook(self._from_states),
+        )
 
-    def from_logits(module: Any, inputs: Any, output: Any) -> None:
-        counted = labels() != IGNORE
-        scatter(output.logits[counted].argmax(-1), counted)
+    def remove(self) -> None:
+        """Detach from the decoder."""
+        for hook in self._hooks:
+            hook.remove()
 
-    def from_states(module: Any, inputs: Any, output: Any) -> None:
-        counted = labels() != IGNORE
-        with torch.no_grad():
-            logits = model.decoder.get_output_embeddings()(output.last_hidden_state[counted])
-        scatter(logits.argmax(-1), counted)
+    def _begin(self, *args: Any) -> None:
+        self._whole = True
 
-    if model.tile is None:
-        return model.decoder.register_forward_hook(from_logits)
-    return model.decoder.base_model.register_forward_hook(from_states)
+    def _from_logits(self, module: Any, inputs: Any, output: Any) -> None:
+        self._whole = False
+        counted = self.labels() != IGNORE
+        self._add(counted, output.logits[counted])
+
+    @torch.no_grad()
+    def _from_states(self, module: Any, inputs: Any, output: Any) -> None:
+        if self._whole:
+            return
+        counted = self.labels() != IGNORE
+        self._add(counted, self.head(output.last_hidden_state[counted]))
+
+    def _add(self, counted: Tensor, logits: Tensor) -> None:
+        tokens = torch.full(counted.shape, IGNORE, device=counted.device)
+        self.add(tokens.masked_scatter_(counted, logits.argmax(-1)))
 
 
 def rows_of(
