@@ -163,7 +163,9 @@ class AccuracyByDepth(pl.Callback):
                 writer.writeheader()
             writer.writerows(self.rows)
         if self.table:
-            Console().print(headline(self.rows), table_of(self.rows), sep="\n")
+            console = Console()
+            console.print(headline(self.rows), soft_wrap=True)
+            console.print(table_of(self.rows))
         if self.picture:
             draw(self.rows, self._where / f"{NAME}_{self.rows[0]['task']}.png")
 
@@ -200,8 +202,8 @@ def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> No
 class DecoderWatch:
     """Calls `add` with the likeliest tokens (B, L) at each forward of a decoder, -100 where there is no label.
 
-    Where logits are computed in tiles the decoder's layers are called without its head; the logits of tokens with a label are
-    then computed once more.
+    Where logits are computed in tiles the decoder's layers are called without its head; the logits of tokens with a label
+    are then computed once more.
 
     Args:
         decoder: of transformers.
@@ -279,7 +281,7 @@ def _of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
 def headline(rows: list[dict[str, Any]]) -> str:
     """What the table shows, and what guessing gives."""
     first = rows[0]
-    guess = f"{100 * first['unbound']:.2g} among the values of the text, {100 * first['blind']:.2g} among all"
+    guess = f"{100 * first['unbound']:.3g} among the values of the text, {100 * first['blind']:.3g} among all"
     return f"{first['task']}: percent of right answers by length and depth (guessing: {guess})"
 
 

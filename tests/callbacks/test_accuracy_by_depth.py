@@ -116,6 +116,21 @@ def test_a_reader_is_right_within_its_reach_and_guesses_beyond(tmp_path, reach):
             assert accuracy < 0.2, cell
 
 
+def test_right_answers_are_those_of_greedy_decoding(tmp_path):
+    data, callback = task(samples_per_cell=20, value_tokens=2, vocabulary=2, key_tokens=2), AccuracyByDepth()
+    model = model_of(data)
+    quiet(tmp_path, callback, max_steps=60, limit_val_batches=0).fit(model.train(), data)
+    quiet(tmp_path, callback).test(model.eval(), data, verbose=False)
+    right = {}
+    for sample in data.dataset("test"):
+        prompt = sample["tokens"][None, :-2]
+        decoded = model.generate(prompt, 2, temperature=0)[0, -2:]
+        cell = data.cell("test", sample["index"])
+        right[cell] = right.get(cell, 0) + int(torch.equal(decoded, sample["tokens"][-2:]))
+    assert 0 < sum(right.values()) < 120
+    assert {(r["length"], r["depth"]): r["right"] for r in callback.rows} == right
+
+
 def test_every_validation_of_a_fit_is_appended(tmp_path):
     data, callback = task(), AccuracyByDepth(folder=tmp_path / "own", table=False, picture=False)
     run = quiet(tmp_path, callback, max_epochs=2, num_sanity_val_steps=1)

@@ -55,7 +55,7 @@ class LongContextSamples(RuleSamples):
 
 
 class LongContextDataModule(RuleDataModule):
-    """A key's value stands somewhere in filler, and the end asks for it: is the answer right, by length and depth?
+    """Questions about a long context: a key's value stands somewhere in filler, and is asked for at the end.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64, and "lengths" (B,) where samples of a batch
     differ; tokens are padded by 0. Each token of the answer has a label, the position before it; all others are -100. The
