@@ -186,16 +186,16 @@ def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> No
     if data.vocab_size > size:
         raise ValueError(
             f"the model has {size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the tokenizer that "
-            "the model was trained with (data.tokenizer), or train the model with a vocabulary of at least that size."
+            "the model was trained with, or train the model with a vocabulary of at least that size."
         )
     if most is None or longest <= most:
         return
     if not rotary:
         raise ValueError(
-            f"data.lengths has {longest:,}, but the model has positions for {most:,} tokens: lower data.lengths"
+            f"the lengths go up to {longest:,}, but the model has positions for {most:,} tokens: leave out longer ones."
         )
     rank_zero_warn(
-        f"data.lengths has {longest:,}, above the {most:,} tokens that the model is made for: expect wrong answers there."
+        f"the lengths go up to {longest:,}, above the {most:,} tokens that the model is made for: expect wrong answers there."
     )
 
 

@@ -88,7 +88,6 @@ def run(argv: list[str]) -> None:
     tokenizer = tokenizer_of(args, model)
     tasks = [data_of(args, task, tokenizer) for task in dict.fromkeys(args.task)]
     for data in tasks:
-        data.check()
         check_fits(model, data)
     trainer = trainer_of(args, out)
     for data in tasks:
@@ -164,16 +163,18 @@ def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM) -> str
 
 
 def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongContextDataModule:
-    """The samples of a task."""
+    """The samples of a task. Raises: TypeError, ValueError or FileNotFoundError, naming the option."""
     names = ("num_values", "hops", "value_digits", "vocabulary", "fillers", "key_tokens", "value_tokens")
     options = {name: getattr(args, name) for name in (*names, "distractors", "batch_size", "seed")}
     try:
-        return LongContextDataModule(
+        data = LongContextDataModule(
             task, args.lengths, args.depths, args.samples, args.form, tokenizer, train_size=args.batch_size, **options
         )
+        data.check()
     except (TypeError, ValueError, FileNotFoundError) as error:
         changed = str(error).replace("data.samples_per_cell", "--samples").replace("data.", "--")
         raise type(error)(changed) from None
+    return data
 
 
 def trainer_of(args: argparse.Namespace, out: Path) -> pl.Trainer:

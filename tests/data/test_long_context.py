@@ -225,7 +225,7 @@ WRONG = [
     (
         {"lengths": [100, 18]},
         ValueError,
-        "data.lengths has 18, but a sample of needle with data.distractors = 3 takes up to 21",
+        "data.lengths has 18, but a sample of needle with data.distractors = 3 takes 21",
     ),
     (
         {"distractors": 49},

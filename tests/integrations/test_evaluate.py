@@ -79,7 +79,7 @@ def test_a_folder_of_transformers_on_the_command_line(tmp_path):
     without = run_in(tmp_path, "evaluate", "--ckpt_path", "hf", *grid, "--out", "out")
     assert without.code == 2 and "has a vocabulary of 280, so it does not read bytes: give --tokenizer" in without.err
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
-    with pytest.warns(UserWarning, match="data.lengths has 500, above the 400 tokens"):
+    with pytest.warns(UserWarning, match="the lengths go up to 500, above the 400 tokens"):
         result = run_in(tmp_path, "evaluate", "--ckpt_path", "hf", *grid, "--out", "out")
     assert result.code == 0, result.err
     with (tmp_path / "out" / "accuracy_by_depth.csv").open() as file:
@@ -94,7 +94,9 @@ def test_a_folder_of_transformers_on_the_command_line(tmp_path):
 def test_positions_that_the_model_does_not_have(tmp_path):
     """Learned positions end; rotary ones only lose their meaning."""
     model = HFCausalLM(config("GPT2Config", max_position_embeddings=32, vocab_size=9))
-    with pytest.raises(ValueError, match=r"data.lengths has 34, but the model has positions for 32 tokens: lower"):
+    with pytest.raises(
+        ValueError, match="the lengths go up to 34, but the model has positions for 32 tokens: leave out"
+    ):
         trainer(callbacks=[AccuracyByDepth(tmp_path)]).test(model, task())
     with pytest.raises(ValueError, match=r"the model has 8 tokens, and the data .* has 9"):
         trainer(callbacks=[AccuracyByDepth(tmp_path)]).test(HFCausalLM(config("llama", vocab_size=8)), task())
