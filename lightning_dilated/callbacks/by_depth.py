@@ -195,7 +195,8 @@ def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> No
             f"the lengths go up to {longest:,}, but the model has positions for {most:,} tokens: leave out longer ones."
         )
     rank_zero_warn(
-        f"the lengths go up to {longest:,}, above the {most:,} tokens that the model is made for: expect wrong answers there."
+        f"the lengths go up to {longest:,}, above the {most:,} tokens that the model is made for: expect wrong answers "
+        "there."
     )
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -89,6 +90,19 @@ def test_a_tokenizer(cli, tmp_path):
         result.code == 2
         and f"the model has 256 tokens, and the data (text in tokens of {'tokenizer.json'}" in result.err
     )
+
+
+@pytest.mark.slow  # starts interpreters; tests/strategy/test_accuracy_by_depth.py compares ranks in the suite
+def test_two_devices_have_the_rows_of_one(tmp_path):
+    saved(tmp_path)
+    tables = []
+    for devices in ("1", "2"):
+        words = [*map(str, GRID[:-1]), f"out{devices}", "--task", "needle", "multi_key", "--devices", devices]
+        argv = [sys.executable, "-m", "lightning_dilated", "evaluate", "--ckpt_path", "model", *words]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and done.stdout.count("written to") == 1, done.stderr
+        tables.append(table(tmp_path / f"out{devices}" / "accuracy_by_depth.csv"))
+    assert tables[0] == tables[1] and len(tables[0]) == 8
 
 
 WRONG = [
