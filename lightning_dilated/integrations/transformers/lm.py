@@ -19,9 +19,11 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.integrations.transformers import lora as adapters
+from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
-from lightning_dilated.memory.chunked_loss import IGNORE, tiled_sum, token_nats
+from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
 from lightning_dilated.models.module import DilatedModule
@@ -48,7 +50,8 @@ class HFCausalLM(DilatedModule):
         lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
             such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters stay fp32 where weights are
             of 16 bits. Needs the extra `lora`.
-        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward, by transformers.
+        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
+            `callbacks.ActivationRecompute` takes its place.
         bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token).
         optimizer, lr_scheduler: see `DilatedModule`.
 
@@ -86,7 +89,7 @@ class HFCausalLM(DilatedModule):
             cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
             self._patterns = layer_patterns(cycle, self.depth)
         self.tile = None if tile is None else integer(tile, "tile", 1)
-        if tile is not None and (text.model_type not in PLAIN_HEADS or getattr(text, "final_logit_softcapping", None)):
+        if tile is not None and not self._is_plain():
             raise ValueError(
                 f"tile={tile} needs logits that are the output projection of the hidden states, as {', '.join(PLAIN_HEADS)} "
                 f"have them without a soft cap; {text.model_type} may change them. Leave tile out."
@@ -115,8 +118,17 @@ class HFCausalLM(DilatedModule):
         self.decoder = self._decoder(self.source)
         if self.lora is not None:
             self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
-        if self.gradient_checkpointing:
+        layers = layers_of(self.decoder.base_model, self.depth)
+        if layers is not None:
+            self.transformer = DecoderLayers(layers, token_wise=self._is_plain())
+            self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
+        elif self.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable()
+
+    def _is_plain(self) -> bool:
+        """Whether the decoder is one of `PLAIN_HEADS`, without a soft cap of its logits."""
+        text = self.config.get_text_config(decoder=True)
+        return text.model_type in PLAIN_HEADS and not getattr(text, "final_logit_softcapping", None)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """nn.Module's; adapters are not rounded to 16 bits, in which small steps are lost."""
@@ -153,9 +165,10 @@ class HFCausalLM(DilatedModule):
                 "labels are the next token of each position, already shifted."
             )
         count = (labels != IGNORE).sum()
-        if self.tile is None:
-            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
         self.configure_model()
+        tile = self._loss_tile()
+        if tile is None:
+            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
         tokens, options = self._arguments(batch)
         states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
@@ -163,7 +176,14 @@ class HFCausalLM(DilatedModule):
         def nats(x: Tensor, y: Tensor) -> Tensor:
             return token_nats(head(x).flatten(0, 1), y.flatten()).view(y.shape)
 
-        return tiled_sum(nats, (head,), self.tile, states, labels), count
+        return tiled_sum(nats, (head,), tile, states, labels), count
+
+    def _loss_tile(self) -> int | None:
+        """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
+        settings = getattr(self, "transformer", None)
+        if self.tile is not None or settings is None:
+            return self.tile
+        return loss_tile(settings.memory.tile, self.config.get_text_config(decoder=True).vocab_size)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
