@@ -39,7 +39,7 @@ class DilatedCache(Cache):
         if follows_length(text):
             raise ValueError(
                 "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
-                "cached keys would be wrong once it is longer. Pass use_cache=False, or take another rope_type, such as yarn."
+                "cached keys would be wrong once it is longer. Pass use_cache=False, or take another rope_type (yarn)."
             )
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
