@@ -142,7 +142,9 @@ class HFCausalLM(DilatedModule):
         whole_lengths(self.decoder)
         layers = layers_of(self.decoder.base_model, self.depth)
         if layers is not None:
-            self.transformer = DecoderLayers(layers, self._is_plain(), self.config.get_text_config(decoder=True))
+            self.transformer = DecoderLayers(
+                self.decoder, layers, self._is_plain(), self.config.get_text_config(decoder=True)
+            )
             self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
             if self.compile_blocks:
                 self.transformer.compile_blocks()
