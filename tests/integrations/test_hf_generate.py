@@ -10,7 +10,7 @@ from .decoders import FAMILIES, config, decoder, tokens
 from .test_hf_causal_lm import HYBRID
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
-DilatedCache = ld.integrations.transformers.DilatedCache
+dilated_cache = ld.integrations.transformers.dilated_cache
 N, NEW = 19, 14
 PATTERNS = {
     "own": None,
@@ -27,7 +27,7 @@ def test_parts_equal_the_full_pass(family, name):
     model, inputs = decoder(family, pattern=PATTERNS[name]).eval(), tokens(2, N + NEW)
     with torch.no_grad():
         want = model(inputs, use_cache=False).logits
-        cache = DilatedCache(model.config)
+        cache = dilated_cache(model.config)
         parts = [model(part, cache=cache).logits for part in inputs.split([N - 8, 1, 7, *[1] * NEW], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-10)
     assert cache.get_seq_length() == N + NEW
@@ -47,7 +47,7 @@ def test_greedy_tokens_are_those_of_the_whole_sequence(name):
     ids = tokens(2, N)
     options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     want = recomputed(model, ids, NEW)
-    assert torch.equal(model.generate(ids, cache=DilatedCache(model.config), **options), want)
+    assert torch.equal(model.generate(ids, cache=dilated_cache(model.config), **options), want)
     assert torch.equal(model.generate(ids, use_cache=False, **options), want)
 
 
@@ -63,7 +63,7 @@ def test_every_way_of_generating(options):
     ids = tokens(2, N)
     options = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **options}
     outs = []
-    for more in ({"use_cache": False}, {"cache": DilatedCache(model.config)}):
+    for more in ({"use_cache": False}, {"cache": dilated_cache(model.config)}):
         torch.manual_seed(1)
         outs.append(model.generate(ids, **options, **more))
     assert torch.equal(*outs) and outs[0].shape[1] > N
@@ -72,7 +72,7 @@ def test_every_way_of_generating(options):
 def test_a_conversation_goes_on():
     """With the cache of the first answer."""
     model = decoder("mistral", pattern=HYBRID, eos_token_id=None).eval()
-    ids, cache = tokens(1, N), DilatedCache(model.config)
+    ids, cache = tokens(1, N), dilated_cache(model.config)
     options = {"max_new_tokens": 5, "do_sample": False}
     first = model.generate(ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
     longer = torch.cat([first, tokens(1, 6)], 1)
@@ -84,7 +84,7 @@ def test_the_cache_is_bounded():
     model = decoder("llama", pattern=ld.DilatedPattern([ld.Window(4)])).eval()
     sizes = []
     for length in (64, 128):
-        cache = DilatedCache(model.config)
+        cache = dilated_cache(model.config)
         with torch.no_grad():
             model(tokens(1, length), cache=cache)
         sizes.append(cache.nbytes)
@@ -114,17 +114,17 @@ def test_refused():
     model, ids = decoder("llama", pattern=HYBRID).eval(), tokens(2, N)
     mask = (torch.arange(N)[None] < torch.tensor([[N], [7]])).long()
     options = {"max_new_tokens": 3, "do_sample": False}
-    with pytest.raises(ValueError, match=r"Pass cache=.*DilatedCache\(model.config\)"):
+    with pytest.raises(ValueError, match=r"Pass cache=.*dilated_cache\(model.config\)"):
         model.generate(ids, **options, attention_mask=torch.ones_like(ids))
     with pytest.raises(ValueError, match="DilatedCache takes prompts without padding"):
-        model.generate(ids, **options, attention_mask=mask, cache=DilatedCache(model.config))
+        model.generate(ids, **options, attention_mask=mask, cache=dilated_cache(model.config))
     with pytest.raises(ValueError, match="a cache serves inference, without gradients"):
-        model(ids, cache=DilatedCache(model.config))
-    cache = DilatedCache(model.config, max_length=4)
+        model(ids, cache=dilated_cache(model.config))
+    cache = dilated_cache(model.config, max_length=4)
     with pytest.raises(ValueError, match="max_length=4"), torch.no_grad():
         model(ids, cache=cache)
     with pytest.raises(ValueError, match="cannot take tokens back"):
-        DilatedCache(model.config).crop(-1)
+        dilated_cache(model.config).crop(-1)
     scaled = config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="Pass use_cache=False, or take another rope_type"):
-        DilatedCache(scaled)
+        dilated_cache(scaled)

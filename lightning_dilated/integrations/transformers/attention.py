@@ -184,7 +184,7 @@ def _cached_step(
     if has_pattern(module):
         raise ValueError(
             f"{type(module).__name__} has a pattern, and transformers' own caches serve only layers that keep their own "
-            "attention. Pass cache=ld.integrations.transformers.DilatedCache(model.config) to generate, or "
+            "attention. Pass cache=ld.integrations.transformers.dilated_cache(model.config) to generate, or "
             "use_cache=False; HFCausalLM.generate does so by itself."
         )
     from transformers import AttentionInterface

@@ -20,19 +20,7 @@ from lightning_dilated.integrations.transformers.rotary import follows_length
 
 
 class DilatedCache(Cache):
-    """Keys and values of a decoder with `attn_implementation="ring_dilated"`, of its patterns or its own attention.
-
-    For `model.generate(tokens, cache=DilatedCache(model.config))` of transformers, and forwards of further tokens. It holds
-    what later tokens can see: of a segment or window its rows, of a branch over the whole sequence every row. All samples
-    are equally long: prompts have no padding.
-
-    Args:
-        config: the model's.
-        max_length: most tokens of a sample; None: it grows.
-
-    Raises:
-        ValueError: for rotary frequencies that follow the length of a sequence.
-    """
+    """See `dilated_cache`, which makes it."""
 
     def __init__(self, config: Any, max_length: int | None = None) -> None:
         text, clock = config.get_text_config(decoder=True), Clock()

@@ -22,6 +22,7 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, known_keys, real
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.integrations.transformers import lora as adapters
+from lightning_dilated.integrations.transformers.decoding import dilated_cache
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
@@ -251,7 +252,7 @@ class HFCausalLM(DilatedModule):
     def generate(self, tokens: Tensor, **options: Any) -> Any:
         """What `generate` of transformers returns for prompts (B, N): (B, N + new) tokens, or its outputs by name.
 
-        With a pattern it decodes with a `DilatedCache`, exactly as the whole sequence is computed; layers with their own
+        With a pattern it decodes with a `dilated_cache`, exactly as the whole sequence is computed; layers with their own
         attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
 
         Args:
@@ -268,9 +269,7 @@ class HFCausalLM(DilatedModule):
             and options.get("use_cache", True)
             and not {"cache", "past_key_values"} & set(options)
         ):
-            from lightning_dilated.integrations.transformers.cache import DilatedCache
-
-            options["cache"] = DilatedCache(self.decoder.config)
+            options["cache"] = dilated_cache(self.decoder.config)
         options.setdefault("attention_mask", torch.ones_like(tokens))
         training = self.decoder.training
         self.decoder.eval()
