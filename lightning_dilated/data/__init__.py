@@ -1,5 +1,6 @@
 """DataModules and the resumable sampler and loader that they share."""
 
+from lightning_dilated.data.chat.module import ChatDataModule
 from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.genome.bases import decode_bases, encode_bases, reverse_complement
 from lightning_dilated.data.genome.fasta import GenomeDataModule, GenomeWindows
@@ -25,6 +26,7 @@ __all__ = [
     "ByteDataModule",
     "ByteSequences",
     "ByteStream",
+    "ChatDataModule",
     "EncodedFiles",
     "FarRecallDataModule",
     "Genome",
