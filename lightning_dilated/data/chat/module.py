@@ -12,6 +12,7 @@ from lightning_dilated.data.chat.store import Conversations, TokenStore, encoded
 from lightning_dilated.data.chat.template import ChatTokenizer, load_chat_tokenizer
 from lightning_dilated.data.module import SPLITS, SplitDataModule, split_bounds, split_fractions
 from lightning_dilated.data.rows import checked_sources, open_rows
+from lightning_dilated.data.text.any_tokenizer import checked_source
 
 TOO_LONG = ("error", "skip", "cut")
 
@@ -70,12 +71,7 @@ class ChatDataModule(SplitDataModule):
         super().__init__(1, seed, num_workers, pin_memory, self.seq_len if pack_tokens is None else pack_tokens)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: checked_sources(p, x) for x, p in options.items() if x == "paths" or p is not None}
-        if not isinstance(tokenizer, str) or not tokenizer:
-            raise TypeError(
-                f"data.tokenizer must be a folder of transformers, the name of a repository, or a tokenizer.json; got "
-                f"{tokenizer!r}"
-            )
-        self.tokenizer_source, self.template = tokenizer, template
+        self.tokenizer_source, self.template = checked_source(tokenizer), template
         self.train_on = one_of(train_on, "data.train_on", ("assistant", "all"))
         self.too_long = one_of(too_long, "data.too_long", TOO_LONG)
         separate = {split: f"{split}_paths" in self.paths for split in ("val", "test")}

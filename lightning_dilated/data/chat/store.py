@@ -23,12 +23,11 @@ from lightning_dilated.data.block_cache import cache_root, locked, private_folde
 from lightning_dilated.data.chat.messages import conversation
 from lightning_dilated.data.chat.template import ChatTokenizer
 from lightning_dilated.data.files import MARK
+from lightning_dilated.data.packing import next_tokens
 from lightning_dilated.data.rows import Rows, each
 
 #: of the files; changes with what they mean
 VERSION = 1
-#: the label that no loss counts
-IGNORE = -100
 _ARRAYS = {"tokens": "uint32", "learn": "uint8", "bounds": "int64", "first": "int64"}
 
 
@@ -177,10 +176,3 @@ class Conversations(Dataset):
                 tokens.append(torch.from_numpy(both[0][:: x.step].copy()))
                 labels.append(torch.from_numpy(both[1][:: x.step].copy()))
         return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}
-
-
-def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens (count,), labels (count,)): the next token where it is to be learned, else -100, also where there is none."""
-    labels = np.full(count, IGNORE, dtype=np.int64)
-    labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
-    return ids[:count], labels

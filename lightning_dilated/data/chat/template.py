@@ -7,10 +7,9 @@ to it. That is right only if both are beginnings of the whole conversation, as t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated.data.chat.messages import ANSWERS, Conversation
-from lightning_dilated.data.text.tokenizer import encode, load_tokenizer, special_tokens, vocabulary_size
+from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
 
 #: as transformers finds them
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -30,13 +29,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 _WHAT = "data.template is a Jinja chat template: its text, or a file that holds it"
 
 
-class ChatTokenizer(ABC):
+class ChatTokenizer(TextTokenizer):
     """A tokenizer and a chat template."""
 
-    #: V, such that every token lies in 0 to V - 1
-    vocab_size: int
-    #: tokens at which a text is cut before anything else
-    special: frozenset[int]
     template: str
 
     @abstractmethod
@@ -44,20 +39,8 @@ class ChatTokenizer(ABC):
         """The text of the first `count` messages (all for None); `asks` adds the header of an answer."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text, and none that the tokenizer would put around it."""
-
-    @abstractmethod
-    def files(self) -> dict[str, str]:
-        """The tokenizer's files by name, from which it loads again."""
-
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         """(tokens, 1 for those within the template's {% generation %} tags)."""
-        raise NotImplementedError
-
-    def digest(self) -> str:
-        """Of all that tokens depend on."""
-        return hashlib.blake2b(json.dumps(sorted(self.files().items())).encode(), digest_size=16).hexdigest()
 
     def tokens(self, conversation: Conversation, learn: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
         """(tokens (N,) int64, whether each is to be learned (N,) bool).
@@ -97,7 +80,7 @@ def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokeniz
     Raises: ModuleNotFoundError without the library; OSError or ValueError naming what to change.
     """
     text = None if template is None else template_text(template)
-    if Path(source).suffix == ".json" or Path(source).is_file():
+    if is_json(source):
         if text is None:
             raise ValueError(
                 f"data.tokenizer {source} is a tokenizer.json, which holds no chat template: set data.template, or "
@@ -180,13 +163,11 @@ def _unstable(chat: Conversation, message: int, what: str) -> ValueError:
 
 
 # -- tokenizer.json ----------------------------------------------------------------------------------------------------
-class JsonTokenizer(ChatTokenizer):
+class JsonTokenizer(JsonText, ChatTokenizer):
     """A tokenizer.json and a template, without transformers."""
 
     def __init__(self, path: str, template: str) -> None:
-        self.tokenizer = load_tokenizer(path)
-        self.vocab_size = vocabulary_size(self.tokenizer)
-        self.special = frozenset(special_tokens(self.tokenizer).values())
+        super().__init__(path)
         self.template = template
         self._compiled = _compiled(template)
 
@@ -201,9 +182,6 @@ class JsonTokenizer(ChatTokenizer):
 
     def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
         return self._written(conversation, count, asks).replace(_OPEN, "").replace(_CLOSE, "")
-
-    def encode(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text)
 
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         if any(x in json.dumps(conversation.messages, ensure_ascii=False) for x in (_OPEN, _CLOSE)):
@@ -224,7 +202,7 @@ class JsonTokenizer(ChatTokenizer):
         return ids, mask
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": self.tokenizer.to_str(), TEMPLATE_FILE: self.template}
+        return {**super().files(), TEMPLATE_FILE: self.template}
 
 
 def _compiled(template: str) -> Any:
@@ -280,21 +258,17 @@ def _refusing(chat: Conversation, render: Any) -> str:
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
-class TransformersTokenizer(ChatTokenizer):
+class TransformersTokenizer(TransformersText, ChatTokenizer):
     """A tokenizer of transformers with its chat template, or another one."""
 
     def __init__(self, source: str, template: str | None) -> None:
-        self.tokenizer = load_transformers(source)
+        super().__init__(source)
         if template is not None:
             self.tokenizer.chat_template = template
         own = self.tokenizer.chat_template
         if not own:
             raise ValueError(f"data.tokenizer {source} has no chat template: set data.template. {_WHAT}")
         self.template = own if isinstance(own, str) else json.dumps(own)
-        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-        self.special = frozenset(self.tokenizer.all_special_ids) | {
-            i for i, x in self.tokenizer.added_tokens_decoder.items() if x.special
-        }
         if _TAGS.search(self.template) and not self.tokenizer.is_fast:
             raise ValueError(
                 f"data.tokenizer {source} has no tokenizer.json, without which the template's {{% generation %}} tags "
@@ -306,9 +280,6 @@ class TransformersTokenizer(ChatTokenizer):
         messages = conversation.messages[:count]
         return _refusing(conversation, lambda: self.tokenizer.apply_chat_template(messages, **options))
 
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         options["tokenizer_kwargs"] = {"verbose": False}
@@ -317,53 +288,3 @@ class TransformersTokenizer(ChatTokenizer):
             conversation, lambda: self.tokenizer.apply_chat_template(messages, tools=tools, **options)
         )
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
-
-    def files(self) -> dict[str, str]:
-        return transformers_files(self.tokenizer)
-
-
-def load_transformers(source: str) -> Any:
-    """The tokenizer of a folder or a hub repository.
-
-    Raises: ModuleNotFoundError without transformers; FileNotFoundError where there is neither; ValueError for a folder
-        without a tokenizer.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ModuleNotFoundError(
-            f"data.tokenizer {source} is read with transformers: pip install 'lightning-dilated[transformers]', or pass a "
-            "tokenizer.json (and data.template).",
-            name="transformers",
-        ) from None
-    is_folder = Path(source).is_dir()
-    if not is_folder and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
-        raise FileNotFoundError(
-            f"data.tokenizer {source}: no such folder or file, and not the name of a repository (owner/name)"
-        )
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # of several kinds, of transformers and of the hub
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        where = (
-            "has no tokenizer that transformers can read" if is_folder else "is no folder here, and cannot be fetched"
-        )
-        kind = ValueError if is_folder else FileNotFoundError
-        raise kind(f"data.tokenizer {source} {where} ({lines[0][:160]})") from error
-
-
-def transformers_files(tokenizer: Any) -> dict[str, str]:
-    """The text files that `save_pretrained` of a tokenizer writes, by name."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        paths = sorted(x for x in Path(folder).rglob("*") if x.is_file())
-        binary = [x.name for x in paths if x.suffix == ".model"]
-        if binary and not (Path(folder) / "tokenizer.json").is_file():
-            raise ValueError(
-                f"the tokenizer is kept in {', '.join(binary)} only, without tokenizer.json: convert it first"
-            )
-        return {x.relative_to(folder).as_posix(): x.read_text() for x in paths if x.suffix != ".model"}

@@ -213,7 +213,8 @@ def encode_files(
             would silently drop characters.
     """
     loaded = load_tokenizer(tokenizer)
-    end = _end_token(loaded, str(tokenizer), eos_token) if documents else None
+    how = "name it by eos_token, or write no ends by documents=False (--no_documents)"
+    end = end_token(loaded, str(tokenizer), eos_token, how) if documents else None
     if not documents and eos_token is not None:
         raise ValueError(f"eos_token is {eos_token!r}, but documents are off: leave one of them out.")
     target = _checked_target(Path(out))
@@ -268,16 +269,20 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
             )
 
 
-def _end_token(tokenizer: Tokenizer, path: str, name: str | None) -> int:
+def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
+    """The token after a document, by its text; None: the only special token.
+
+    Args:
+        how: what to do without one, for the error.
+
+    Raises: ValueError for a name that is no token, and for None where there is not one special token.
+    """
     special = special_tokens(tokenizer)
     known = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
     if name is None:
         if len(special) == 1:
             return next(iter(special.values()))
-        raise ValueError(
-            f"which token of {path} ends a document? Name it by eos_token ({known}), or write no ends by documents=False "
-            "(--no_documents)."
-        )
+        raise ValueError(f"which token of {path} ends a document? {how[0].upper()}{how[1:]} ({known}).")
     token = tokenizer.token_to_id(name)
     if token is None:
         raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {known}.")
