@@ -11,7 +11,9 @@ from lightning_dilated.data import ChatStreamDataModule, TextStreamDataModule
 from lightning_dilated.data.readers import StreamReaders, open_readers
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
-datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
+pytest.importorskip("datasets", reason="needs the extra datasets")
+import datasets
+
 from ..data.chats import CHATML, END, chats, write
 from ..data.runs import run
 from ..data.test_row_streams import served, texts
@@ -50,7 +52,7 @@ def test_readers_have_their_own_files(shards):
     for count, want in (
         (4, of_shards()),
         (2, [of_shards()[0] + of_shards()[1], of_shards()[2] + of_shards()[3]]),
-        (3, [sum(of_shards(), [])[i::3] for i in range(3)]),
+        (3, [list(itertools.chain(*of_shards()))[i::3] for i in range(3)]),
     ):
         readers, _ = open_readers([shards], "paths", count)
         assert isinstance(readers, StreamReaders) and readers.own_shards == (count != 3)
@@ -95,13 +97,8 @@ def test_sources(tmp_path, folder, shards):
     path = write(tmp_path / "chats.jsonl", rows)
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     options = {"readers": 1, "epoch_rows": 3, "cache_dir": str(tmp_path / "cache"), "val_limit": 2}
-    made = []
-    for source in (
-        path,
-        str(tmp_path / "saved"),
-        {"path": "json", "data_files": path, "split": "train"},
-        {"path": str(tmp_path / "saved")},
-    ):
+    saved, made = str(tmp_path / "saved"), []
+    for source in (path, saved, {"path": "json", "data_files": path, "split": "train"}, {"path": saved}):
         data = ChatStreamDataModule(source, folder, 200, val_paths=source, **options)
         made.append([data.dataset("train")[i]["tokens"].tolist() for i in range(3)])
     assert all(x == made[0] for x in made)

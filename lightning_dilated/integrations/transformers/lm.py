@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.integrations.transformers import lora as adapters
+from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
-from lightning_dilated.memory.chunked_loss import IGNORE, tiled_sum, token_nats
+from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
 from lightning_dilated.models.module import DilatedModule
@@ -44,14 +47,18 @@ class HFCausalLM(DilatedModule):
         pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
         tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
             Gemma 3 and Phi.
-        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward, by transformers.
+        lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
+            such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters stay fp32 where weights are
+            of 16 bits. Needs the extra `lora`.
+        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
+            `callbacks.ActivationRecompute` takes its place.
         bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token).
         optimizer, lr_scheduler: see `DilatedModule`.
 
-    A checkpoint holds config and weights, so that it loads without `model`'s folder.
+    A checkpoint holds config and all weights, with `lora` the frozen ones too, so that it loads without `model`'s folder.
 
     Raises:
-        ModuleNotFoundError: without transformers.
+        ModuleNotFoundError: without transformers, or for `lora` without peft.
         TypeError, ValueError: naming the argument.
     """
 
@@ -64,6 +71,7 @@ class HFCausalLM(DilatedModule):
         pattern: LayersLike | None = None,
         *,
         tile: int | None = None,
+        lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
         bytes_per_token: float = 1.0,
         optimizer: OptimizerCallable = torch.optim.AdamW,
@@ -81,27 +89,53 @@ class HFCausalLM(DilatedModule):
             cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
             self._patterns = layer_patterns(cycle, self.depth)
         self.tile = None if tile is None else integer(tile, "tile", 1)
-        if tile is not None and (text.model_type not in PLAIN_HEADS or getattr(text, "final_logit_softcapping", None)):
+        if tile is not None and not self._is_plain():
             raise ValueError(
                 f"tile={tile} needs logits that are the output projection of the hidden states, as {', '.join(PLAIN_HEADS)} "
                 f"have them without a soft cap; {text.model_type} may change them. Leave tile out."
             )
         self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
         self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
+        self.lora = None if lora is None else adapters.read_options(lora)
+        self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
+        if self.lora is not None:
+            with torch.device("meta"):  # no memory, so that a wrong module is an error here
+                adapters.check_targets(self.lora, self._decoder(None))
         options = {"tile": tile, "gradient_checkpointing": gradient_checkpointing, "bytes_per_token": bytes_per_token}
-        self.save_hyperparameters({"model": self.config.to_dict(), **options})
+        self.save_hyperparameters({"model": self.config.to_dict(), "lora": self.lora, **options})
 
-    def build(self) -> None:
-        """The decoder, with the weights of its folder or random ones."""
+    def _decoder(self, source: str | None) -> Any:
+        """A decoder of transformers with the weights of a folder or repository, or random ones."""
         from transformers import AutoModelForCausalLM
 
         options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype()}
-        if self.source is None:
-            self.decoder = AutoModelForCausalLM.from_config(self.config, **options)
-        else:
-            self.decoder = AutoModelForCausalLM.from_pretrained(self.source, config=self.config, **options)
-        if self.gradient_checkpointing:
+        if source is None:
+            return AutoModelForCausalLM.from_config(self.config, **options)
+        return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+
+    def build(self) -> None:
+        """The decoder, with the weights of its folder or random ones, and adapters."""
+        self.decoder = self._decoder(self.source)
+        if self.lora is not None:
+            self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
+        layers = layers_of(self.decoder.base_model, self.depth)
+        if layers is not None:
+            self.transformer = DecoderLayers(layers, token_wise=self._is_plain())
+            self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
+        elif self.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable()
+
+    def _is_plain(self) -> bool:
+        """Whether the decoder is one of `PLAIN_HEADS`, without a soft cap of its logits."""
+        text = self.config.get_text_config(decoder=True)
+        return text.model_type in PLAIN_HEADS and not getattr(text, "final_logit_softcapping", None)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """nn.Module's; adapters are not rounded to 16 bits, in which small steps are lost."""
+        before = adapters.wide_adapters(self._built_outside())
+        result = super()._apply(*args, **kwargs)
+        adapters.keep_wide(self, before)
+        return result
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
@@ -131,9 +165,10 @@ class HFCausalLM(DilatedModule):
                 "labels are the next token of each position, already shifted."
             )
         count = (labels != IGNORE).sum()
-        if self.tile is None:
-            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
         self.configure_model()
+        tile = self._loss_tile()
+        if tile is None:
+            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
         tokens, options = self._arguments(batch)
         states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
@@ -141,28 +176,43 @@ class HFCausalLM(DilatedModule):
         def nats(x: Tensor, y: Tensor) -> Tensor:
             return token_nats(head(x).flatten(0, 1), y.flatten()).view(y.shape)
 
-        return tiled_sum(nats, (head,), self.tile, states, labels), count
+        return tiled_sum(nats, (head,), tile, states, labels), count
+
+    def _loss_tile(self) -> int | None:
+        """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
+        settings = getattr(self, "transformer", None)
+        if self.tile is not None or settings is None:
+            return self.tile
+        return loss_tile(settings.memory.tile, self.config.get_text_config(decoder=True).vocab_size)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
-    def save_pretrained(self, folder: str | Path) -> Path:
+    def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
 
-        On several ranks, only one calls it.
+        With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and no
+        pattern. On several ranks, only one calls it.
+
+        Args:
+            merge: add the updates to the weights, in a copy, and write the whole model.
 
         Raises:
             ValueError: for parameters that are sharded over ranks.
         """
+        flag(merge, "merge")
         self.configure_model()
         if any(isinstance(p, DTensor) for p in self.parameters()):
             raise ValueError(
                 "the parameters are sharded over ranks, and a folder holds whole ones. Save a checkpoint, run "
                 "`lightning-dilated consolidate`, and save the model that load_from_checkpoint makes of its file."
             )
-        self.decoder.save_pretrained(folder)
+        if self._adapted:
+            adapters.save(self._adapted[0], folder, merge)
+        else:
+            self.decoder.save_pretrained(folder)
         return Path(folder)
 
     @classmethod
@@ -178,6 +228,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
+        adapters.refuse_folder(model)
         return str(model), AutoConfig.from_pretrained(model)
     if isinstance(model, Mapping):
         if "model_type" not in model:
