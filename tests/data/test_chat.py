@@ -335,6 +335,7 @@ MISUSES = {
     "train_on": (ValueError, "data.train_on must be one of", {"train_on": "user"}),
     "too_long": (ValueError, "data.too_long must be one of", {"too_long": "wrap"}),
     "seq_len": (ValueError, "data.seq_len", {"seq_len": 1}),
+    "no validation": (ValueError, "the val split has no conversation of the 1 in .*set it to 0", {"val_fraction": 0.1}),
     "two validations": (ValueError, "data.val_fraction is 0.1 and", {"val_fraction": 0.1, "val_paths": "x.jsonl"}),
 }
 

@@ -112,9 +112,11 @@ class ChatDataModule(SplitDataModule):
             numbers = np.arange(len(stores[name])) if name != "paths" else np.arange(start, stop)
             parts[split] = self._fitting(stores[name], numbers, split)
             if self.wanted(split) is None and not len(parts[split]):
+                change = f"raise data.{split}_fraction, or set it to 0 to do without"
+                if name != "paths" or split == "train":
+                    change = "pass more data, or raise data.seq_len"
                 raise ValueError(
-                    f"the {split} split has no conversation of the {len(stores[name]):,} in data.{name}: pass more data, or "
-                    f"change data.{'val' if split == 'train' else split}_fraction"
+                    f"the {split} split has no conversation of the {len(stores[name]):,} in data.{name}: {change}"
                 )
         learned, total = sum(x.learned for x in stores.values()), sum(int(x.bounds[-1]) for x in stores.values())
         self._about = f"{total:,} tokens, {learned / total:.0%} of them to learn"

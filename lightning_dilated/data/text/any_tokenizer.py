@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dilated.data.text.tokenizer import encode, end_token, load_tokenizer, special_tokens, vocabulary_size
+from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
 
 
 class TextTokenizer(ABC):
@@ -54,7 +55,7 @@ class JsonText(TextTokenizer):
         return end_token(self.tokenizer, self.source, name, "set data.eos_token")
 
     def files(self) -> dict[str, str]:
-        return {"tokenizer.json": self.tokenizer.to_str()}
+        return {MAIN: self.tokenizer.to_str()}
 
 
 class TransformersText(TextTokenizer):
@@ -147,7 +148,6 @@ def transformers_files(tokenizer: Any) -> dict[str, str]:
         tokenizer.save_pretrained(folder)
         paths = sorted(x for x in Path(folder).rglob("*") if x.is_file())
         names = [x.relative_to(folder).as_posix() for x in paths]
-        if "tokenizer.json" not in names:
-            raise ValueError(f"the tokenizer is kept in {', '.join(names)}, without tokenizer.json: convert it first")
-        texts = zip(names, paths, strict=True)
-        return {name: x.read_text() for name, x in texts if x.suffix in (".json", ".jinja", ".txt")}
+        if MAIN not in names:
+            raise ValueError(f"the tokenizer is kept in {', '.join(names)}, without {MAIN}: convert it first")
+        return {name: x.read_text() for name, x in zip(names, paths, strict=True) if is_known(name)}

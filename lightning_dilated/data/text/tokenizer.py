@@ -13,7 +13,7 @@ import codecs
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ModuleNotFoundError: without the library.
         FileNotFoundError, ValueError: for a missing file, or one that is not a tokenizer's.
     """
+    library = _tokenizer_class(path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"tokenizer {path}: no such file. Pass a tokenizer.json, as tokenizers and transformers save it."
+        )
+    return _whole(lambda: library.from_file(str(path)), path)
+
+
+def tokenizer_of(text: str, where: str) -> Tokenizer:
+    """The tokenizer whose tokenizer.json has this text. Raises: as `load_tokenizer`, naming `where` it comes from."""
+    library = _tokenizer_class(where)
+    return _whole(lambda: library.from_str(text), where)
+
+
+def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -47,12 +62,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ModuleNotFoundError(
             f"{path} is read with tokenizers: pip install 'lightning-dilated[tokenizers]'.", name="tokenizers"
         ) from None
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"tokenizer {path}: no such file. Pass a tokenizer.json, as tokenizers and transformers save it."
-        )
+    return Tokenizer
+
+
+def _whole(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = load()
     except Exception as error:  # the library raises no other kind
         raise ValueError(
             f"tokenizer {path} cannot be read ({str(error)[:120]}). Pass a tokenizer.json, as tokenizers and transformers "

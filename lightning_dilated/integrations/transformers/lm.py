@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
@@ -80,6 +81,7 @@ class HFCausalLM(DilatedModule):
         super().__init__(optimizer, lr_scheduler)
         register()
         self.source, self.config = _read_config(model)
+        self.tokenizer_files = None if self.source is None else read_files(Path(self.source))
         if pattern is not None:
             set_pattern(self.config, pattern)
         text = self.config.get_text_config(decoder=True)
@@ -112,6 +114,16 @@ class HFCausalLM(DilatedModule):
         if source is None:
             return AutoModelForCausalLM.from_config(self.config, **options)
         return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+
+    def setup(self, stage: str) -> None:
+        """Check that every token of the data has an embedding."""
+        size = self.config.get_text_config(decoder=True).vocab_size
+        tokens = self._data_setting("vocab_size", size)
+        if tokens > size:
+            raise ValueError(
+                f"the model's vocab_size={size} is below the data's {tokens} tokens: set data.tokenizer to the model's "
+                f"own, or take a config with vocab_size {tokens} (whose embedding is trained from the start)."
+            )
 
     def build(self) -> None:
         """The decoder, with the weights of its folder or random ones, and adapters."""
@@ -194,7 +206,7 @@ class HFCausalLM(DilatedModule):
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
 
         With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and no
-        pattern. On several ranks, only one calls it.
+        pattern. The tokenizer of the data is written, too, where there is one. On several ranks, only one calls it.
 
         Args:
             merge: add the updates to the weights, in a copy, and write the whole model.
@@ -213,6 +225,7 @@ class HFCausalLM(DilatedModule):
             adapters.save(self._adapted[0], folder, merge)
         else:
             self.decoder.save_pretrained(folder)
+        write_files(Path(folder), self.current_tokenizer())
         return Path(folder)
 
     @classmethod
