@@ -253,6 +253,10 @@ class DilatedModule(Pretrained, LearningRate):
         numbers = sum(layer.weight.numel() for layer in self.children() if isinstance(layer, nn.Linear))
         return (max(1, numbers // width),)
 
+    def reads_logits(self) -> bool:
+        """Whether the loss of a token reads logits over the first of `token_features`; of the built model."""
+        return isinstance(getattr(self, "head", None), nn.Linear)  # as `step_flops` takes it
+
     def planning_notes(self) -> list[str]:
         """What a plan of this model takes for granted, for its reader."""
         return []

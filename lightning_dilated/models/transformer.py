@@ -30,6 +30,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
@@ -340,6 +341,29 @@ class DilatedTransformer(StackMemory):
             if rotary is not None and rotary.base not in tables:
                 tables[rotary.base] = rotary.table(x, dtype, positions, start, furthest)
         return [None if rotary is None else tables[rotary.base] for rotary in self.rotaries]
+
+    # -- what planning asks --------------------------------------------------------------------------------------------
+    def attentions(self) -> list[BlockAttention]:
+        """Of each block."""
+        layers = [block.attention_layer for block in self.blocks]
+        return [
+            BlockAttention(
+                a.attention.pattern, a.num_heads, a.num_kv_heads, a.head_dim, a.attention.causal, a.attention.dropout,
+                a.attention.engine,
+            )
+            for a in layers
+        ]  # fmt: skip
+
+    def sizes(self) -> BlockSizes:
+        """Of a block."""
+        block = self.blocks[0]
+        inner, weight = block.attention_layer, block.attention_layer.in_proj_weight
+        updated = (0, 0)
+        if block.attention is not inner:
+            trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (block.attention, inner)]
+            updated = (weight.numel(), trained[0] - trained[1]) if trained[0] > trained[1] else updated
+        feed_forward = sum(p.numel() for p in block.ffn.parameters())
+        return BlockSizes(weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward, updated=updated)
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers", minve
 import transformers
 
 from .decoders import close, config
-from .test_hf_causal_lm import HYBRID, Small, batch, check, pl_trainer
+from .test_hf_causal_lm import HYBRID, Small, batch, check
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -101,7 +101,6 @@ def test_the_callback(tmp_path):
     )  # fmt: skip
     trainer.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
     assert seen == [MemorySettings("block", 2, 1.0, 8)] and trained.transformer.memory == MemorySettings()
-    assert pl_trainer(tmp_path) is not None
 
 
 RUNS = {

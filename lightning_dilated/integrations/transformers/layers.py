@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.transformers import recompute_by
+from lightning_dilated.integrations.transformers.patterns import layer_pattern
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.offload import Host
 from lightning_dilated.memory.recompute import recomputed
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
+from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 
 
 def layers_of(base: nn.Module, depth: int) -> nn.ModuleList | None:
@@ -38,11 +40,12 @@ class DecoderLayers(StackMemory):
     Args:
         layers: of the decoder, whose class becomes `Loop`.
         token_wise: whether the feed-forward of a layer, `mlp`, is a function of each token alone.
+        config: of the layers.
     """
 
-    def __init__(self, layers: nn.ModuleList, token_wise: bool) -> None:
+    def __init__(self, layers: nn.ModuleList, token_wise: bool, config: Any) -> None:
         super().__init__()
-        self._layers, self._token_wise = (layers,), token_wise
+        self._layers, self._token_wise, self._config = (layers,), token_wise, config
         layers.__class__ = Loop
         vars(layers)["_runner"] = partial(_deferred, self)
         self.memory = MemorySettings()
@@ -66,6 +69,10 @@ class DecoderLayers(StackMemory):
                 _tile(layer.mlp, settings.tile)
         self._memory, self._host = settings, Host(settings.offload)
 
+    @property
+    def _has_tiles(self) -> bool:
+        return self._token_wise and all(hasattr(x, "mlp") for x in self.blocks)
+
     def _check(self, settings: MemorySettings) -> None:
         kind = type(self.blocks[0]).__name__
         if settings.head_chunks > 1:
@@ -73,11 +80,35 @@ class DecoderLayers(StackMemory):
                 f"head_chunks={settings.head_chunks} is not offered for {kind}: a decoder of transformers projects q, k "
                 "and v of all heads by itself. Set head_chunks=1; policy, every, offload and tile work with it."
             )
-        if settings.tile is not None and not (self._token_wise and all(hasattr(x, "mlp") for x in self.blocks)):
+        if settings.tile is not None and not self._has_tiles:
             raise ValueError(
                 f"tile={settings.tile} needs a feed-forward `mlp` that is known to compute each token alone, and that of "
                 f"{kind} is not. Leave tile out; policy, every and offload work with it."
             )
+
+    # -- what planning asks --------------------------------------------------------------------------------------------
+    def attentions(self) -> list[BlockAttention]:
+        """Of each layer."""
+        c = self._config
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        dropout = getattr(c, "attention_dropout", 0.0)
+        return [
+            BlockAttention(layer_pattern(c, i), c.num_attention_heads, kv_heads, head_dim, True, dropout, "auto")
+            for i in range(len(self.blocks))
+        ]
+
+    def sizes(self) -> BlockSizes:
+        """Of a layer."""
+        layer = self.blocks[0]
+        numbers = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
+        projections = [m for n, m in layer.named_modules() if n.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")]
+        mlp = getattr(layer, "mlp", None)
+        hidden = getattr(self._config, "intermediate_size", None) or 4 * self._config.hidden_size
+        return BlockSizes(
+            self._config.hidden_size, hidden, sum(map(numbers, projections)), 0 if mlp is None else numbers(mlp),
+            windows=False, tiles=self._has_tiles,
+        )  # fmt: skip
 
     @property
     def takes_the_loop(self) -> bool:

@@ -29,6 +29,7 @@ from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.pattern.layers import LayersLike, layer_patterns, read_patterns
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.sequence import SequenceSpec
 
 #: decoders whose logits are the output projection of the last hidden states, and nothing else
@@ -132,7 +133,7 @@ class HFCausalLM(DilatedModule):
             self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
         layers = layers_of(self.decoder.base_model, self.depth)
         if layers is not None:
-            self.transformer = DecoderLayers(layers, token_wise=self._is_plain())
+            self.transformer = DecoderLayers(layers, self._is_plain(), self.config.get_text_config(decoder=True))
             self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
         elif self.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable()
@@ -195,11 +196,36 @@ class HFCausalLM(DilatedModule):
         settings = getattr(self, "transformer", None)
         if self.tile is not None or settings is None:
             return self.tile
-        return loss_tile(settings.memory.tile, self.config.get_text_config(decoder=True).vocab_size)
+        return loss_tile(settings.memory.tile, self._vocab_size)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
+
+    # -- what planning asks --------------------------------------------------------------------------------------------
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random text."""
+        text = torch.randint(0, self._vocab_size, (1, tokens))
+        return {"tokens": text, "labels": text.roll(-1, 1)}
+
+    def planning_copy(self, depth: int) -> Self:
+        copy = super().planning_copy(depth)
+        copy._modules.pop("transformer", None)
+        copy.config = with_depth(self.config, depth)
+        copy.source, copy._adapted = None, ()
+        if self.lora is not None:
+            copy.lora = {**self.lora, "init_lora_weights": False}  # others read the values of weights
+        return copy
+
+    def token_features(self) -> tuple[int, ...]:
+        return (self._vocab_size,)
+
+    def reads_logits(self) -> bool:
+        return True
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.config.get_text_config(decoder=True).vocab_size
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
@@ -234,6 +260,20 @@ class HFCausalLM(DilatedModule):
         module = cls(path_or_repo, **changes)
         module.configure_model()
         return module
+
+
+def with_depth(config: Any, depth: int) -> Any:
+    """A config with another number of layers, of the same kinds in turns, and of all kinds where there is room."""
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    if types := text.get("layer_types"):
+        chosen = list(in_turns(shortest_cycle(types), depth))
+        missing = [x for x in dict.fromkeys(types) if x not in chosen]
+        if len(missing) < depth:
+            chosen[depth - len(missing) :] = missing
+        text["layer_types"] = chosen
+    text["num_hidden_layers"] = depth
+    return type(config).from_dict(values)
 
 
 def _read_config(model: Any) -> tuple[str | None, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.torch import is_fake
 from lightning_dilated.sequence.collectives import sequence_gather
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -99,6 +100,9 @@ def visible_keys(
                 device=device, **options,
             )
         )  # fmt: skip
+    none = torch.empty(0, dtype=torch.int64)
+    if is_fake(none):  # in a plan, whose tensors have no values
+        return VisibleKeys(q_length, local_size, None, attention_mask is not None, none)
     starts = check(_intervals, mask_function, batch_size, q_length, local_size, device, use_vmap)
     lengths = None
     if attention_mask is not None:
@@ -194,7 +198,7 @@ def _local_documents(mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens
     _check_starts(mask, position_ids)
     if cu_seq_lens is not None:
         return _checked_bounds(mask, cu_seq_lens, mask.starts)
-    if position_ids is not None and not len(mask.starts):
+    if position_ids is not None and not len(mask.starts) and not is_fake(position_ids):
         _refuse_ignored_documents(mask, position_ids.cpu())
     return _bounds(mask.starts, mask.length) if len(mask.starts) else None
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from lightning_dilated._validation import integer
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.pattern.layers import LayersLike, plain_patterns, read_patterns
 
 #: the entry of a config that holds the patterns
@@ -54,6 +54,17 @@ def _text_config(model: Any) -> Any:
             f"set_pattern needs a decoder whose config has {' and '.join(missing)}; {type(config).__name__} has not."
         )
     return config
+
+
+def layer_pattern(config: Any, layer: int) -> DilatedPattern:
+    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window."""
+    patterns, types = getattr(config, ENTRY, None), getattr(config, "layer_types", None)
+    if patterns:
+        return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
+    window = getattr(config, "sliding_window", None)
+    if types is not None and types[layer] != "sliding_attention":
+        window = None
+    return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 
 def own_pattern(module: Any) -> DilatedPattern | None:
