@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
-from lightning_dilated.integrations.transformers.patterns import own_pattern
+from lightning_dilated.integrations.transformers.patterns import fixed_pattern, own_pattern
 from lightning_dilated.pattern import DilatedPattern, Window
 
 EAGER = 'Load the model with attn_implementation="eager" for it.'
@@ -65,8 +65,11 @@ def attend(
             f"keys, as cross attention has them. {SDPA}"
         )
     if pattern is None:
-        pattern = _own_attention(module, attention_mask.window, sliding_window)
-    documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+        pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
+    if attention_mask.known:
+        documents = attention_mask.bounds
+    else:
+        documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
     out = dilated_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

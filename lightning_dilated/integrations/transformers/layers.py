@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import allow_recompiles, uncompiled
 from lightning_dilated._compat.transformers import recompute_by
-from lightning_dilated.integrations.transformers.patterns import layer_pattern
+from lightning_dilated.integrations.transformers.patterns import fix_patterns, layer_pattern
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.offload import Host
 from lightning_dilated.memory.recompute import recomputed
@@ -46,8 +47,10 @@ class DecoderLayers(StackMemory):
     def __init__(self, layers: nn.ModuleList, token_wise: bool, config: Any) -> None:
         super().__init__()
         self._layers, self._token_wise, self._config = (layers,), token_wise, config
+        #: whether layers are compiled
+        self.compiled = False
         layers.__class__ = Loop
-        vars(layers)["_runner"] = partial(_deferred, self)
+        vars(layers)["_runner"] = partial(_runners, self)
         self.memory = MemorySettings()
 
     @property
@@ -68,6 +71,23 @@ class DecoderLayers(StackMemory):
             if hasattr(layer, "mlp"):
                 _tile(layer.mlp, settings.tile)
         self._memory, self._host = settings, Host(settings.offload)
+        self._compile()
+
+    def compile_blocks(self) -> None:
+        """Compile each layer, equal ones to one graph; those of decoding stay uncompiled."""
+        fix_patterns(self.blocks, self._config)
+        self.compiled = True
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile anew, for the settings."""
+        if not self.compiled:
+            return
+        kinds = len({layer_pattern(self._config, i) for i in range(len(self.blocks))})
+        # graphs for each pattern: with gradients and without, of a first layer and of others, static and dynamic lengths
+        allow_recompiles(16 * kinds)
+        for layer in self.blocks:
+            layer.compile(fullgraph=True)
 
     @property
     def _has_tiles(self) -> bool:
@@ -79,6 +99,11 @@ class DecoderLayers(StackMemory):
             raise ValueError(
                 f"head_chunks={settings.head_chunks} is not offered for {kind}: a decoder of transformers projects q, k "
                 "and v of all heads by itself. Set head_chunks=1; policy, every, offload and tile work with it."
+            )
+        if settings.tile is not None and self.compiled:
+            raise ValueError(
+                f"tile={settings.tile} runs the feed-forward of {kind} in tiles, which torch.compile cannot follow. Set "
+                "compile_blocks=False, or leave tile out here and give it to HFCausalLM, for the logits only."
             )
         if settings.tile is not None and not self._has_tiles:
             raise ValueError(
@@ -144,10 +169,21 @@ class Loop(nn.ModuleList):
         return self._runner(layers) or nn.ModuleList(layers)
 
 
-def _deferred(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..., Tensor]] | None:
-    """Callables in place of the layers, of which the last one runs all; None where layers run by themselves."""
-    if not (stack.takes_the_loop and len(layers) == len(stack.blocks) and layers[0].training):
-        return None
+def _runners(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..., Tensor]] | None:
+    """Callables in place of the layers; None where layers run by themselves."""
+    if stack.takes_the_loop and len(layers) == len(stack.blocks) and layers[0].training:
+        return _deferred(stack, layers)
+    return [partial(_called, layer) for layer in layers] if stack.compiled else None
+
+
+def _called(layer: nn.Module, *args: Any, **options: Any) -> Tensor:
+    """A compiled layer, run uncompiled where it has a cache: each new token would have a length of its own."""
+    cached = any(options.get(name) is not None for name in ("cache", "past_key_values"))
+    return (uncompiled(layer) if cached else layer)(*args, **options)
+
+
+def _deferred(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..., Tensor]]:
+    """Callables in place of the layers, of which the last one runs all."""
     waiting: list[Callable[[Tensor], Tensor]] = []
     begun: list[Tensor] = []
 

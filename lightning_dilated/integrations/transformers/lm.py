@@ -21,6 +21,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
+from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
@@ -56,6 +57,8 @@ class HFCausalLM(DilatedModule):
             of 16 bits. Needs the extra `lora`.
         gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
             `callbacks.ActivationRecompute` takes its place.
+        compile_blocks: compile every layer, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
+            when it is first run; generation stays uncompiled.
         bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token).
         optimizer, lr_scheduler: see `DilatedModule`.
 
@@ -77,6 +80,7 @@ class HFCausalLM(DilatedModule):
         tile: int | None = None,
         lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
+        compile_blocks: bool = False,
         bytes_per_token: float = 1.0,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -100,13 +104,19 @@ class HFCausalLM(DilatedModule):
                 f"have them without a soft cap; {text.model_type} may change them. Leave tile out."
             )
         self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
+        self.compile_blocks = flag(compile_blocks, "compile_blocks")
         self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
         self.lora = None if lora is None else adapters.read_options(lora)
         self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
         if self.lora is not None:
             with torch.device("meta"):  # no memory, so that a wrong module is an error here
                 adapters.check_targets(self.lora, self._decoder(None))
-        options = {"tile": tile, "gradient_checkpointing": gradient_checkpointing, "bytes_per_token": bytes_per_token}
+        options = {
+            "tile": tile,
+            "gradient_checkpointing": gradient_checkpointing,
+            "compile_blocks": compile_blocks,
+            "bytes_per_token": bytes_per_token,
+        }
         self.save_hyperparameters({"model": self.config.to_dict(), "lora": self.lora, **options})
 
     def _decoder(self, source: str | None) -> Any:
@@ -137,6 +147,13 @@ class HFCausalLM(DilatedModule):
         if layers is not None:
             self.transformer = DecoderLayers(layers, self._is_plain(), self.config.get_text_config(decoder=True))
             self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
+            if self.compile_blocks:
+                self.transformer.compile_blocks()
+        elif self.compile_blocks:
+            raise ValueError(
+                f"compile_blocks needs decoder layers in a list, and {type(self.decoder).__name__} has none that is known. "
+                "Leave it out, or call torch.compile on the decoder."
+            )
         elif self.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable()
 
@@ -162,6 +179,8 @@ class HFCausalLM(DilatedModule):
             positions = send(Documents.of(bounds, tokens.shape[1]).position, tokens.device)
             options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if lengths is not None:
+            if bounds is not None:
+                raise ValueError("a batch has lengths (padded samples) or cu_seqlens (packed documents), not both.")
             options["attention_mask"] = positions < torch.as_tensor(lengths, device=tokens.device)[:, None]
         return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
 
@@ -169,7 +188,8 @@ class HFCausalLM(DilatedModule):
         """Logits (B, N, V) of a batch; within an active sequence those of this rank's tokens."""
         self.configure_model()
         tokens, options = self._arguments(batch)
-        return self.decoder(tokens, **options).logits
+        with known_documents(batch.get("cu_seqlens")):
+            return self.decoder(tokens, **options).logits
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
@@ -183,13 +203,14 @@ class HFCausalLM(DilatedModule):
         self.configure_model()
         tile = self._loss_tile()
         if tile is None:
-            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
+            return token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks).sum(), count
         tokens, options = self._arguments(batch)
-        states = self.decoder.base_model(tokens, **options).last_hidden_state
+        with known_documents(batch.get("cu_seqlens")):
+            states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
 
         def nats(x: Tensor, y: Tensor) -> Tensor:
-            return token_nats(head(x).flatten(0, 1), y.flatten()).view(y.shape)
+            return token_nats(head(x).flatten(0, 1), y.flatten(), self.compile_blocks).view(y.shape)
 
         return tiled_sum(nats, (head,), tile, states, labels), count
 
@@ -212,7 +233,8 @@ class HFCausalLM(DilatedModule):
 
     def planning_copy(self, depth: int) -> Self:
         copy = super().planning_copy(depth)
-        copy._modules.pop("transformer", None)
+        if hasattr(copy, "transformer"):
+            del copy.transformer
         copy.config = with_depth(self.config, depth)
         copy.source, copy._adapted = None, ()
         if self.lora is not None:

@@ -10,7 +10,8 @@ Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D docum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,23 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 SDPA = 'Load the model with attn_implementation="sdpa" for it.'
 
 
+#: bounds of documents that a caller knows
+_known: list[Tensor | None] = []
+
+
+@contextlib.contextmanager
+def known_documents(bounds: Tensor | None) -> Iterator[None]:
+    """Within, masks are made for these documents, int32 (D + 1,) on the CPU with global bounds; None: for one document.
+
+    Positions must begin anew with each document, and be global on ranks: they are not looked at.
+    """
+    _known.append(bounds)
+    try:
+        yield
+    finally:
+        _known.pop()
+
+
 class VisibleKeys:
     """The mask of one forward, which transformers hands to each layer: causal, and what else restricts it.
 
@@ -32,6 +50,8 @@ class VisibleKeys:
         lengths: (B,) int32 on the CPU, real tokens of right-padded samples; None: no padding.
         has_padding_mask: whether the caller gave an `attention_mask`, for which transformers ignores documents.
         starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
+        known: whether `bounds` are the documents, which nothing else says; see `known_documents`.
+        bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
     """
 
     def __init__(
@@ -39,6 +59,7 @@ class VisibleKeys:
     ) -> None:
         self.length, self.window, self.lengths, self.starts = length, window, lengths, starts
         self.has_padding_mask = has_padding_mask
+        self.known, self.bounds = bool(_known), _known[-1] if _known else None
         self._documents: tuple[Any, Any, Tensor | None] | None = None
 
     @torch.compiler.disable  # it reads values

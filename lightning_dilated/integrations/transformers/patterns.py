@@ -67,12 +67,33 @@ def layer_pattern(config: Any, layer: int) -> DilatedPattern:
     return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 
+#: the attribute of an attention layer that holds its pattern, where it is compiled
+FIXED = "compiled_pattern"
+
+
+def fix_patterns(layers: Any, config: Any) -> None:
+    """Let attention layers hold their patterns, which torch.compile cannot read from a config."""
+    patterns = dict.fromkeys(layer_pattern(config, i) for i in range(len(layers)))
+    objects = {x: x for x in patterns}  # layers with equal ones share an object, and so a graph
+    for i, layer in enumerate(layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+                setattr(module, FIXED, objects[layer_pattern(config, i)])
+
+
+def fixed_pattern(module: Any) -> DilatedPattern | None:
+    """The pattern that `fix_patterns` gave an attention layer, if it gave one."""
+    return getattr(module, FIXED, None)
+
+
 def own_pattern(module: Any) -> DilatedPattern | None:
     """The pattern that `set_pattern` gave an attention layer, if it gave one.
 
     Raises:
         ValueError: for a layer that does not know its number, where layers have several patterns.
     """
+    if fixed_pattern(module) is not None:
+        return None
     patterns = getattr(getattr(module, "config", None), ENTRY, None)
     if not patterns:
         return None
