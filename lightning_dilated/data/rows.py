@@ -27,6 +27,12 @@ _BLOCK = 1 << 24
 Sources = str | list[str] | dict[str, Any]
 
 
+class Digest(Protocol):
+    """As of hashlib."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
 class Rows(Protocol):
     """Rows by number."""
 
@@ -36,6 +42,10 @@ class Rows(Protocol):
 
     def where(self, number: int) -> str:
         """The place of a row, for errors."""
+        ...
+
+    def hash_into(self, digest: Digest) -> None:
+        """Let a digest depend on the content of all rows."""
         ...
 
 
@@ -184,6 +194,11 @@ class JsonLines:
                 '{"messages": [...]}'
             ) from None
 
+    def hash_into(self, digest: Digest) -> None:
+        with open(self.path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+
 
 class JsonArray:
     """The rows of a file that is one JSON array, which is held in memory."""
@@ -205,6 +220,9 @@ class JsonArray:
 
     def where(self, number: int) -> str:
         return f"{self.path}, entry {number:,} (counted from 0)"
+
+    def hash_into(self, digest: Digest) -> None:
+        digest.update(json.dumps(self._rows).encode())
 
 
 @dataclass
@@ -230,6 +248,10 @@ class LoadedRows:
     def where(self, number: int) -> str:
         return f"{self.name}, row {number:,} (counted from 0)"
 
+    def hash_into(self, digest: Digest) -> None:
+        for _, row in each(self):
+            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+
 
 class JoinedRows:
     """Rows of several sources, one after another."""
@@ -252,6 +274,10 @@ class JoinedRows:
     def where(self, number: int) -> str:
         part, inside = self._place(number)
         return part.where(inside)
+
+    def hash_into(self, digest: Digest) -> None:
+        for part in self.parts:
+            part.hash_into(digest)
 
 
 def each(rows: Rows) -> Iterator[tuple[int, Any]]:

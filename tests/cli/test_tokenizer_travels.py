@@ -77,6 +77,18 @@ def test_folders_hold_it(folder):
     assert generated(folder, "whole") == generated(folder, CKPT)
 
 
+def test_sharded_checkpoints_hold_it(folder):
+    name = "lightning_dilated.callbacks.ShardedCheckpoint"
+    callback = json.dumps([{"class_path": name, "init_args": {"folder": "sharded"}}])
+    result = run_in(
+        folder, "fit", "--config", "chat.yaml", "--data.tokenizer", "away.json", "--trainer.callbacks", callback
+    )
+    assert result.code == 0, result.err[-2000:]
+    result = run_in(folder, "consolidate", "sharded", "--out", "from_shards")
+    assert result.code == 0, result.err[-2000:]
+    assert generated(folder, "from_shards") == generated(folder, CKPT)
+
+
 def test_another_tokenizer_is_reported(folder, recwarn):
     (folder / "tokenizer.json").write_text((folder / "away.json").read_text().replace("<|endoftext|>", "<|other|>"))
     result = run_in(folder, "validate", "--config", "chat.yaml", "--ckpt_path", CKPT)

@@ -70,6 +70,37 @@ def test_labels_are_what_the_assistant_writes(module, template, turn):
         assert torch.equal(sample["labels"][:-1][at[:-1]], sample["tokens"][1:][at[:-1]]) and not at[-1]
 
 
+STYLES = {
+    "instructions": (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}",
+        " sat on<|im_end|> dry<|im_end|>",
+    ),
+    "another name": (
+        "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+        "{{ '<|im_start|>' + role + '\n' + m.content | trim + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}",
+        "sat on<|im_end|>\ndry<|im_end|>\n",
+    ),
+    "headers": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_start|>\n\n' + m['content'] | trim + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_start|>\n\n' }}{% endif %}",
+        "sat on<|im_end|>dry<|im_end|>",
+    ),
+    "a system prompt of its own": (
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nbe good<|im_end|>\n' }}{% endif %}" + CHATML,
+        "sat on<|im_end|>\ndry<|im_end|>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_templates_in_the_style_of_released_models(module, style):
+    template, want = STYLES[style]
+    data = module([chat("the cat ", "sat on", "a mat", "dry")], template=template)
+    assert learned(data, data.dataset("train")[0]) == want
+
+
 def test_all_tokens(module):
     data = module([chat("dry", "wet")], train_on="all")
     (sample,) = data.dataset("train")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.data import ChatDataModule
+from lightning_dilated.data import ChatDataModule, ChatStreamDataModule, TextStreamDataModule
 from lightning_dilated.data.chat.messages import conversation
 from lightning_dilated.data.chat.template import TransformersTokenizer
 
@@ -145,7 +145,7 @@ def test_losses_of_a_pack_are_those_one_by_one(tmp_path, folder, family):
     close(got, {n: p.grad for n, p in model.named_parameters()}, 1e-5)
 
 
-def train(rank, group, paths, folder, cache):
+def train(rank, group, kind, paths, folder, cache):
     """Losses, validation and weights of a run in which all ranks share each row."""
     losses = []
 
@@ -156,7 +156,13 @@ def train(rank, group, paths, folder, cache):
     world = launched(rank)
     pl.seed_everything(1, verbose=False)
     model = HFCausalLM(config("llama", vocab_size=V))
-    data = ChatDataModule(paths, folder, 300, cache_dir=cache, val_fraction=0.25, test_fraction=0)
+    streams = {"readers": 2, "epoch_rows": 8, "val_paths": paths, "val_limit": 3, "cache_dir": cache}
+    if kind == "chat":
+        data = ChatDataModule(paths, folder, 300, cache_dir=cache, val_fraction=0.25, test_fraction=0)
+    elif kind == "chat stream":
+        data = ChatStreamDataModule(paths, folder, 300, **streams)
+    else:
+        data = TextStreamDataModule(paths, folder, 100, column="prompt", **streams)
     built = trainer("ring_dilated", world, max_steps=3, precision="64-true", callbacks=[Record()])
     built.fit(model, data)
     built.validate(model, data, verbose=False)
@@ -164,18 +170,44 @@ def train(rank, group, paths, folder, cache):
     return {"losses": losses, "val_loss": float(built.callback_metrics["val_loss"]), "weights": weights}
 
 
-def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder):
-    """They encode the rows once between them."""
-    paths = write(tmp_path / "chats.jsonl", chats(32))
-    (want,) = pools(1).run(1, train, paths, folder, str(tmp_path / "cache"))
+@pytest.mark.parametrize("kind", ["chat", "chat stream", "text stream"])
+def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder, kind):
+    """On two ranks and, where lengths are uneven, on three. They encode the rows of a file once between them."""
+    rows = [{"prompt": " ".join(x["content"] for x in row["messages"]), "completion": "dry"} for row in chats(32)]
+    paths = write(tmp_path / "chats.jsonl", rows)
+    (want,) = pools(1).run(1, train, kind, paths, folder, str(tmp_path / "cache"))
     assert len(want["losses"]) == 3
-    for ranks in (2, 3):
+    for ranks in (2, 3) if kind == "chat" else (2,):
         cache = tmp_path / f"cache{ranks}"
-        for got in pools(ranks).run(ranks, train, paths, folder, str(cache)):
+        for got in pools(ranks).run(ranks, train, kind, paths, folder, str(cache)):
             torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-6, atol=0)
             assert got["val_loss"] == pytest.approx(want["val_loss"], rel=1e-6)
             close(got["weights"], want["weights"], 1e-5)
-        assert len([x for x in cache.iterdir() if x.is_dir()]) == 1
+        assert kind != "chat" or len([x for x in cache.iterdir() if x.is_dir()]) == 1
+
+
+def data_parallel(rank, group, paths, folder, cache):
+    """The conversations of each step of a rank, with rows of its own."""
+    seen = []
+
+    class Record(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, number):
+            seen.append(batch["index"].tolist())
+
+    world = launched(rank)
+    model = HFCausalLM(config("llama", vocab_size=V))
+    data = ChatDataModule(paths, folder, 300, cache_dir=cache, val_fraction=0, test_fraction=0)
+    strategy = ld.RingDilatedStrategy(sequence_size=1)
+    trainer(strategy, world, max_steps=6 // world, callbacks=[Record()]).fit(model, data)
+    return seen
+
+
+def test_data_ranks_share_the_rows(pools, tmp_path, folder):
+    arguments = write(tmp_path / "chats.jsonl", chats(40)), folder, str(tmp_path / "cache")
+    (one,) = pools(1).run(1, data_parallel, *arguments)
+    for ranks in (2, 3):
+        each = pools(ranks).run(ranks, data_parallel, *arguments)
+        assert [pack for packs in zip(*each, strict=True) for pack in packs] == one
 
 
 def test_one_by_one_has_the_same_validation(tmp_path, folder):

@@ -94,8 +94,7 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
 def _key(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> str:
     """A digest of all that the tokens depend on, the content of every row included."""
     digest = hashlib.blake2b(f"{VERSION} {learn} {column} {tokenizer.digest()}".encode(), digest_size=16)
-    for _, row in each(rows):
-        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    rows.hash_into(digest)
     return digest.hexdigest()
 
 

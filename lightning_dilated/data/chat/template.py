@@ -250,7 +250,7 @@ def _refusing(chat: Conversation, render: Any) -> str:
 
     try:
         return render()
-    except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise ValueError(
             f"{chat.where}: the chat template refuses this conversation ({str(error)[:200]}): change the row, or set "
             "data.template"
