@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated._device import send
@@ -22,7 +22,7 @@ from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.masks import known_documents
-from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
+from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
@@ -221,6 +221,38 @@ class HFCausalLM(DilatedModule):
             return self.tile
         return loss_tile(settings.memory.tile, self._vocab_size)
 
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, **options: Any) -> Any:
+        """What `generate` of transformers returns for prompts (B, N): (B, N + new) tokens, or its outputs by name.
+
+        With a pattern it decodes with a `DilatedCache`, exactly as the whole sequence is computed; layers with their own
+        attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
+
+        Args:
+            tokens: equally long prompts, without padding.
+            options: of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, num_beams, ...
+
+        Raises:
+            ValueError: for parameters that are sharded over ranks, and what transformers refuses.
+        """
+        self.configure_model()
+        refuse_sharded(self, "generation takes whole ones")
+        if (
+            has_pattern(self.decoder)
+            and options.get("use_cache", True)
+            and not {"cache", "past_key_values"} & set(options)
+        ):
+            from lightning_dilated.integrations.transformers.cache import DilatedCache
+
+            options["cache"] = DilatedCache(self.decoder.config)
+        options.setdefault("attention_mask", torch.ones_like(tokens))
+        training = self.decoder.training
+        self.decoder.eval()
+        try:
+            return self.decoder.generate(tokens, **options)
+        finally:
+            self.decoder.train(training)
+
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
@@ -266,11 +298,7 @@ class HFCausalLM(DilatedModule):
         """
         flag(merge, "merge")
         self.configure_model()
-        if any(isinstance(p, DTensor) for p in self.parameters()):
-            raise ValueError(
-                "the parameters are sharded over ranks, and a folder holds whole ones. Save a checkpoint, run "
-                "`lightning-dilated consolidate`, and save the model that load_from_checkpoint makes of its file."
-            )
+        refuse_sharded(self, "a folder holds whole ones")
         if self._adapted:
             adapters.save(self._adapted[0], folder, merge)
         else:
@@ -284,6 +312,15 @@ class HFCausalLM(DilatedModule):
         module = cls(path_or_repo, **changes)
         module.configure_model()
         return module
+
+
+def refuse_sharded(module: nn.Module, why: str) -> None:
+    """Raise ValueError for parameters that are sharded over ranks."""
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError(
+            f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
+            "take the model that load_from_checkpoint makes of its file."
+        )
 
 
 def with_depth(config: Any, depth: int) -> Any:

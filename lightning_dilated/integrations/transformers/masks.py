@@ -108,6 +108,12 @@ def visible_keys(
     """
     group = active_sequence()
     check = _call if group is None else group.guard  # on ranks the others raise, too
+    if (
+        _follows(q_length, kv_length, q_offset, kv_offset) and local_size != 1
+    ):  # whose mask a sliding window may have, too
+        check(_refuse_cache_on_ranks, group, q_length, kv_length)
+        _check_whole(attention_mask)
+        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64))
     cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
     if cached:
         check(_refuse_cache_on_ranks, group, q_length, kv_length)
@@ -130,6 +136,19 @@ def visible_keys(
         check(_check_padding_mask, attention_mask, batch_size, q_length)
         lengths = _lengths(attention_mask, group)
     return VisibleKeys(q_length, local_size, lengths, attention_mask is not None, starts)
+
+
+def _follows(queries: int, keys: int, query_offset: int | Tensor, key_offset: int) -> bool:
+    """Whether keys are those of the queries alone, which follow others: as a `DilatedCache` says it."""
+    return not isinstance(query_offset, Tensor) and query_offset == key_offset > 0 and queries == keys
+
+
+def _check_whole(mask: Tensor | None) -> None:
+    """Raise for a padding mask with padding."""
+    if mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
+        )
 
 
 def _call(check: Callable[..., Any], *args: Any) -> Any:

@@ -86,6 +86,11 @@ def fixed_pattern(module: Any) -> DilatedPattern | None:
     return getattr(module, FIXED, None)
 
 
+def has_pattern(module: Any) -> bool:
+    """Whether `set_pattern` gave the model of an attention layer a pattern."""
+    return bool(getattr(getattr(module, "config", None), ENTRY, None))
+
+
 def own_pattern(module: Any) -> DilatedPattern | None:
     """The pattern that `set_pattern` gave an attention layer, if it gave one.
 
