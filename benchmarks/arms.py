@@ -34,6 +34,7 @@ NAMES = (
     "hybrid-half",
     "hybrid-first",
     "hybrid-ends",
+    "hybrid-window",
 )
 Batch = dict[str, Tensor]
 
@@ -63,6 +64,8 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         "hybrid-ends": lambda: (
             hybrid(depth, heads, local=local, global_first=0)[:1] + hybrid(depth, heads, local=local)[1:]
         ),
+        # windows of half a segment: as many keys for a query, on average
+        "hybrid-window": lambda: hybrid(depth, heads, local=local // 2, window=True),
         "hybrid-half": lambda: hybrid(depth, heads, local=local, global_every=2),
     }[arm]()
 
