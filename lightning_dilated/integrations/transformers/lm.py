@@ -46,9 +46,8 @@ class HFCausalLM(DilatedModule):
     global on every rank, and begin anew with each document. Logged with each mean loss: bits per byte and perplexity.
 
     Args:
-        model: a folder or hub repository, whose weights are loaded; or a mapping with its `path` and values that change its
-            config, such as `rope_parameters`; or a config (of transformers, or its values as a mapping with `model_type`),
-            for random weights. Weights are in the Trainer's dtype.
+        model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
+            mapping with `model_type`), for random weights. Weights are in the Trainer's dtype.
         pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
         tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
             Gemma 3 and Phi.
@@ -345,26 +344,11 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
         adapters.refuse_folder(model)
         return str(model), AutoConfig.from_pretrained(model)
     if isinstance(model, Mapping):
-        if "path" in model:
-            return _changed_config(**model)
         if "model_type" not in model:
             raise ValueError(
-                f"model as a mapping is a config of transformers and needs model_type, such as llama, or the path of a "
-                f"model whose config it changes; got {sorted(model)}."
+                f"model as a mapping is a config of transformers and needs model_type, such as llama; got {sorted(model)}."
             )
         model = AutoConfig.for_model(**model)
     if not isinstance(model, PreTrainedConfig):
         raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")
     return None, type(model).from_dict(model.to_dict())  # transformers keeps the attention implementation in it
-
-
-def _changed_config(path: str, **changes: Any) -> tuple[str, Any]:
-    """(folder or repository, its config with other values). Raises: ValueError for a value that the config does not have."""
-    source, config = _read_config(path)
-    unknown = [name for name in changes if not hasattr(config, name)]
-    if unknown or source is None:
-        raise ValueError(
-            f"model.{(unknown or ['path'])[0]} is none of the values in the config of {path}, a {config.model_type}: it has "
-            f"{', '.join(sorted(config.to_dict()))}."
-        )
-    return source, type(config).from_dict({**config.to_dict(), **changes})
