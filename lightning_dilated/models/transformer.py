@@ -161,7 +161,8 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         ValueError: for a module without TransformerBlock.
     """
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    if not blocks:
+    others = [m for m in module.modules() if isinstance(m, StackMemory) and not isinstance(m, DilatedTransformer)]
+    if not blocks and not others:
         raise ValueError(f"{type(module).__name__} has no TransformerBlock whose FLOPs could be counted.")
     before = _trained_before(module) if training else {}
     passes = lambda p, early: 1 + (training and p.requires_grad) + early  # noqa: E731 - products with a matrix
@@ -173,6 +174,17 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         for document, times in Counter(documents).items():
             own, carried = _pairs(a, document)
             features += a.head_dim * times * (own * (14 if backward else 4) + carried * (10 if backward else 4))
+    for stack in others:
+        for block, a in zip(stack.blocks, stack.attentions(), strict=True):
+            first, alike = next(block.parameters()), stack.projections(block)
+            early_of = lambda p: before.get(first if p in alike else p, False)  # noqa: B023, E731
+            products += sum(p.numel() * passes(p, early_of(p)) for p in block.parameters() if p.ndim >= 2)
+            backward = before.get(list(block.parameters())[-1])
+            for document, times in Counter(documents).items():
+                reached = pairs(a.pattern, int(document), a.num_heads, a.num_kv_heads, a.causal)
+                features += a.head_dim * times * reached * (14 if backward else 4)
+        if (weight := stack.logit_weight()) is not None:
+            products += weight.numel() * (1 + training * weight.requires_grad + (training and any(before.values())))
     if getattr(module, "vocab_size", None) and isinstance(getattr(module, "head", None), nn.Linear):
         head = module.head.weight
         early = training and any(

@@ -6,8 +6,6 @@ import torch
 import lightning_dilated as ld
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
-import transformers
-
 from .decoders import FAMILIES, config, decoder, tokens
 from .test_hf_causal_lm import HYBRID
 
@@ -127,4 +125,6 @@ def test_refused():
         model(ids, cache=cache)
     with pytest.raises(ValueError, match="cannot take tokens back"):
         DilatedCache(model.config).crop(-1)
-    assert transformers.DynamicCache is not DilatedCache
+    scaled = config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="Pass use_cache=False, or take another rope_type"):
+        DilatedCache(scaled)

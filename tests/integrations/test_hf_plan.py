@@ -1,6 +1,7 @@
 """`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
 
 import pytest
+import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -8,6 +9,7 @@ import lightning_dilated as ld
 from lightning_dilated.cli.find_max import Trials
 from lightning_dilated.cli.plan import run
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.transformer import step_flops
 from lightning_dilated.planning.advice import Question, _pickled, answer
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
@@ -118,8 +120,12 @@ def test_flops_are_what_torch_counts(family, lora):
     data = example_of(real, 1024)
     with FlopCounterMode(display=False) as counter:
         real.token_mean(data)[0].backward()
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        real.token_mean(data)
     got = estimate(facts(model(family, lora, **sizes)), MemorySettings(), 1024, Setup(), H200)
     assert got.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert step_flops(real, 1024, [1024]) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert step_flops(real, 1024, [1024], training=False) == pytest.approx(forward.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])

@@ -13,6 +13,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.kv_cache import decode_attention
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
 from lightning_dilated.integrations.transformers.patterns import fixed_pattern, has_pattern, own_pattern
+from lightning_dilated.integrations.transformers.rotary import follows_length
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.sequence.group import active_sequence
 
@@ -72,6 +73,7 @@ def attend(
         )
     if pattern is None:
         pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
+    _check_lengths(module, attention_mask)
     if attention_mask.known:
         documents = attention_mask.bounds
     else:
@@ -113,6 +115,16 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
         raise ValueError(
             f"{type(module).__name__} got no mask of transformers' create_causal_mask ({mask!r}), so what its tokens see is "
             f"not known. {SDPA}"
+        )
+
+
+def _check_lengths(module: nn.Module, mask: VisibleKeys) -> None:
+    """Raise where rotary frequencies were those of a part of the sequence."""
+    group = None if mask.known else active_sequence()
+    if group is not None and group.ranks > 1 and follows_length(getattr(module, "config", None)):
+        raise ValueError(
+            f"rotary frequencies of {type(module).__name__} follow the length of a sequence (rope_type dynamic or "
+            "longrope), of which each rank has a part. Train it by HFCausalLM, or take another rope_type, such as yarn."
         )
 
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lightning_dilated.attention.kv_cache import Clock, KVCache
 from lightning_dilated.integrations.transformers.attention import CACHE
 from lightning_dilated.integrations.transformers.patterns import layer_pattern
+from lightning_dilated.integrations.transformers.rotary import follows_length
 
 
 class DilatedCache(Cache):
@@ -28,10 +29,18 @@ class DilatedCache(Cache):
     Args:
         config: the model's.
         max_length: most tokens of a sample; None: it grows.
+
+    Raises:
+        ValueError: for rotary frequencies that follow the length of a sequence.
     """
 
     def __init__(self, config: Any, max_length: int | None = None) -> None:
         text, clock = config.get_text_config(decoder=True), Clock()
+        if follows_length(text):
+            raise ValueError(
+                "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
+                "cached keys would be wrong once it is longer. Pass use_cache=False, or take another rope_type (yarn)."
+            )
         heads = text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         patterns = (layer_pattern(text, i) for i in range(text.num_hidden_layers))

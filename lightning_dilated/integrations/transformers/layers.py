@@ -26,6 +26,9 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 
+#: the projections to q, k and v of a layer's attention
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
 
 def layers_of(base: nn.Module, depth: int) -> nn.ModuleList | None:
     """The list of `depth` layers that a decoder without its head runs one after another; None where there is none."""
@@ -39,13 +42,15 @@ class DecoderLayers(StackMemory):
     """The memory settings of a decoder's layers; it holds no module itself, so that state dicts have each weight once.
 
     Args:
+        decoder: with its head.
         layers: of the decoder, whose class becomes `Loop`.
         token_wise: whether the feed-forward of a layer, `mlp`, is a function of each token alone.
         config: of the layers.
     """
 
-    def __init__(self, layers: nn.ModuleList, token_wise: bool, config: Any) -> None:
+    def __init__(self, decoder: Any, layers: nn.ModuleList, token_wise: bool, config: Any) -> None:
         super().__init__()
+        self._decoder = (decoder,)
         self._layers, self._token_wise, self._config = (layers,), token_wise, config
         #: whether layers are compiled
         self.compiled = False
@@ -123,11 +128,22 @@ class DecoderLayers(StackMemory):
             for i in range(len(self.blocks))
         ]
 
+    def logit_weight(self) -> Tensor | None:
+        """The output projection, (V, E)."""
+        head = self._decoder[0].get_output_embeddings()
+        return None if head is None else getattr(head, "base_layer", head).weight
+
+    @staticmethod
+    def projections(layer: nn.Module) -> set[nn.Parameter]:
+        """Weights that a layer's normed input is multiplied with: those to q, k and v, and the first of their updates."""
+        named = layer.named_parameters()
+        return {p for name, p in named if set(name.split(".")) & set(PROJECTIONS) and "lora_B" not in name}
+
     def sizes(self) -> BlockSizes:
         """Of a layer."""
         layer = self.blocks[0]
         numbers = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
-        projections = [m for n, m in layer.named_modules() if n.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")]
+        projections = [m for n, m in layer.named_modules() if n.rpartition(".")[2] in PROJECTIONS]
         mlp = getattr(layer, "mlp", None)
         hidden = getattr(self._config, "intermediate_size", None) or 4 * self._config.hidden_size
         return BlockSizes(

@@ -5,18 +5,21 @@ Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer, real
+from lightning_dilated._validation import flag, integer, known_keys, real
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
@@ -24,6 +27,7 @@ from lightning_dilated.integrations.transformers.layers import DecoderLayers, la
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
+from lightning_dilated.integrations.transformers.rotary import furthest_position, whole_lengths
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
@@ -32,7 +36,7 @@ from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
-from lightning_dilated.sequence import SequenceSpec
+from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 #: decoders whose logits are the output projection of the last hidden states, and nothing else
 PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
@@ -49,6 +53,8 @@ class HFCausalLM(DilatedModule):
         model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
             mapping with `model_type`), for random weights. Weights are in the Trainer's dtype.
         pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
+        config: values that replace those of the model's config, such as {"max_position_embeddings": 65536,
+            "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to train on at longer sequences.
         tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
             Gemma 3 and Phi.
         lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
@@ -76,6 +82,7 @@ class HFCausalLM(DilatedModule):
         model: str | Path | dict[str, Any] | Any,
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         *,
+        config: dict[str, Any] | None = None,
         tile: int | None = None,
         lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
@@ -88,6 +95,8 @@ class HFCausalLM(DilatedModule):
         register()
         self.source, self.config = _read_config(model)
         self.tokenizer_files = None if self.source is None else read_files(Path(self.source))
+        if config is not None:
+            self.config = _changed(self.config, config)
         if pattern is not None:
             set_pattern(self.config, pattern)
         text = self.config.get_text_config(decoder=True)
@@ -106,6 +115,7 @@ class HFCausalLM(DilatedModule):
         self.compile_blocks = flag(compile_blocks, "compile_blocks")
         self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
         self.lora = None if lora is None else adapters.read_options(lora)
+        self._length_checked = False
         self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
         if self.lora is not None:
             with torch.device("meta"):  # no memory, so that a wrong module is an error here
@@ -142,9 +152,12 @@ class HFCausalLM(DilatedModule):
         self.decoder = self._decoder(self.source)
         if self.lora is not None:
             self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
+        whole_lengths(self.decoder)
         layers = layers_of(self.decoder.base_model, self.depth)
         if layers is not None:
-            self.transformer = DecoderLayers(layers, self._is_plain(), self.config.get_text_config(decoder=True))
+            self.transformer = DecoderLayers(
+                self.decoder, layers, self._is_plain(), self.config.get_text_config(decoder=True)
+            )
             self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
             if self.compile_blocks:
                 self.transformer.compile_blocks()
@@ -168,6 +181,35 @@ class HFCausalLM(DilatedModule):
         adapters.keep_wide(self, before)
         return result
 
+    @contextlib.contextmanager
+    def _call(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """(tokens, what else the decoder's forward takes); within, its masks and positions are those of the whole batch."""
+        tokens, options = self._arguments(batch)
+        bounds, group = batch.get("cu_seqlens"), active_sequence()
+        agreed = None if group is None else group.agreed  # by all ranks, when the positions were made
+        length = tokens.shape[1] if agreed is None else agreed.seq_len
+        if bounds is not None and len(bounds) > 1:
+            length = int(bounds.diff().max())
+        if not is_fake(tokens):  # of a plan
+            self._check_length(length)
+        shared = group is not None and group.ranks > 1
+        with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
+            yield tokens, options
+
+    def _check_length(self, length: int) -> None:
+        """Warn once of sequences that are longer than the positions that the model was trained for."""
+        text = self.config.get_text_config(decoder=True)
+        most = getattr(text, "max_position_embeddings", None)
+        if self._length_checked or most is None or length <= most:
+            return
+        self._length_checked = True
+        rank_zero_warn(
+            f"a sequence of {length:,} tokens goes beyond max_position_embeddings={most} of {self.config.model_type}, whose "
+            "positions beyond it were not trained. Set model.config to {max_position_embeddings: "
+            f"{length}, rope_parameters: {{...}}}}, the latter with another rope_type (yarn, and a factor of "
+            f"{length / most:.3g} or more) or a larger rope_theta, and train on at that length."
+        )
+
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
@@ -186,8 +228,7 @@ class HFCausalLM(DilatedModule):
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         """Logits (B, N, V) of a batch; within an active sequence those of this rank's tokens."""
         self.configure_model()
-        tokens, options = self._arguments(batch)
-        with known_documents(batch.get("cu_seqlens")):
+        with self._call(batch) as (tokens, options):
             return self.decoder(tokens, **options).logits
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -203,8 +244,7 @@ class HFCausalLM(DilatedModule):
         tile = self._loss_tile()
         if tile is None:
             return token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks).sum(), count
-        tokens, options = self._arguments(batch)
-        with known_documents(batch.get("cu_seqlens")):
+        with self._call(batch) as (tokens, options):
             states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
 
@@ -311,6 +351,22 @@ class HFCausalLM(DilatedModule):
         module = cls(path_or_repo, **changes)
         module.configure_model()
         return module
+
+
+def _changed(config: Any, changes: Any) -> Any:
+    """A config with other values."""
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"config must be a mapping of values of the model's config, or None; got {changes!r:.200}.")
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    known_keys(changes, f"config of {config.model_type}", text)
+    fixed = [n for n in ("model_type", "num_hidden_layers", "layer_types") if n in changes]
+    if fixed:
+        raise ValueError(
+            f"config cannot change {fixed[0]}: weights would not fit. Build a model of that config instead."
+        )
+    text.update(changes)
+    return type(config).from_dict(values)
 
 
 def refuse_sharded(module: nn.Module, why: str) -> None:
