@@ -34,8 +34,8 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     With blocks of this package, and decoders in `HFCausalLM`, it also logs `device/flops_per_sec`, from counted pairs
     (`models.transformer.step_flops`), and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. Attention of a
-    step of streams, or of a truncated chunk, to keys of earlier ones counts as well, without the gradients that these keys do
-    not get. A LightningModule may define `flops_per_batch`, as one has to that calls `model.stream` in a step of its own.
+    step of streams, or of a truncated chunk, to keys of earlier ones counts as well, without the gradients that these keys
+    do not get. A LightningModule may define `flops_per_batch`, as one has to that calls `model.stream` in a step of its own.
 
     Args:
         window_size: batches that an average runs over.
