@@ -4,7 +4,6 @@ import csv
 import json
 
 import pytest
-import torch
 import yaml
 
 import lightning_dilated as ld
