@@ -21,6 +21,7 @@ from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, known_keys, real
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
 from lightning_dilated.integrations.transformers.decoding import dilated_cache
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
@@ -33,7 +34,8 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
 from lightning_dilated.models.module import DilatedModule
-from lightning_dilated.pattern.layers import LayersLike, layer_patterns, read_patterns
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import layer_patterns, read_patterns
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
@@ -79,7 +81,7 @@ class HFCausalLM(DilatedModule):
     def __init__(
         self,
         model: str | Path | dict[str, Any] | Any,
-        pattern: LayersLike | None = None,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         *,
         config: dict[str, Any] | None = None,
         tile: int | None = None,
@@ -93,6 +95,7 @@ class HFCausalLM(DilatedModule):
         super().__init__(optimizer, lr_scheduler)
         register()
         self.source, self.config = _read_config(model)
+        self.tokenizer_files = None if self.source is None else read_files(Path(self.source))
         if config is not None:
             self.config = _changed(self.config, config)
         if pattern is not None:
@@ -134,6 +137,16 @@ class HFCausalLM(DilatedModule):
         if source is None:
             return AutoModelForCausalLM.from_config(self.config, **options)
         return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+
+    def setup(self, stage: str) -> None:
+        """Check that every token of the data has an embedding."""
+        size = self.config.get_text_config(decoder=True).vocab_size
+        tokens = self._data_setting("vocab_size", size)
+        if tokens > size:
+            raise ValueError(
+                f"the model's vocab_size={size} is below the data's {tokens} tokens: set data.tokenizer to the model's "
+                f"own, or take a config with vocab_size {tokens} (whose embedding is trained from the start)."
+            )
 
     def build(self) -> None:
         """The decoder, with the weights of its folder or random ones, and adapters."""
@@ -313,7 +326,7 @@ class HFCausalLM(DilatedModule):
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
 
         With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and no
-        pattern. On several ranks, only one calls it.
+        pattern. The tokenizer of the data is written, too, where there is one. On several ranks, only one calls it.
 
         Args:
             merge: add the updates to the weights, in a copy, and write the whole model.
@@ -328,6 +341,7 @@ class HFCausalLM(DilatedModule):
             adapters.save(self._adapted[0], folder, merge)
         else:
             self.decoder.save_pretrained(folder)
+        write_files(Path(folder), self.current_tokenizer())
         return Path(folder)
 
     @classmethod
