@@ -30,7 +30,8 @@ LONGEST = (
     "sequence/test_scale.py", "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
     "strategy/test_first_batch.py", "strategy/test_failures.py", "strategy/test_pooled.py",
     "distributed/test_exchange_script.py", "models/test_frozen.py", "models/test_generation.py", "kernels/test_decode.py",
-    "integrations/test_hf_causal_lm.py", "integrations/test_transformers_ranks.py",
+    "integrations/test_hf_causal_lm.py", "integrations/test_transformers_ranks.py", "integrations/test_evaluate.py",
+    "strategy/test_accuracy_by_depth.py",
 )  # fmt: skip
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}

@@ -559,6 +559,28 @@ class KVCache:
         positions = self.positions(len(x), x.device)
         return positions[:, None] if self.clock.ragged else positions[:1], max(self.clock.kept(self.length, 1))
 
+    # -- samples -------------------------------------------------------------------------------------------------------
+    def select(self, indices: Tensor) -> None:
+        """Hold the samples of these numbers (M,), int64, in their order, as beam search asks; B becomes M.
+
+        Raises:
+            ValueError: for a cache whose samples have lengths of their own, or that ranks share.
+        """
+        if self.clock.lengths is not None:
+            raise ValueError("samples are selected where all are equally long, and not of prompts that ranks share.")
+        if self._k is None or self._v is None or self._shape is None:
+            return
+        self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))
+        if self.recent is not None:
+            self.recent = self.recent.index_select(0, indices.to(self.recent.device))
+        self._shape, self._launch = (len(indices), *self._shape[1:]), None
+        self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
+
+    def repeat(self, times: int) -> None:
+        """Hold each sample so many times, copies next to each other."""
+        if self._k is not None:
+            self.select(torch.arange(len(self._k)).repeat_interleave(times))
+
     # -- what it holds -------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""

@@ -1,6 +1,7 @@
 """Callbacks: recomputation, memory, throughput, communication, checkpoints, reports, evaluation, writers of predictions."""
 
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
+from lightning_dilated.callbacks.by_depth import AccuracyByDepth
 from lightning_dilated.callbacks.by_distance import LossByPosition, RecallByDistance
 from lightning_dilated.callbacks.communication import CommunicationProfiler
 from lightning_dilated.callbacks.intervals import BootstrapIntervals
@@ -11,6 +12,7 @@ from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
+    "AccuracyByDepth",
     "ActivationRecompute",
     "AttentionWriter",
     "BootstrapIntervals",

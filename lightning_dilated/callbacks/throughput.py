@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from lightning_dilated._compat.lightning import logs_this_step
+from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.transformer import step_flops
 
@@ -31,10 +32,10 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     On a GPU, batches are timed by events, and the host waits only for a batch that is logged; Lightning's waits for each.
 
-    With blocks of this package it also logs `device/flops_per_sec`, from counted pairs (`models.transformer.step_flops`),
-    and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. Attention of a step of streams, or of a truncated
-    chunk, to keys of earlier ones counts as well, without the gradients that these keys do not get. A LightningModule may
-    define `flops_per_batch`, as one has to that calls `model.stream` in a step of its own.
+    With blocks of this package, and decoders in `HFCausalLM`, it also logs `device/flops_per_sec`, from counted pairs
+    (`models.transformer.step_flops`), and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. Attention of a
+    step of streams, or of a truncated chunk, to keys of earlier ones counts as well, without the gradients that these keys
+    do not get. A LightningModule may define `flops_per_batch`, as one has to that calls `model.stream` in a step of its own.
 
     Args:
         window_size: batches that an average runs over.
@@ -123,7 +124,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     def _flops(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int | None:
         if self._own_flops:
             return pl_module.flops_per_batch  # type: ignore[return-value]  # the user's module says a number
-        if not any(isinstance(m, TransformerBlock) for m in pl_module.modules()):
+        if not any(isinstance(m, (TransformerBlock, StackMemory)) for m in pl_module.modules()):
             return None
         tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING
         truncated = getattr(pl_module, "truncated_parts", None)

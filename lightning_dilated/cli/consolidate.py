@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dilated.checkpoint.folder import checked, read_meta, read_tensors
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.cli.load_model import model_config, read_checkpoint
+from lightning_dilated.data.text.tokenizer_files import checked_files, write_files
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.pretrained import (
     config_of,
@@ -110,5 +111,6 @@ def run(argv: list[str]) -> None:
         partial.replace(args.out)
     else:
         write_folder(args.out, config, tensors)
+        write_files(args.out, checked_files(meta.get("tokenizer"), str(source)))
     size = sum(x.nbytes for x in tensors.values())
     print(f"{args.out}: {config['class_path']}, {len(tensors)} tensors, {size:,} bytes, from {source}")

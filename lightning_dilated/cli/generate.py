@@ -15,7 +15,7 @@ import yaml
 
 from lightning_dilated._compat.cpython import option_actions
 from lightning_dilated._validation import integer
-from lightning_dilated.cli.load_model import load_language_model
+from lightning_dilated.cli.load_model import load_language_model, stored_tokenizer
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.models.longnet.sampling import check_sampling
 
@@ -30,16 +30,18 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
     p.add_argument("--config", "-c", type=Path, help="a yaml of these options; options next to it win")
     p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
-    p.add_argument("--tokenizer", help="the tokenizer.json of a model over tokens; without, a model is over bytes")
+    p.add_argument(
+        "--tokenizer", help="the tokenizer.json of a model over tokens (default: the checkpoint's); without, of bytes"
+    )
     p.add_argument("--prompt", help="text to continue; - reads standard input")
     p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
     p.add_argument(
-        "--max_new_tokens", type=int, help="with --tokenizer, tokens to add, in place of bytes (default: as many)"
+        "--max_new_tokens", type=int, help="with a tokenizer, tokens to add, in place of bytes (default: as many)"
     )
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest one (default %(default)s)")
     p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
     p.add_argument("--top_p", type=float, help="draw from the likeliest ones that hold this probability")
-    p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with --tokenizer a token")
+    p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with a tokenizer a token")
     p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
     p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
@@ -164,8 +166,9 @@ def print_bytes(chunks: Iterable[bytes]) -> None:
     print(decoder.decode(b"", final=True))
 
 
-def count_of(args: argparse.Namespace) -> int:
-    if args.max_new_tokens is not None and args.tokenizer is None:
+def count_of(args: argparse.Namespace, stored: bool = False) -> int:
+    """How many to draw; `stored` is whether the checkpoint holds a tokenizer."""
+    if args.max_new_tokens is not None and args.tokenizer is None and not stored:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
     count = getattr(args, name)
@@ -178,11 +181,11 @@ def run(argv: list[str]) -> None:
     prompt = prompt_of(args.prompt)
     if args.stop is not None:
         checked_text("--stop", args.stop)
-    count = count_of(args)
     check_sampling(args.temperature, args.top_k, args.top_p)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must lie in 0..2^63 - 1, got {args.seed}.")
-    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    tokenizer = stored_tokenizer(args.ckpt_path) if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    count = count_of(args, tokenizer is not None)
     stop = stop_byte(args.stop) if tokenizer is None else stop_token(args.stop, tokenizer)
     ids = list(prompt.encode()) if tokenizer is None else encode(tokenizer, prompt)
     if not ids:

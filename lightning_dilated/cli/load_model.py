@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
+from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.pretrained import TRAINING, current_class_path
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 #: ids by which vocabularies are usually padded at most
 _PADDING = 1024
@@ -75,11 +80,24 @@ def load_module(path: str | Path) -> DilatedModule:
     return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **overrides).eval()
 
 
+def stored_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer that a checkpoint, or a folder of `save_pretrained`, holds; None without.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_checkpoint`; also for a tokenizer that cannot be read.
+        ModuleNotFoundError: without the library.
+    """
+    if Path(path).is_dir():
+        return load_tokenizer(Path(path) / MAIN) if (Path(path) / MAIN).is_file() else None
+    files = checked_files(read_checkpoint(path).get("tokenizer"), f"ckpt_path {path}")
+    return None if files is None else tokenizer_of(files[MAIN], f"the tokenizer of ckpt_path {path}")
+
+
 def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:
     """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
     A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
-    unused, or more than half, it warns, as a checkpoint does not hold its tokenizer. A model over
+    unused, or more than half, it warns, as that may be another tokenizer than the one of the training. A model over
     bytes (vocab_size 256 and bytes_per_token 1) is never padded.
 
     Raises:
@@ -94,7 +112,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Long
         more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, LongNetLM) and size == 256 else ""
         raise ValueError(
             f"{description}{more}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
-            "--tokenizer with the tokenizer.json that a LongNetLM was trained with."
+            "--tokenizer with the tokenizer.json that a LongNetLM was trained with, if the checkpoint holds none."
         )
     if vocab_size is None:
         return model

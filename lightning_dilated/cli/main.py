@@ -18,6 +18,7 @@ from lightning_dilated.cli.parsing import class_help
 OTHERS = {
     "generate": "lightning_dilated.cli.generate:run",
     "score": "lightning_dilated.cli.score:run",
+    "evaluate": "lightning_dilated.cli.evaluate:run",
     "tokenize": "lightning_dilated.cli.datasets:tokenize",
     "pairs": "lightning_dilated.cli.datasets:pairs",
     "explain": "lightning_dilated.cli.explain:run",
@@ -46,6 +47,7 @@ Train transformers with dilated attention on long sequences. Commands:
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
   score      variants: --ckpt_path X.ckpt --vcf X.vcf --fasta X.fa --out X.csv
+  evaluate   use of a long context: --ckpt_path X.ckpt --task needle --out DIR
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml
@@ -58,7 +60,6 @@ Train transformers with dilated attention on long sequences. Commands:
 
 start here:
   {PROG} fit --config recipes/quickstart.yaml
-  {PROG} fit --config recipes/quickstart.yaml --data.seq_len 8192
   {PROG} fit --config recipes/quickstart.yaml --print_config
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 

@@ -24,7 +24,7 @@ from lightning_dilated.planning.estimate import (
     Case,
     Facts,
     Time,
-    candidates,
+    candidates_of,
     in_words,
     measured_machine,
     recommended,
@@ -182,7 +182,7 @@ def report(request: Request) -> Report:
     subject = subject_of(request.model, request.precision, None, request.compile_blocks, request.gpu.capability)
     facts = Facts.of(request.model, subject)
     case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
-    settings = [request.settings] if request.settings else candidates(facts.windows, case.room, facts.depth)
+    settings = [request.settings] if request.settings else candidates_of(facts, case.room)
     _check_stream(request, case.setup.strategy, settings)
     rows = [row_of(case, x, request.tokens) for x in settings]
     best = recommended(case, settings, request.tokens)

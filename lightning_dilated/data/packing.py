@@ -19,6 +19,15 @@ from lightning_dilated.data.sampler import ResumableSampler
 
 #: entries of the package's samples that run over their tokens
 ALONG = ("tokens", "labels", "features", "coords")
+#: the label that no loss counts
+IGNORE = -100
+
+
+def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens (count,), labels (count,)): the next token where it is to be learned, else -100, also where there is none."""
+    labels = np.full(count, IGNORE, dtype=np.int64)
+    labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
+    return ids[:count], labels
 
 
 def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:

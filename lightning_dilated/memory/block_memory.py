@@ -285,8 +285,9 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjust
     name = type(module).__name__
     if not stacks and not alone:
         raise ValueError(
-            f"ActivationRecompute recomputes TransformerBlocks, and {name} has none. Build it of "
-            "lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own blocks."
+            "ActivationRecompute recomputes TransformerBlocks, and decoder layers that transformers can checkpoint, and "
+            f"{name} has none. Build it of lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own "
+            "blocks."
         )
     if alone and (settings.every > 1 or settings.offload):
         raise ValueError(

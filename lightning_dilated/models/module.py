@@ -33,6 +33,7 @@ from lightning_dilated._compat.lightning import (
 from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.learning_rate import LearningRate
 from lightning_dilated.models.metrics import Newest, TokenMean
@@ -136,6 +137,8 @@ class DilatedModule(Pretrained, LearningRate):
                 raise TypeError(f"{name} must be a function of parameters, such as torch.optim.AdamW; got {value!r}.")
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
+        #: files of the tokenizer that the weights belong to, by name: those of a checkpoint or folder; None without
+        self.tokenizer_files: dict[str, str] | None = None
         self._shown = Newest()
         self._patterns: tuple[DilatedPattern, ...] = ()
         self._explained: int | None = 0  # longest sequence that the pattern was checked for; None: advice was given
@@ -250,6 +253,10 @@ class DilatedModule(Pretrained, LearningRate):
         numbers = sum(layer.weight.numel() for layer in self.children() if isinstance(layer, nn.Linear))
         return (max(1, numbers // width),)
 
+    def reads_logits(self) -> bool:
+        """Whether the loss of a token reads logits over the first of `token_features`; of the built model."""
+        return isinstance(getattr(self, "head", None), nn.Linear)  # as `step_flops` takes it
+
     def planning_notes(self) -> list[str]:
         """What a plan of this model takes for granted, for its reader."""
         return []
@@ -303,24 +310,32 @@ class DilatedModule(Pretrained, LearningRate):
         """An attribute of the Trainer's datamodule, if there are both."""
         return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
 
+    def current_tokenizer(self) -> dict[str, str] | None:
+        """The files of the tokenizer of the Trainer's data, or else `tokenizer_files`."""
+        of_data = self._data_setting("tokenizer_files")
+        return (of_data() if callable(of_data) else None) or self.tokenizer_files
+
     def _optimizer_step(self) -> int:
         """The Trainer's, 0 without one."""
         return getattr(attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write patterns among the hyperparameters as plain mappings, so that the file loads with `weights_only=True`, and
-        the name of the module's class."""
+        """Write patterns among the hyperparameters as plain mappings, so that the file loads with `weights_only=True`, the
+        name of the module's class, and the tokenizer of the data."""
         checkpoint["class_path"] = class_path(self)
+        if (tokenizer := self.current_tokenizer()) is not None:
+            checkpoint["tokenizer"] = tokenizer
         hparams = checkpoint.get("hyper_parameters", {})
         if hparams:
             checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the layers attend as the trained ones did, which weights do not show.
+        """Check that the layers attend as the trained ones did, which weights do not show; keep the tokenizer.
 
         Raises:
-            ValueError: in a Trainer's run, for other rotary bases. Another pattern is reported.
+            ValueError: in a Trainer's run, for other rotary bases. Another pattern or tokenizer is reported.
         """
+        self._keep_tokenizer(checked_files(checkpoint.get("tokenizer"), "the checkpoint"))
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
         if attached_trainer(self) is None or not any(bases):  # outside of a run the caller chose them
@@ -337,6 +352,15 @@ class DilatedModule(Pretrained, LearningRate):
             pattern = stored and read_patterns(stored, len(bases), self.num_heads, self.num_kv_heads)
             if pattern and pattern != self.pattern:
                 rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
+
+    def _keep_tokenizer(self, files: dict[str, str] | None) -> None:
+        self.tokenizer_files = files
+        of_data = self.current_tokenizer()
+        if files is not None and of_data is not None and of_data[MAIN] != files[MAIN]:
+            rank_zero_warn(
+                "the checkpoint was trained with another tokenizer than the data has now (their tokenizer.json differ): "
+                "equal tokens may mean something else. Set data.tokenizer to that of the checkpoint."
+            )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.

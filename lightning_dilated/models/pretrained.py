@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
 from lightning_dilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -244,7 +245,8 @@ class Pretrained:
     """
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors into `folder`, which is created; the optimizer is left out.
+        """Write config.json and model.safetensors into `folder`, which is created, and the files of the tokenizer of the
+        data, if there is one; the optimizer is left out.
 
         On several ranks, only one calls it.
 
@@ -252,7 +254,9 @@ class Pretrained:
             TypeError: for a hyperparameter that JSON cannot represent.
             ValueError: for parameters that are sharded over ranks.
         """
-        return write_folder(Path(folder), config_of(self), tensors_of(self))
+        path = write_folder(Path(folder), config_of(self), tensors_of(self))
+        write_files(path, self.current_tokenizer())  # type: ignore[attr-defined]  # of DilatedModule
+        return path
 
     @classmethod
     def from_pretrained(
@@ -279,7 +283,9 @@ class Pretrained:
         folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
         which = _class(cls, config["class_path"], folder)
-        return made_of(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
+        model = made_of(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
+        model.tokenizer_files = read_files(folder)
+        return model
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
@@ -425,7 +431,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
         raise FileNotFoundError(f"{path}: no such folder, and not the name of a repository (owner/name).")
     download = library_of("huggingface_hub").snapshot_download
     try:
-        return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS], **options))
+        return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
     except Exception as error:  # offline, or no such repository or revision, or no access
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(

@@ -30,6 +30,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
@@ -160,7 +161,8 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         ValueError: for a module without TransformerBlock.
     """
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    if not blocks:
+    others = [m for m in module.modules() if isinstance(m, StackMemory) and not isinstance(m, DilatedTransformer)]
+    if not blocks and not others:
         raise ValueError(f"{type(module).__name__} has no TransformerBlock whose FLOPs could be counted.")
     before = _trained_before(module) if training else {}
     passes = lambda p, early: 1 + (training and p.requires_grad) + early  # noqa: E731 - products with a matrix
@@ -172,6 +174,17 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         for document, times in Counter(documents).items():
             own, carried = _pairs(a, document)
             features += a.head_dim * times * (own * (14 if backward else 4) + carried * (10 if backward else 4))
+    for stack in others:
+        for block, a in zip(stack.blocks, stack.attentions(), strict=True):
+            first, alike = next(block.parameters()), stack.projections(block)
+            early_of = lambda p: before.get(first if p in alike else p, False)  # noqa: B023, E731
+            products += sum(p.numel() * passes(p, early_of(p)) for p in block.parameters() if p.ndim >= 2)
+            backward = before.get(list(block.parameters())[-1])
+            for document, times in Counter(documents).items():
+                reached = pairs(a.pattern, int(document), a.num_heads, a.num_kv_heads, a.causal)
+                features += a.head_dim * times * reached * (14 if backward else 4)
+        if (weight := stack.logit_weight()) is not None:
+            products += weight.numel() * (1 + training * weight.requires_grad + (training and any(before.values())))
     if getattr(module, "vocab_size", None) and isinstance(getattr(module, "head", None), nn.Linear):
         head = module.head.weight
         early = training and any(
@@ -340,6 +353,29 @@ class DilatedTransformer(StackMemory):
             if rotary is not None and rotary.base not in tables:
                 tables[rotary.base] = rotary.table(x, dtype, positions, start, furthest)
         return [None if rotary is None else tables[rotary.base] for rotary in self.rotaries]
+
+    # -- what planning asks --------------------------------------------------------------------------------------------
+    def attentions(self) -> list[BlockAttention]:
+        """Of each block."""
+        layers = [block.attention_layer for block in self.blocks]
+        return [
+            BlockAttention(
+                a.attention.pattern, a.num_heads, a.num_kv_heads, a.head_dim, a.attention.causal, a.attention.dropout,
+                a.attention.engine,
+            )
+            for a in layers
+        ]  # fmt: skip
+
+    def sizes(self) -> BlockSizes:
+        """Of a block."""
+        block = self.blocks[0]
+        inner, weight = block.attention_layer, block.attention_layer.in_proj_weight
+        updated = (0, 0)
+        if block.attention is not inner:
+            trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (block.attention, inner)]
+            updated = (weight.numel(), trained[0] - trained[1]) if trained[0] > trained[1] else updated
+        feed_forward = sum(p.numel() for p in block.ffn.parameters())
+        return BlockSizes(weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward, updated=updated)
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""

@@ -26,7 +26,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import GRAIN, Case, Facts, candidates, in_words
+from lightning_dilated.planning.estimate import GRAIN, Case, Facts, candidates_of, in_words
 from lightning_dilated.planning.gpus import GIB, GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
 
@@ -103,7 +103,7 @@ def answer(question: Question) -> str | None:
     except (TypeError, ValueError):  # a model that cannot be planned
         return None
     case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)
-    able = candidates(case.facts.windows, 0.0, case.facts.depth)
+    able = candidates_of(case.facts)
     if question.streams is not None:
         return _answer_for_steps(
             case, [x for x in able if x.head_chunks == now.head_chunks], now, tokens, question.streams

@@ -421,8 +421,8 @@ def last_true(holds: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TILE) -> list[MemorySettings]:
-    """Settings to choose from; with offload only where there is host memory."""
+def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | None = TILE) -> list[MemorySettings]:
+    """Settings to choose from; with offload only where there is host memory; `tile` None: without tiles."""
     chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
     settings = [
         MemorySettings(),
@@ -437,6 +437,11 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
         settings += [replace(x, offload=budget) for x in settings[3:]]
     fitting = [x for x in settings if x.every <= depth]
     return list(dict.fromkeys(fitting))
+
+
+def candidates_of(facts: Facts, host: float = 0.0) -> list[MemorySettings]:
+    """Those of a model."""
+    return candidates(facts.windows, host, facts.depth, TILE if facts.tiles else None)
 
 
 def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.planning.counting.dry_run import MAIN
+from lightning_dilated.planning.counting.dry_run import MAIN, stacks
 from lightning_dilated.planning.counting.footprint import Exchanged, Footprint, Moment, of_subject, sharded
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -299,8 +299,10 @@ def moved_as_fit_ends(footprint: Footprint, depth: int, setup: Setup) -> int:
 def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[tuple[torch.Size, bool]], ...]:
     """Of the parameters of a block of the first stack, and of all others; and whether they are trained."""
     shapes: tuple[list[tuple[torch.Size, bool]], ...] = ([], [])
-    for name, p in blank(make).named_parameters():
-        shapes[not name.startswith(f"{MAIN}.blocks.")].append((p.shape, p.requires_grad))
+    built = blank(make)
+    within = set(stacks(built)[MAIN].blocks.parameters())
+    for p in built.parameters():
+        shapes[p not in within].append((p.shape, p.requires_grad))
     return shapes
 
 

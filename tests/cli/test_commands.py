@@ -27,6 +27,7 @@ COMMANDS = (
     "predict",
     "generate",
     "score",
+    "evaluate",
     "tokenize",
     "pairs",
     "explain",
@@ -71,6 +72,7 @@ def test_help_of_a_command(cli, command):
         "consolidate": "--out",
         "plan": "--host_memory",
         "score": "--vcf",
+        "evaluate": "--depths",
         "folds": "--out",
     }
     assert own.get(command, "--ckpt_path") in result.out

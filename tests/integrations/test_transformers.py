@@ -348,7 +348,7 @@ def test_refused_patterns():
     with pytest.raises(TypeError, match="a model or a config of transformers, got Linear"):
         set_pattern(torch.nn.Linear(2, 2), PATTERN)
     set_pattern(model, PATTERN)
-    with pytest.raises(ValueError, match="decodes with a cache only where layers keep their own"):
+    with pytest.raises(ValueError, match="caches serve only layers that keep their own"):
         model.generate(tokens(1, 4), max_new_tokens=2)
     assert model.generate(tokens(1, 4), max_new_tokens=2, use_cache=False).shape == (1, 6)
 

@@ -146,7 +146,7 @@ class Record(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        grads = [full(p.grad).flatten() for p in pl_module.parameters()]
+        grads = [full(p.grad).flatten() for p in pl_module.parameters() if p.grad is not None]  # others are frozen
         self.norms.append(float(torch.cat(grads).norm()))
 
 

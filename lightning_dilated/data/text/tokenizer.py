@@ -13,7 +13,7 @@ import codecs
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ModuleNotFoundError: without the library.
         FileNotFoundError, ValueError: for a missing file, or one that is not a tokenizer's.
     """
+    library = _tokenizer_class(path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"tokenizer {path}: no such file. Pass a tokenizer.json, as tokenizers and transformers save it."
+        )
+    return _whole(lambda: library.from_file(str(path)), path)
+
+
+def tokenizer_of(text: str, where: str) -> Tokenizer:
+    """The tokenizer whose tokenizer.json has this text. Raises: as `load_tokenizer`, naming `where` it comes from."""
+    library = _tokenizer_class(where)
+    return _whole(lambda: library.from_str(text), where)
+
+
+def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -47,12 +62,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ModuleNotFoundError(
             f"{path} is read with tokenizers: pip install 'lightning-dilated[tokenizers]'.", name="tokenizers"
         ) from None
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"tokenizer {path}: no such file. Pass a tokenizer.json, as tokenizers and transformers save it."
-        )
+    return Tokenizer
+
+
+def _whole(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = load()
     except Exception as error:  # the library raises no other kind
         raise ValueError(
             f"tokenizer {path} cannot be read ({str(error)[:120]}). Pass a tokenizer.json, as tokenizers and transformers "
@@ -213,7 +228,8 @@ def encode_files(
             would silently drop characters.
     """
     loaded = load_tokenizer(tokenizer)
-    end = _end_token(loaded, str(tokenizer), eos_token) if documents else None
+    how = "name it by eos_token, or write no ends by documents=False (--no_documents)"
+    end = end_token(loaded, str(tokenizer), eos_token, how) if documents else None
     if not documents and eos_token is not None:
         raise ValueError(f"eos_token is {eos_token!r}, but documents are off: leave one of them out.")
     target = _checked_target(Path(out))
@@ -268,16 +284,20 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
             )
 
 
-def _end_token(tokenizer: Tokenizer, path: str, name: str | None) -> int:
+def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
+    """The token after a document, by its text; None: the only special token.
+
+    Args:
+        how: what to do without one, for the error.
+
+    Raises: ValueError for a name that is no token, and for None where there is not one special token.
+    """
     special = special_tokens(tokenizer)
     known = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
     if name is None:
         if len(special) == 1:
             return next(iter(special.values()))
-        raise ValueError(
-            f"which token of {path} ends a document? Name it by eos_token ({known}), or write no ends by documents=False "
-            "(--no_documents)."
-        )
+        raise ValueError(f"which token of {path} ends a document? {how[0].upper()}{how[1:]} ({known}).")
     token = tokenizer.token_to_id(name)
     if token is None:
         raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {known}.")

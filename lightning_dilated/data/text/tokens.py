@@ -19,6 +19,7 @@ from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.remote import CACHE_GIB, Opener
+from lightning_dilated.data.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
 from lightning_dilated.data.text.bytes import ByteSequences
 from lightning_dilated.data.text.documents import Documents
 
@@ -365,6 +366,8 @@ class TokenDataModule(SequenceDataModule):
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
             and the most GiB that it takes, see `Opener`. `scan` fetches all files once; set it to false for large ones.
+        tokenizer: the tokenizer.json that made the tokens, or a folder of transformers: checkpoints then keep it, for
+            `generate`; null keeps none.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -391,6 +394,7 @@ class TokenDataModule(SequenceDataModule):
         pack_tokens: int | None = None,
         cache_dir: str | None = None,
         cache_gib: float = CACHE_GIB,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.opener = Opener(cache_dir, cache_gib)
@@ -412,7 +416,25 @@ class TokenDataModule(SequenceDataModule):
                 f"data.pack_tokens = {pack_tokens} packs documents, but data.eos_token, which ends them, is not set: set it "
                 "to the token that the tokenizer puts between documents, or data.batch_size for sequences of equal length"
             )
+        self.tokenizer_source = None if tokenizer is None else checked_source(tokenizer)
+        self._tokenizer: TextTokenizer | None = None
         self._parts: dict[str, _Part] | None = None
+
+    def tokenizer_files(self) -> dict[str, str] | None:
+        """The files of `data.tokenizer` by name, which checkpoints keep; None without.
+
+        Raises: as `load_text_tokenizer`; ValueError for a tokenizer of more than `vocab_size` tokens.
+        """
+        if self.tokenizer_source is None:
+            return None
+        if self._tokenizer is None:
+            self._tokenizer = load_text_tokenizer(self.tokenizer_source)
+        if self._tokenizer.vocab_size > self.vocab_size:
+            raise ValueError(
+                f"data.tokenizer {self.tokenizer_source} has {self._tokenizer.vocab_size} tokens, more than data.vocab_size "
+                f"= {self.vocab_size}: set the latter to that, or the former to the one that made the tokens"
+            )
+        return self._tokenizer.files()
 
     def _check_documents(self, eos_token: int) -> None:
         if eos_token >= self.vocab_size:
@@ -432,6 +454,7 @@ class TokenDataModule(SequenceDataModule):
         """
         if self._parts is not None:
             return
+        self.tokenizer_files()
         files = {name: files_of(paths, name, SUFFIXES, self.opener) for name, paths in self.paths.items()}
         _refuse_shared(files)
         streams = {name: self._stream(paths) for name, paths in files.items()}

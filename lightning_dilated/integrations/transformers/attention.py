@@ -10,10 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.kv_cache import decode_attention
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
-from lightning_dilated.integrations.transformers.patterns import own_pattern
+from lightning_dilated.integrations.transformers.patterns import fixed_pattern, has_pattern, own_pattern
+from lightning_dilated.integrations.transformers.rotary import follows_length
 from lightning_dilated.pattern import DilatedPattern, Window
+from lightning_dilated.sequence.group import active_sequence
 
+#: the attribute of keys that are to be added to a `DilatedCache`, its KVCache of the layer
+CACHE = "dilated_cache"
 EAGER = 'Load the model with attn_implementation="eager" for it.'
 #: arguments of attention that change its result, and are not computed
 REFUSED = {
@@ -56,17 +61,23 @@ def attend(
         ValueError: for everything that would not be computed exactly, with the reason and what to do.
     """
     _refuse(module, attention_mask, is_causal, options)
-    pattern = own_pattern(module)
+    if getattr(key, CACHE, None) is not None:
+        return _decoded(module, query, key, value, attention_mask, dropout, scaling), None
     if isinstance(attention_mask, CachedStep):
-        return _cached_step(module, query, key, value, attention_mask, pattern, dropout, scaling, is_causal, options)
+        return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
+    pattern = own_pattern(module)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"ring_dilated is self-attention, and {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} "
             f"keys, as cross attention has them. {SDPA}"
         )
     if pattern is None:
-        pattern = _own_attention(module, attention_mask.window, sliding_window)
-    documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+        pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
+    _check_lengths(module, attention_mask)
+    if attention_mask.known:
+        documents = attention_mask.bounds
+    else:
+        documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
     out = dilated_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -107,6 +118,16 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
         )
 
 
+def _check_lengths(module: nn.Module, mask: VisibleKeys) -> None:
+    """Raise where rotary frequencies were those of a part of the sequence."""
+    group = None if mask.known else active_sequence()
+    if group is not None and group.ranks > 1 and follows_length(getattr(module, "config", None)):
+        raise ValueError(
+            f"rotary frequencies of {type(module).__name__} follow the length of a sequence (rope_type dynamic or "
+            "longrope), of which each rank has a part. Train it by HFCausalLM, or take another rope_type, such as yarn."
+        )
+
+
 def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> DilatedPattern:
     """The layer's own attention: dense, or a window."""
     if layer is not None and layer != masked:
@@ -126,23 +147,45 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
     return queries
 
 
+def _decoded(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
+) -> Tensor:
+    """(B, n, H, D) of new tokens that follow those of a `DilatedCache`, to which they are added."""
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
+        raise ValueError(
+            "a DilatedCache serves one rank, and ranks share this sequence: generate outside of it, each rank alone."
+        )
+    if dropout:
+        raise ValueError(
+            f"a cache serves inference, and {type(module).__name__} has dropout={dropout}: call model.eval()."
+        )
+    lengths = getattr(mask, "lengths", None)
+    if lengths is not None and bool((lengths < query.shape[2]).any()):
+        raise ValueError(
+            "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return decode_attention(q, k, v, getattr(key, CACHE), scaling).to(query.dtype)
+
+
 def _cached_step(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     step: CachedStep,
-    pattern: DilatedPattern | None,
     dropout: float,
     scaling: float | None,
     is_causal: bool | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Queries after keys of a cache, by transformers' own "sdpa"."""
-    if pattern is not None:
+    if has_pattern(module):
         raise ValueError(
-            f"ring_dilated decodes with a cache only where layers keep their own attention, and {type(module).__name__} "
-            f"attends by {pattern}. Pass use_cache=False to generate, or set_pattern(model, None)."
+            f"{type(module).__name__} has a pattern, and transformers' own caches serve only layers that keep their own "
+            "attention. Pass cache=ld.integrations.transformers.dilated_cache(model.config) to generate, or "
+            "use_cache=False; HFCausalLM.generate does so by itself."
         )
     from transformers import AttentionInterface
 

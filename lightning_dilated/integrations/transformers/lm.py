@@ -5,27 +5,39 @@ Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer, real
+from lightning_dilated._validation import flag, integer, known_keys, real
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.integrations.transformers.patterns import ENTRY, set_pattern
+from lightning_dilated.data.text.tokenizer_files import read_files, write_files
+from lightning_dilated.integrations.transformers import lora as adapters
+from lightning_dilated.integrations.transformers.decoding import dilated_cache
+from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
+from lightning_dilated.integrations.transformers.masks import known_documents
+from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
-from lightning_dilated.memory.chunked_loss import IGNORE, tiled_sum, token_nats
+from lightning_dilated.integrations.transformers.rotary import furthest_position, whole_lengths
+from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
 from lightning_dilated.models.module import DilatedModule
-from lightning_dilated.pattern.layers import LayersLike, layer_patterns, read_patterns
-from lightning_dilated.sequence import SequenceSpec
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import layer_patterns, read_patterns
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 #: decoders whose logits are the output projection of the last hidden states, and nothing else
 PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
@@ -42,16 +54,24 @@ class HFCausalLM(DilatedModule):
         model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
             mapping with `model_type`), for random weights. Weights are in the Trainer's dtype.
         pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
+        config: values that replace those of the model's config, such as {"max_position_embeddings": 65536,
+            "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to train on at longer sequences.
         tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
             Gemma 3 and Phi.
-        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward, by transformers.
+        lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
+            such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters stay fp32 where weights are
+            of 16 bits. Needs the extra `lora`.
+        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
+            `callbacks.ActivationRecompute` takes its place.
+        compile_blocks: compile every layer, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
+            when it is first run; generation stays uncompiled.
         bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token).
         optimizer, lr_scheduler: see `DilatedModule`.
 
-    A checkpoint holds config and weights, so that it loads without `model`'s folder.
+    A checkpoint holds config and all weights, with `lora` the frozen ones too, so that it loads without `model`'s folder.
 
     Raises:
-        ModuleNotFoundError: without transformers.
+        ModuleNotFoundError: without transformers, or for `lora` without peft.
         TypeError, ValueError: naming the argument.
     """
 
@@ -61,10 +81,13 @@ class HFCausalLM(DilatedModule):
     def __init__(
         self,
         model: str | Path | dict[str, Any] | Any,
-        pattern: LayersLike | None = None,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         *,
+        config: dict[str, Any] | None = None,
         tile: int | None = None,
+        lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
+        compile_blocks: bool = False,
         bytes_per_token: float = 1.0,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -72,6 +95,9 @@ class HFCausalLM(DilatedModule):
         super().__init__(optimizer, lr_scheduler)
         register()
         self.source, self.config = _read_config(model)
+        self.tokenizer_files = None if self.source is None else read_files(Path(self.source))
+        if config is not None:
+            self.config = _changed(self.config, config)
         if pattern is not None:
             set_pattern(self.config, pattern)
         text = self.config.get_text_config(decoder=True)
@@ -81,27 +107,109 @@ class HFCausalLM(DilatedModule):
             cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
             self._patterns = layer_patterns(cycle, self.depth)
         self.tile = None if tile is None else integer(tile, "tile", 1)
-        if tile is not None and (text.model_type not in PLAIN_HEADS or getattr(text, "final_logit_softcapping", None)):
+        if tile is not None and not self._is_plain():
             raise ValueError(
                 f"tile={tile} needs logits that are the output projection of the hidden states, as {', '.join(PLAIN_HEADS)} "
                 f"have them without a soft cap; {text.model_type} may change them. Leave tile out."
             )
         self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
+        self.compile_blocks = flag(compile_blocks, "compile_blocks")
         self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
-        options = {"tile": tile, "gradient_checkpointing": gradient_checkpointing, "bytes_per_token": bytes_per_token}
-        self.save_hyperparameters({"model": self.config.to_dict(), **options})
+        self.lora = None if lora is None else adapters.read_options(lora)
+        self._length_checked = False
+        self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
+        if self.lora is not None:
+            with torch.device("meta"):  # no memory, so that a wrong module is an error here
+                adapters.check_targets(self.lora, self._decoder(None))
+        options = {
+            "tile": tile,
+            "gradient_checkpointing": gradient_checkpointing,
+            "compile_blocks": compile_blocks,
+            "bytes_per_token": bytes_per_token,
+        }
+        self.save_hyperparameters({"model": self.config.to_dict(), "lora": self.lora, **options})
 
-    def build(self) -> None:
-        """The decoder, with the weights of its folder or random ones."""
+    def _decoder(self, source: str | None) -> Any:
+        """A decoder of transformers with the weights of a folder or repository, or random ones."""
         from transformers import AutoModelForCausalLM
 
         options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype()}
-        if self.source is None:
-            self.decoder = AutoModelForCausalLM.from_config(self.config, **options)
-        else:
-            self.decoder = AutoModelForCausalLM.from_pretrained(self.source, config=self.config, **options)
-        if self.gradient_checkpointing:
+        if source is None:
+            return AutoModelForCausalLM.from_config(self.config, **options)
+        return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+
+    def setup(self, stage: str) -> None:
+        """Check that every token of the data has an embedding."""
+        size = self.config.get_text_config(decoder=True).vocab_size
+        tokens = self._data_setting("vocab_size", size)
+        if tokens > size:
+            raise ValueError(
+                f"the model's vocab_size={size} is below the data's {tokens} tokens: set data.tokenizer to the model's "
+                f"own, or take a config with vocab_size {tokens} (whose embedding is trained from the start)."
+            )
+
+    def build(self) -> None:
+        """The decoder, with the weights of its folder or random ones, and adapters."""
+        self.decoder = self._decoder(self.source)
+        if self.lora is not None:
+            self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
+        whole_lengths(self.decoder)
+        layers = layers_of(self.decoder.base_model, self.depth)
+        if layers is not None:
+            self.transformer = DecoderLayers(
+                self.decoder, layers, self._is_plain(), self.config.get_text_config(decoder=True)
+            )
+            self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
+            if self.compile_blocks:
+                self.transformer.compile_blocks()
+        elif self.compile_blocks:
+            raise ValueError(
+                f"compile_blocks needs decoder layers in a list, and {type(self.decoder).__name__} has none that is known. "
+                "Leave it out, or call torch.compile on the decoder."
+            )
+        elif self.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable()
+
+    def _is_plain(self) -> bool:
+        """Whether the decoder is one of `PLAIN_HEADS`, without a soft cap of its logits."""
+        text = self.config.get_text_config(decoder=True)
+        return text.model_type in PLAIN_HEADS and not getattr(text, "final_logit_softcapping", None)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """nn.Module's; adapters are not rounded to 16 bits, in which small steps are lost."""
+        before = adapters.wide_adapters(self._built_outside())
+        result = super()._apply(*args, **kwargs)
+        adapters.keep_wide(self, before)
+        return result
+
+    @contextlib.contextmanager
+    def _call(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """(tokens, what else the decoder's forward takes); within, its masks and positions are those of the whole batch."""
+        tokens, options = self._arguments(batch)
+        bounds, group = batch.get("cu_seqlens"), active_sequence()
+        agreed = None if group is None else group.agreed  # by all ranks, when the positions were made
+        length = tokens.shape[1] if agreed is None else agreed.seq_len
+        if bounds is not None and len(bounds) > 1:
+            length = int(bounds.diff().max())
+        if not is_fake(tokens):  # of a plan
+            self._check_length(length)
+        shared = group is not None and group.ranks > 1
+        with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
+            yield tokens, options
+
+    def _check_length(self, length: int) -> None:
+        """Warn once of sequences that are longer than the positions that the model was trained for."""
+        text = self.config.get_text_config(decoder=True)
+        most = getattr(text, "max_position_embeddings", None)
+        if self._length_checked or most is None or length <= most:
+            return
+        self._length_checked = True
+        rank_zero_warn(
+            f"a sequence of {length:,} tokens goes beyond max_position_embeddings={most} of {self.config.model_type}, whose "
+            "positions beyond it were not trained. Set model.config to {max_position_embeddings: "
+            f"{length}, rope_parameters: {{...}}}}, the latter with another rope_type (yarn, and a factor of "
+            f"{length / most:.3g} or more) or a larger rope_theta, and train on at that length."
+        )
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
@@ -113,14 +221,16 @@ class HFCausalLM(DilatedModule):
             positions = send(Documents.of(bounds, tokens.shape[1]).position, tokens.device)
             options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         if lengths is not None:
+            if bounds is not None:
+                raise ValueError("a batch has lengths (padded samples) or cu_seqlens (packed documents), not both.")
             options["attention_mask"] = positions < torch.as_tensor(lengths, device=tokens.device)[:, None]
         return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         """Logits (B, N, V) of a batch; within an active sequence those of this rank's tokens."""
         self.configure_model()
-        tokens, options = self._arguments(batch)
-        return self.decoder(tokens, **options).logits
+        with self._call(batch) as (tokens, options):
+            return self.decoder(tokens, **options).logits
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
@@ -131,38 +241,107 @@ class HFCausalLM(DilatedModule):
                 "labels are the next token of each position, already shifted."
             )
         count = (labels != IGNORE).sum()
-        if self.tile is None:
-            return token_nats(self(batch).flatten(0, 1), labels.flatten()).sum(), count
         self.configure_model()
-        tokens, options = self._arguments(batch)
-        states = self.decoder.base_model(tokens, **options).last_hidden_state
+        tile = self._loss_tile()
+        if tile is None:
+            return token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks).sum(), count
+        with self._call(batch) as (tokens, options):
+            states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
 
         def nats(x: Tensor, y: Tensor) -> Tensor:
-            return token_nats(head(x).flatten(0, 1), y.flatten()).view(y.shape)
+            return token_nats(head(x).flatten(0, 1), y.flatten(), self.compile_blocks).view(y.shape)
 
-        return tiled_sum(nats, (head,), self.tile, states, labels), count
+        return tiled_sum(nats, (head,), tile, states, labels), count
+
+    def _loss_tile(self) -> int | None:
+        """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
+        settings = getattr(self, "transformer", None)
+        if self.tile is not None or settings is None:
+            return self.tile
+        return loss_tile(settings.memory.tile, self._vocab_size)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, **options: Any) -> Any:
+        """What `generate` of transformers returns for prompts (B, N): (B, N + new) tokens, or its outputs by name.
+
+        With a pattern it decodes with a `dilated_cache`, exactly as the whole sequence is computed; layers with their own
+        attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
+
+        Args:
+            tokens: equally long prompts, without padding.
+            options: of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, num_beams, ...
+
+        Raises:
+            ValueError: for parameters that are sharded over ranks, and what transformers refuses.
+        """
+        self.configure_model()
+        refuse_sharded(self, "generation takes whole ones")
+        if (
+            has_pattern(self.decoder)
+            and options.get("use_cache", True)
+            and not {"cache", "past_key_values"} & set(options)
+        ):
+            options["cache"] = dilated_cache(self.decoder.config)
+        options.setdefault("attention_mask", torch.ones_like(tokens))
+        training = self.decoder.training
+        self.decoder.eval()
+        try:
+            return self.decoder.generate(tokens, **options)
+        finally:
+            self.decoder.train(training)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
+    # -- what planning asks --------------------------------------------------------------------------------------------
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random text."""
+        text = torch.randint(0, self._vocab_size, (1, tokens))
+        return {"tokens": text, "labels": text.roll(-1, 1)}
+
+    def planning_copy(self, depth: int) -> Self:
+        copy = super().planning_copy(depth)
+        if hasattr(copy, "transformer"):
+            del copy.transformer
+        copy.config = with_depth(self.config, depth)
+        copy.source, copy._adapted = None, ()
+        if self.lora is not None:
+            copy.lora = {**self.lora, "init_lora_weights": False}  # others read the values of weights
+        return copy
+
+    def token_features(self) -> tuple[int, ...]:
+        return (self._vocab_size,)
+
+    def reads_logits(self) -> bool:
+        return True
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.config.get_text_config(decoder=True).vocab_size
+
     # -- folders of transformers ---------------------------------------------------------------------------------------
-    def save_pretrained(self, folder: str | Path) -> Path:
+    def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
 
-        On several ranks, only one calls it.
+        With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and no
+        pattern. The tokenizer of the data is written, too, where there is one. On several ranks, only one calls it.
+
+        Args:
+            merge: add the updates to the weights, in a copy, and write the whole model.
 
         Raises:
             ValueError: for parameters that are sharded over ranks.
         """
+        flag(merge, "merge")
         self.configure_model()
-        if any(isinstance(p, DTensor) for p in self.parameters()):
-            raise ValueError(
-                "the parameters are sharded over ranks, and a folder holds whole ones. Save a checkpoint, run "
-                "`lightning-dilated consolidate`, and save the model that load_from_checkpoint makes of its file."
-            )
-        self.decoder.save_pretrained(folder)
+        refuse_sharded(self, "a folder holds whole ones")
+        if self._adapted:
+            adapters.save(self._adapted[0], folder, merge)
+        else:
+            self.decoder.save_pretrained(folder)
+        write_files(Path(folder), self.current_tokenizer())
         return Path(folder)
 
     @classmethod
@@ -173,11 +352,51 @@ class HFCausalLM(DilatedModule):
         return module
 
 
+def _changed(config: Any, changes: Any) -> Any:
+    """A config with other values."""
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"config must be a mapping of values of the model's config, or None; got {changes!r:.200}.")
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    known_keys(changes, f"config of {config.model_type}", text)
+    fixed = [n for n in ("model_type", "num_hidden_layers", "layer_types") if n in changes]
+    if fixed:
+        raise ValueError(
+            f"config cannot change {fixed[0]}: weights would not fit. Build a model of that config instead."
+        )
+    text.update(changes)
+    return type(config).from_dict(values)
+
+
+def refuse_sharded(module: nn.Module, why: str) -> None:
+    """Raise ValueError for parameters that are sharded over ranks."""
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError(
+            f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
+            "take the model that load_from_checkpoint makes of its file."
+        )
+
+
+def with_depth(config: Any, depth: int) -> Any:
+    """A config with another number of layers, of the same kinds in turns, and of all kinds where there is room."""
+    values = config.to_dict()
+    text = values.get("text_config", values)
+    if types := text.get("layer_types"):
+        chosen = list(in_turns(shortest_cycle(types), depth))
+        missing = [x for x in dict.fromkeys(types) if x not in chosen]
+        if len(missing) < depth:
+            chosen[depth - len(missing) :] = missing
+        text["layer_types"] = chosen
+    text["num_hidden_layers"] = depth
+    return type(config).from_dict(values)
+
+
 def _read_config(model: Any) -> tuple[str | None, Any]:
     """(folder or repository of the weights, None for random ones; config)."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
+        adapters.refuse_folder(model)
         return str(model), AutoConfig.from_pretrained(model)
     if isinstance(model, Mapping):
         if "model_type" not in model:

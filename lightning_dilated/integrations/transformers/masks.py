@@ -10,16 +10,35 @@ Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D docum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.torch import is_fake
 from lightning_dilated.sequence.collectives import sequence_gather
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 SDPA = 'Load the model with attn_implementation="sdpa" for it.'
+
+
+#: bounds of documents that a caller knows
+_known: list[Tensor | None] = []
+
+
+@contextlib.contextmanager
+def known_documents(bounds: Tensor | None) -> Iterator[None]:
+    """Within, masks are made for these documents, int32 (D + 1,) on the CPU with global bounds; None: for one document.
+
+    Positions must begin anew with each document, and be global on ranks: they are not looked at.
+    """
+    _known.append(bounds)
+    try:
+        yield
+    finally:
+        _known.pop()
 
 
 class VisibleKeys:
@@ -31,6 +50,8 @@ class VisibleKeys:
         lengths: (B,) int32 on the CPU, real tokens of right-padded samples; None: no padding.
         has_padding_mask: whether the caller gave an `attention_mask`, for which transformers ignores documents.
         starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
+        known: whether `bounds` are the documents, which nothing else says; see `known_documents`.
+        bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
     """
 
     def __init__(
@@ -38,6 +59,7 @@ class VisibleKeys:
     ) -> None:
         self.length, self.window, self.lengths, self.starts = length, window, lengths, starts
         self.has_padding_mask = has_padding_mask
+        self.known, self.bounds = bool(_known), _known[-1] if _known else None
         self._documents: tuple[Any, Any, Tensor | None] | None = None
 
     @torch.compiler.disable  # it reads values
@@ -86,6 +108,12 @@ def visible_keys(
     """
     group = active_sequence()
     check = _call if group is None else group.guard  # on ranks the others raise, too
+    if (
+        _follows(q_length, kv_length, q_offset, kv_offset) and local_size != 1
+    ):  # whose mask a sliding window may have, too
+        check(_refuse_cache_on_ranks, group, q_length, kv_length)
+        _check_whole(attention_mask)
+        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64))
     cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
     if cached:
         check(_refuse_cache_on_ranks, group, q_length, kv_length)
@@ -99,12 +127,28 @@ def visible_keys(
                 device=device, **options,
             )
         )  # fmt: skip
+    none = torch.empty(0, dtype=torch.int64)
+    if is_fake(none):  # in a plan, whose tensors have no values
+        return VisibleKeys(q_length, local_size, None, attention_mask is not None, none)
     starts = check(_intervals, mask_function, batch_size, q_length, local_size, device, use_vmap)
     lengths = None
     if attention_mask is not None:
         check(_check_padding_mask, attention_mask, batch_size, q_length)
         lengths = _lengths(attention_mask, group)
     return VisibleKeys(q_length, local_size, lengths, attention_mask is not None, starts)
+
+
+def _follows(queries: int, keys: int, query_offset: int | Tensor, key_offset: int) -> bool:
+    """Whether keys are those of the queries alone, which follow others: as a `DilatedCache` says it."""
+    return not isinstance(query_offset, Tensor) and query_offset == key_offset > 0 and queries == keys
+
+
+def _check_whole(mask: Tensor | None) -> None:
+    """Raise for a padding mask with padding."""
+    if mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
+        )
 
 
 def _call(check: Callable[..., Any], *args: Any) -> Any:
@@ -194,7 +238,7 @@ def _local_documents(mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens
     _check_starts(mask, position_ids)
     if cu_seq_lens is not None:
         return _checked_bounds(mask, cu_seq_lens, mask.starts)
-    if position_ids is not None and not len(mask.starts):
+    if position_ids is not None and not len(mask.starts) and not is_fake(position_ids):
         _refuse_ignored_documents(mask, position_ids.cpu())
     return _bounds(mask.starts, mask.length) if len(mask.starts) else None
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from lightning_dilated._validation import integer
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.pattern.layers import LayersLike, plain_patterns, read_patterns
 
 #: the entry of a config that holds the patterns
@@ -56,12 +56,49 @@ def _text_config(model: Any) -> Any:
     return config
 
 
+def layer_pattern(config: Any, layer: int) -> DilatedPattern:
+    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window."""
+    patterns, types = getattr(config, ENTRY, None), getattr(config, "layer_types", None)
+    if patterns:
+        return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
+    window = getattr(config, "sliding_window", None)
+    if types is not None and types[layer] != "sliding_attention":
+        window = None
+    return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
+
+
+#: the attribute of an attention layer that holds its pattern, where it is compiled
+FIXED = "compiled_pattern"
+
+
+def fix_patterns(layers: Any, config: Any) -> None:
+    """Let attention layers hold their patterns, which torch.compile cannot read from a config."""
+    patterns = dict.fromkeys(layer_pattern(config, i) for i in range(len(layers)))
+    objects = {x: x for x in patterns}  # layers with equal ones share an object, and so a graph
+    for i, layer in enumerate(layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+                setattr(module, FIXED, objects[layer_pattern(config, i)])
+
+
+def fixed_pattern(module: Any) -> DilatedPattern | None:
+    """The pattern that `fix_patterns` gave an attention layer, if it gave one."""
+    return getattr(module, FIXED, None)
+
+
+def has_pattern(module: Any) -> bool:
+    """Whether `set_pattern` gave the model of an attention layer a pattern."""
+    return bool(getattr(getattr(module, "config", None), ENTRY, None))
+
+
 def own_pattern(module: Any) -> DilatedPattern | None:
     """The pattern that `set_pattern` gave an attention layer, if it gave one.
 
     Raises:
         ValueError: for a layer that does not know its number, where layers have several patterns.
     """
+    if fixed_pattern(module) is not None:
+        return None
     patterns = getattr(getattr(module, "config", None), ENTRY, None)
     if not patterns:
         return None

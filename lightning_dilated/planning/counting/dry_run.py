@@ -21,11 +21,10 @@ from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
+from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.longvit import image_patches
-from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.sequence import group
@@ -147,29 +146,36 @@ LOOPS = [
 ]
 
 
-class _Marked(nn.Module):
-    """A block that marks on the tape when its forward and its backward begin; `stack` is the name of its stack."""
+class _Marks:
+    """Marks on the tape when a block's forward and its backward begin; `stack` is the name of its stack."""
 
-    def __init__(self, block: TransformerBlock, number: int, tape: Tape, stack: str) -> None:
-        super().__init__()
-        self.block, self.number, self.tape, self.stack = block, number, tape, stack
+    def __init__(self, number: int, tape: Tape, stack: str) -> None:
+        self.number, self.tape, self.stack = number, tape, stack
+
+    def put_on(self, block: nn.Module) -> None:
+        """Mark whenever the block runs, but not when it is recomputed."""
+        block.register_forward_pre_hook(self._before)
+        block.register_forward_hook(self._behind)
 
     def _enter(self, *part: Any) -> None:
         self.tape.enter(*(() if self.stack == MAIN else (self.stack,)), *part)
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        if self.tape.returning:  # recomputed
-            return self.block(x, **options)
+    def _before(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.tape.returning:
+            return
         if self.number == 0:
+            x = args[0]
             self.tape.hidden[self.stack] = x.nbytes
             if x.requires_grad:
                 x.register_hook(lambda grad: self._enter("first"))
         self._enter("forward", self.number)
-        y = self.block(x, **options)
+
+    def _behind(self, block: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+        if self.tape.returning:
+            return
         self._enter("behind", self.number)
         if y.requires_grad:
             y.register_hook(lambda grad: self._enter("backward", self.number))
-        return y
 
 
 def step(
@@ -213,16 +219,21 @@ def step(
             graphs.tape = tape
             _compile(model, data, context, graphs)
         for name, stack in parts.items():
-            stack.blocks = nn.ModuleList(_Marked(b, i, tape, name) for i, b in enumerate(stack.blocks))
+            for i, block in enumerate(stack.blocks):
+                _Marks(i, tape, name).put_on(block)
         with _tiles_apart(tape):
             _run(model, data, context, tape)
     del tape.pieces[0]
     return tape
 
 
-def stacks(model: DilatedModule) -> dict[str, DilatedTransformer]:
+#: a stack of blocks with `attentions` and `sizes`: a DilatedTransformer, or the layers of another library's decoder
+Stack = StackMemory
+
+
+def stacks(model: DilatedModule) -> dict[str, Any]:
     """The stacks of blocks of a built model, by name, in the order of their making."""
-    return {name: m for name, m in model.named_children() if isinstance(m, DilatedTransformer)}
+    return {name: m for name, m in model.named_children() if isinstance(m, Stack)}
 
 
 def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:

@@ -18,10 +18,10 @@ from lightning_dilated._compat.torch import map_tree
 from lightning_dilated._validation import one_of
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import shortest_cycle
-from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, stacks
+from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, Stack, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
 
@@ -56,6 +56,7 @@ def subject_of(
         raise ValueError(
             "blocks with low-rank updates are not compiled: leave --compile out where there is a lora_rank."
         )
+    compiled = compiled and isinstance(main[1], DilatedTransformer)  # others are counted uncompiled, which holds more
     decoder = None
     for name, stack in others:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
@@ -105,14 +106,14 @@ def _checked(model: DilatedModule) -> DilatedModule:
     return built
 
 
-def _call(stack: DilatedTransformer, dtype: torch.dtype, capability: tuple[int, int]) -> OpCall:
+def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCall:
     """The calls of the op that the blocks of a stack make."""
-    layers = [block.attention_layer for block in stack.blocks]
-    first, *others = shortest_cycle([layer.attention.pattern for layer in layers])
+    layers = stack.attentions()
+    first, *others = shortest_cycle([layer.pattern for layer in layers])
     a = layers[0]
     return OpCall(
-        first, a.num_heads, a.num_kv_heads, a.head_dim, a.attention.causal, 1, dtype,
-        dropout=a.attention.dropout > 0, engine=a.attention.engine, capability=capability, others=tuple(others),
+        first, a.num_heads, a.num_kv_heads, a.head_dim, a.causal, 1, dtype,
+        dropout=a.dropout > 0, engine=a.engine, capability=capability, others=tuple(others),
     )  # fmt: skip
 
 
@@ -157,19 +158,16 @@ class Trained:
     backward: int = 0
 
     @classmethod
-    def of(cls, block: TransformerBlock, edge: int) -> Trained:
+    def of(cls, block: nn.Module, sizes: BlockSizes, edge: int) -> Trained:
         """Of a block, with `edge` trained parameters elsewhere."""
         trained, whole = _parameters(block, True), _parameters(block)
         if trained == whole:
             return cls(trained, edge, trained, trained)
-        wrapped, inner = block.attention, block.attention_layer
-        added = 0 if wrapped is inner else _parameters(wrapped, True) - _parameters(inner, True)
+        updated, added = sizes.updated
         layers = [m.base_layer for m in block.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
         features = sum(x.in_features for x in layers), sum(x.out_features for x in layers)
         passes = [of[0] * features[0] + of[1] * features[1] for of in (UPDATE_FORWARD, UPDATE_BACKWARD)]
-        return cls(
-            trained, edge, whole - added, trained - added + (inner.in_proj_weight.numel() if added else 0), *passes
-        )
+        return cls(trained, edge, whole - added, trained - added + updated, *passes)
 
     @property
     def backward_products(self) -> float:
@@ -189,6 +187,8 @@ class Facts:
         precision: the Trainer's.
         trained: what of it is trained.
         logits: whether the loss of a token reads V logits.
+        windows: the most windows of heads: one a kv head; one in all with low-rank updates, or where there are none.
+        tiles: whether feed-forwards can run in tiles.
         decoder: of a second stack of blocks, if the model has one.
     """
 
@@ -204,6 +204,8 @@ class Facts:
     precision: str
     trained: Trained
     logits: bool = False
+    windows: int = 1
+    tiles: bool = True
     decoder: Facts | None = None
 
     @property
@@ -223,11 +225,6 @@ class Facts:
     def whole(self) -> bool:
         return self.trained_parameters == self.parameters
 
-    @property
-    def windows(self) -> int:
-        """The most windows of heads: one a kv head; one in all with low-rank updates."""
-        return self.call.kv_heads if self.whole else 1
-
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
         """Of a model; one layer of the first stack is made, without memory."""
@@ -240,20 +237,19 @@ class Facts:
         decoder = None
         if subject.decoder is not None:
             x = subject.decoder
-            decoder = cls._of_block(by_name[x.name].blocks[0], x.depth, features[1], [0, 0], subject, x.call)
-        main = cls._of_block(by_name[MAIN].blocks[0], model.depth, features[0], outside, subject, subject.call)
-        logits = isinstance(getattr(built, "head", None), nn.Linear)  # as `step_flops` takes it
-        return replace(main, logits=logits, decoder=decoder)
+            decoder = cls._of_stack(by_name[x.name], x.depth, features[1], [0, 0], subject, x.call)
+        main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
+        main = replace(main, logits=built.reads_logits(), decoder=decoder)
+        sizes = by_name[MAIN].sizes()
+        return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
 
     @classmethod
-    def _of_block(
-        cls, block: TransformerBlock, depth: int, vocab: int, edge: list[int], subject: Subject, call: OpCall
-    ) -> Facts:
+    def _of_stack(cls, stack: Stack, depth: int, vocab: int, edge: list[int], subject: Subject, call: OpCall) -> Facts:
         """Of a stack; `edge`: parameters outside of its blocks, and those of them that are trained."""
-        attention = block.attention_layer.in_proj_weight
+        block, sizes = stack.blocks[0], stack.sizes()
         return cls(
-            attention.shape[1], depth, block.ffn.fc1.out_features, vocab, _parameters(block), edge[0], attention.numel(),
-            _parameters(block.ffn), call, subject.precision, Trained.of(block, edge[1]),
+            sizes.dim, depth, sizes.hidden, vocab, _parameters(block), edge[0], sizes.projection,
+            sizes.feed_forward, call, subject.precision, Trained.of(block, sizes, edge[1]),
         )  # fmt: skip
 
 

@@ -1,0 +1,3 @@
+"""Conversations as training samples."""
+
+__all__: list[str] = []

@@ -1,0 +1,290 @@
+"""ChatTokenizer: conversations to tokens by a chat template, and which of them an assistant writes.
+
+A template with {% generation %} tags says itself what the assistant writes. Of another one, the assistant's message i is
+what comes between the text of the messages before it (with the header that asks for an answer) and that of the messages up
+to it. That is right only if both are beginnings of the whole conversation, as text and as tokens, which is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_dilated.data.chat.messages import ANSWERS, Conversation
+from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
+
+#: as transformers finds them
+_TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: stand around what a template's tags enclose, in characters that no text should have
+_OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+#: names of transformers for the texts of special tokens, which a tokenizer.json does not have
+_NAMED = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
+TEMPLATE_FILE = "chat_template.jinja"
+_WHAT = "data.template is a Jinja chat template: its text, or a file that holds it"
+
+
+class ChatTokenizer(TextTokenizer):
+    """A tokenizer and a chat template."""
+
+    template: str
+
+    @abstractmethod
+    def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
+        """The text of the first `count` messages (all for None); `asks` adds the header of an answer."""
+
+    @abstractmethod
+    def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        """(tokens, 1 for those within the template's {% generation %} tags)."""
+
+    def tokens(self, conversation: Conversation, learn: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
+        """(tokens (N,) int64, whether each is to be learned (N,) bool).
+
+        Args:
+            learn: "assistant" for what the assistant writes, "all" for every token.
+
+        Raises: ValueError naming the place of the conversation, where the template refuses it, where no token is the
+            assistant's, or where it cannot be told which are.
+        """
+        if learn == "all":
+            ids = self.encode(self.render(conversation))
+            mask = [1] * len(ids)
+        elif not any(x["role"] == ANSWERS for x in conversation.messages):
+            raise ValueError(
+                f"{conversation.where} has no message of the role {ANSWERS!r}, so there is nothing to learn: leave the row "
+                "out, or train on all tokens (data.train_on: all)"
+            )
+        elif _TAGS.search(self.template):
+            ids, mask = self.tagged(conversation)
+        else:
+            ids, mask = _by_prefixes(self, conversation)
+        if not any(mask[1:]):
+            raise ValueError(
+                f"{conversation.where}: the chat template leaves no token to learn: check its {{% generation %}} tags, and "
+                "that messages have contents"
+            )
+        return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
+
+
+def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokenizer:
+    """The tokenizer of a tokenizer.json, which needs a template, or of a folder or repository of transformers.
+
+    Args:
+        template: a Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own.
+
+    Raises: ModuleNotFoundError without the library; OSError or ValueError naming what to change.
+    """
+    text = None if template is None else template_text(template)
+    if is_json(source):
+        if text is None:
+            raise ValueError(
+                f"data.tokenizer {source} is a tokenizer.json, which holds no chat template: set data.template, or "
+                f"data.tokenizer to a folder of transformers that has one. {_WHAT}"
+            )
+        return JsonTokenizer(source, text)
+    return TransformersTokenizer(source, text)
+
+
+def template_text(template: str) -> str:
+    """The template itself, or that of the file that it names. Raises: FileNotFoundError, ValueError for an empty one."""
+    text = template
+    if "{" not in template:
+        if not Path(template).is_file():
+            raise FileNotFoundError(f"data.template {template}: no such file. {_WHAT}")
+        text = Path(template).read_text()
+    if not text.strip():
+        raise ValueError(f"data.template is empty. {_WHAT}")
+    return text
+
+
+# -- whose tokens ------------------------------------------------------------------------------------------------------
+def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int], list[int]]:
+    """(tokens, 1 for the assistant's), by the beginnings of the conversation."""
+    text = tokenizer.render(chat)
+    ids = tokenizer.encode(text)
+    cuts, numbers = [], [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS]
+    for i in numbers:
+        for count, asks in ((i, True), (i + 1, False)):
+            start = tokenizer.render(chat, count, asks)
+            if not text.startswith(start):
+                raise _unstable(chat, i, _difference(start, text))
+            cuts.append(len(start))
+    mask = [0] * len(ids)
+    places = cut_tokens(tokenizer, text, ids, cuts)
+    for n, i in enumerate(numbers):
+        begin, end = places[2 * n : 2 * n + 2]
+        if begin is None or end is None:
+            cut = cuts[2 * n] if begin is None else cuts[2 * n + 1]
+            raise _unstable(chat, i, f"a token reaches over {text[cut - 20 : cut]!r} | {text[cut : cut + 20]!r}")
+        mask[begin:end] = [1] * (end - begin)
+    return ids, mask
+
+
+def cut_tokens(tokenizer: ChatTokenizer, text: str, ids: list[int], cuts: Sequence[int]) -> list[int | None]:
+    """For each place of a text the k for which ids[:k] are the tokens of text[:place]; None where there is none.
+
+    Only what follows the last place in front of a special token is encoded again: tokenizers cut a text at special tokens
+    first, so the tokens from there on depend on nothing before.
+    """
+    places: list[int | None] = []
+    at, done = 0, 0  # text[:at] has the tokens ids[:done]
+    for cut in cuts:
+        known = None
+        for start, first in dict.fromkeys([(at, done), (0, 0)]):
+            head = tokenizer.encode(text[start:cut])
+            if ids[first : first + len(head)] == head:
+                known = first + len(head)
+                break
+        places.append(known)
+        if known is not None and known < len(ids) and ids[known] in tokenizer.special:
+            at, done = cut, known
+    return places
+
+
+def _difference(start: str, text: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(start, text, strict=False)) if a != b), min(len(start), len(text)))
+    return (
+        f"{start[at : at + 40]!r} alone, and {text[at : at + 40]!r} with the messages after it, after {at:,} characters"
+    )
+
+
+def _unstable(chat: Conversation, message: int, what: str) -> ValueError:
+    return ValueError(
+        f"{chat.where}: which tokens the assistant's message {message} has cannot be told, as the chat template writes the "
+        f"beginning of a conversation in another way than within the whole: {what}. Put the assistant's part of the "
+        "template between {% generation %} and {% endgeneration %} (data.template: that template), or train on all tokens "
+        "(data.train_on: all)"
+    )
+
+
+# -- tokenizer.json ----------------------------------------------------------------------------------------------------
+class JsonTokenizer(JsonText, ChatTokenizer):
+    """A tokenizer.json and a template, without transformers."""
+
+    def __init__(self, path: str, template: str) -> None:
+        super().__init__(path)
+        self.template = template
+        self._compiled = _compiled(template)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}
+
+    def _written(self, chat: Conversation, count: int | None, asks: bool) -> str:
+        if self._compiled is None:
+            self._compiled = _compiled(self.template)
+        options = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
+        return _refusing(chat, lambda: self._compiled.render(**options, add_generation_prompt=asks))
+
+    def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
+        return self._written(conversation, count, asks).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        if any(x in json.dumps(conversation.messages, ensure_ascii=False) for x in (_OPEN, _CLOSE)):
+            raise ValueError(f"{conversation.where} holds the character U+E0F0 or U+E0F1, which stand for tags here")
+        pieces = re.split(f"[{_OPEN}{_CLOSE}]", self._written(conversation, None, False))
+        ends = np.cumsum([len(x) for x in pieces]).tolist()
+        text, cuts = "".join(pieces), ends[:-1]
+        ids = self.encode(text)
+        places = cut_tokens(self, text, ids, cuts)
+        mask = [0] * len(ids)
+        for begin, end, cut in zip(places[::2], places[1::2], cuts[::2], strict=True):
+            if begin is None or end is None:
+                raise ValueError(
+                    f"{conversation.where}: a token reaches over an end of the template's {{% generation %}} tags, near "
+                    f"{text[max(0, cut - 20) : cut + 20]!r}: let them begin and end at special tokens or line breaks"
+                )
+            mask[begin:end] = [1] * (end - begin)
+        return ids, mask
+
+    def files(self) -> dict[str, str]:
+        return {**super().files(), TEMPLATE_FILE: self.template}
+
+
+def _compiled(template: str) -> Any:
+    """The template, in a sandbox. Raises: ValueError for one that Jinja cannot read, or that names tokens."""
+    import jinja2
+    from jinja2 import meta, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return _OPEN + caller() + _CLOSE
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = refuse
+    try:
+        named = meta.find_undeclared_variables(environment.parse(template)) & _NAMED
+        compiled = environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template cannot be read ({error}). {_WHAT}") from None
+    if named:
+        raise ValueError(
+            f"the chat template uses {', '.join(sorted(named))}, which a tokenizer.json does not name: write the token's "
+            "own text in the template, or set data.tokenizer to a folder of transformers"
+        )
+    return compiled
+
+
+def _refusing(chat: Conversation, render: Any) -> str:
+    """What `render` gives. Raises: ValueError naming the conversation, where the template refuses it."""
+    import jinja2
+
+    try:
+        return render()
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{chat.where}: the chat template refuses this conversation ({str(error)[:200]}): change the row, or set "
+            "data.template"
+        ) from None
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+class TransformersTokenizer(TransformersText, ChatTokenizer):
+    """A tokenizer of transformers with its chat template, or another one."""
+
+    def __init__(self, source: str, template: str | None) -> None:
+        super().__init__(source)
+        if template is not None:
+            self.tokenizer.chat_template = template
+        own = self.tokenizer.chat_template
+        if not own:
+            raise ValueError(f"data.tokenizer {source} has no chat template: set data.template. {_WHAT}")
+        self.template = own if isinstance(own, str) else json.dumps(own)
+        if _TAGS.search(self.template) and not self.tokenizer.is_fast:
+            raise ValueError(
+                f"data.tokenizer {source} has no tokenizer.json, without which the template's {{% generation %}} tags "
+                "cannot be placed: convert it, as save_pretrained of its fast class does"
+            )
+
+    def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
+        options = {"tools": conversation.tools, "tokenize": False, "add_generation_prompt": asks}
+        messages = conversation.messages[:count]
+        return _refusing(conversation, lambda: self.tokenizer.apply_chat_template(messages, **options))
+
+    def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        options["tokenizer_kwargs"] = {"verbose": False}
+        messages, tools = conversation.messages, conversation.tools
+        encoded: Any = _refusing(
+            conversation, lambda: self.tokenizer.apply_chat_template(messages, tools=tools, **options)
+        )
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])

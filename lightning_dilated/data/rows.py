@@ -1,0 +1,285 @@
+"""Rows: mappings by number, of JSON Lines, JSON, Parquet, and of `datasets` (an optional extra).
+
+JSON needs no further library. Parquet, folders of `save_to_disk` and anything else that `datasets` loads need the extra.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_dilated.data.files import collect_files, path_list, paths_hint
+
+SUFFIXES = [".jsonl", ".json", ".parquet"]
+#: files that a folder of `save_to_disk` holds one of
+_SAVED = ("dataset_info.json", "dataset_dict.json")
+#: bytes that are looked at once for line breaks
+_BLOCK = 1 << 24
+Sources = str | list[str] | dict[str, Any]
+
+
+class Digest(Protocol):
+    """As of hashlib."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+class Rows(Protocol):
+    """Rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Any: ...
+
+    def where(self, number: int) -> str:
+        """The place of a row, for errors."""
+        ...
+
+    def hash_into(self, digest: Digest) -> None:
+        """Let a digest depend on the content of all rows."""
+        ...
+
+
+def library() -> ModuleType:
+    """`datasets`. Raises: ModuleNotFoundError, naming the extra."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        if error.name != "datasets":
+            raise
+        raise ModuleNotFoundError(
+            "Parquet, folders of save_to_disk and repositories are read with datasets: pip install "
+            "'lightning-dilated[datasets]'. Files of JSON Lines need nothing more.",
+            name="datasets",
+        ) from None
+    return datasets
+
+
+def checked_sources(value: object, name: str) -> list[str] | dict[str, Any]:
+    """`data.<name>` as a list of paths, or the arguments of `datasets.load_dataset`; nothing is read.
+
+    Raises: TypeError or ValueError, naming it.
+    """
+    if not isinstance(value, Mapping):
+        entries = path_list(value, f"data.{name}", paths_hint(name))
+        if entries is None:
+            raise TypeError(f"data.{name} is None; {paths_hint(name)}")
+        return entries
+    if not isinstance(value.get("path"), str) or not value["path"]:
+        raise ValueError(
+            f"data.{name} as a mapping holds the arguments of datasets.load_dataset, and needs `path`, such as "
+            f"{{path: HuggingFaceH4/ultrachat_200k, split: train_sft}}; got {dict(value)}"
+        )
+    return dict(value)
+
+
+def open_rows(sources: list[str] | dict[str, Any], name: str) -> Rows:
+    """The rows of `data.<name>`.
+
+    Raises: OSError or ValueError naming the file and what to change; ModuleNotFoundError without `datasets` where it is
+        needed.
+    """
+    if isinstance(sources, dict):
+        return LoadedRows(load(sources, name), str(sources["path"]))
+    parts: list[Rows] = []
+    for path in sources:
+        if is_saved(path):
+            parts.append(LoadedRows(load({"path": path}, name), path))
+            continue
+        files = collect_files([path], SUFFIXES, paths_hint(name))
+        tables = [x for x in files if x.endswith(".parquet")]
+        parts += [_json_rows(x) for x in files if not x.endswith(".parquet")]
+        if tables:
+            parts.append(LoadedRows(load_parquet(tables), ", ".join(tables)))
+    rows = parts[0] if len(parts) == 1 else JoinedRows(parts)
+    if not len(rows):
+        raise ValueError(f"data.{name} {', '.join(sources)} holds no row; {paths_hint(name)}")
+    return rows
+
+
+def is_saved(path: str) -> bool:
+    """Whether a path is a folder that `save_to_disk` wrote."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
+
+
+def load(arguments: Mapping[str, Any], name: str) -> Any:
+    """A dataset of `datasets`, of a folder of `save_to_disk` or by `load_dataset`.
+
+    Args:
+        arguments: of `load_dataset`: path, and name, split, data_files, revision, streaming, ...
+
+    Raises: ValueError where it has several splits and none was chosen, or another that it has not; what `datasets` raises.
+    """
+    datasets = library()
+    path, split = str(arguments["path"]), arguments.get("split")
+    more = {k: v for k, v in arguments.items() if k not in ("path", "split")}
+    if is_saved(path):
+        if set(more) - {"streaming"}:
+            raise ValueError(
+                f"data.{name}: {path} is a folder of save_to_disk, which takes `split` and `streaming` only; got "
+                f"{sorted(more)}"
+            )
+        loaded = datasets.load_from_disk(path)
+    else:
+        loaded = datasets.load_dataset(path, **more, **({} if split is None else {"split": split}))
+    if not isinstance(loaded, Mapping):
+        if split is not None and is_saved(path):
+            raise ValueError(f"data.{name}: {path} holds one dataset without splits: leave `split` out")
+        return loaded
+    if split is None and len(loaded) == 1:
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        given = "no split is chosen" if split is None else f"there is no split {split!r}"
+        raise ValueError(
+            f"data.{name}: of {path} {given}; it has {', '.join(loaded)}: set {{path: {path}, split: {next(iter(loaded))}}}"
+        )
+    return loaded[split]
+
+
+def load_parquet(files: Sequence[str], streaming: bool = False) -> Any:
+    """The rows of Parquet files as a dataset of `datasets`, in their order."""
+    return library().load_dataset("parquet", data_files=list(files), split="train", streaming=streaming)
+
+
+def _json_rows(path: str) -> Rows:
+    with open(path, "rb") as file:
+        start = file.read(4096).lstrip()
+    return JsonArray(path) if start.startswith(b"[") else JsonLines(path)
+
+
+class JsonLines:
+    """The rows of a file with one JSON value a line; empty lines are left out. The file is read once to find lines."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        ends = [np.array([0], dtype=np.int64)]
+        with open(path, "rb") as file:
+            done = 0
+            while block := file.read(_BLOCK):
+                ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + done + 1)
+                done += len(block)
+        bounds = np.unique(np.concatenate([*ends, [done]]))
+        self._starts, self._stops = bounds[:-1], bounds[1:]
+        self._lines = np.arange(1, len(bounds))
+        short = self._stops - self._starts <= 2  # at most a character and a line break
+        empty = [i for i in np.flatnonzero(short) if not self._read(int(i)).strip()]
+        self._starts, self._stops, self._lines = (np.delete(x, empty) for x in (self._starts, self._stops, self._lines))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def _read(self, number: int) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(int(self._starts[number]))
+            return file.read(int(self._stops[number] - self._starts[number]))
+
+    def where(self, number: int) -> str:
+        return f"{self.path}, line {int(self._lines[number]):,}"
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return json.loads(self._read(number))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{self.where(number)} is not JSON ({error}): each line must be one JSON object, as in "
+                '{"messages": [...]}'
+            ) from None
+
+    def hash_into(self, digest: Digest) -> None:
+        with open(self.path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+
+
+class JsonArray:
+    """The rows of a file that is one JSON array, which is held in memory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._rows = json.loads(Path(path).read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path} begins as a JSON array and is none ({error}): write it again, or one object a line as .jsonl"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._rows[number]
+
+    def where(self, number: int) -> str:
+        return f"{self.path}, entry {number:,} (counted from 0)"
+
+    def hash_into(self, digest: Digest) -> None:
+        digest.update(json.dumps(self._rows).encode())
+
+
+@dataclass
+class LoadedRows:
+    """The rows of a map-style dataset of `datasets`."""
+
+    dataset: Any
+    name: str
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.dataset, "__getitem__"):
+            raise ValueError(
+                f"{self.name} is a streaming dataset, which has no rows by number: leave `streaming` out, or set "
+                "data.streaming"
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[number]
+
+    def where(self, number: int) -> str:
+        return f"{self.name}, row {number:,} (counted from 0)"
+
+    def hash_into(self, digest: Digest) -> None:
+        for _, row in each(self):
+            digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+
+
+class JoinedRows:
+    """Rows of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self.parts = list(parts)
+        self._ends = list(accumulate(len(x) for x in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _place(self, number: int) -> tuple[Rows, int]:
+        i = bisect.bisect_right(self._ends, number)
+        return self.parts[i], number - (self._ends[i - 1] if i else 0)
+
+    def __getitem__(self, number: int) -> Any:
+        part, inside = self._place(number)
+        return part[inside]
+
+    def where(self, number: int) -> str:
+        part, inside = self._place(number)
+        return part.where(inside)
+
+    def hash_into(self, digest: Digest) -> None:
+        for part in self.parts:
+            part.hash_into(digest)
+
+
+def each(rows: Rows) -> Iterator[tuple[int, Any]]:
+    """(number, row) of all, in order."""
+    return ((i, rows[i]) for i in range(len(rows)))

@@ -1,0 +1,153 @@
+"""TextTokenizer: one face for a tokenizer.json and for tokenizers of transformers (an optional extra)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from lightning_dilated.data.text.tokenizer import encode, end_token, load_tokenizer, special_tokens, vocabulary_size
+from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
+
+
+class TextTokenizer(ABC):
+    """Texts to tokens."""
+
+    source: str
+    #: V, such that every token lies in 0 to V - 1
+    vocab_size: int
+    #: tokens at which a text is cut before anything else
+    special: frozenset[int]
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, and none that the tokenizer would put around it."""
+
+    @abstractmethod
+    def end_token(self, name: str | None = None) -> int:
+        """The token after a document, by its text; None: the tokenizer's own. Raises: ValueError without one."""
+
+    @abstractmethod
+    def files(self) -> dict[str, str]:
+        """The tokenizer's files by name, from which it loads again."""
+
+    def digest(self) -> str:
+        """Of all that tokens depend on."""
+        return hashlib.blake2b(json.dumps(sorted(self.files().items())).encode(), digest_size=16).hexdigest()
+
+
+class JsonText(TextTokenizer):
+    """A tokenizer.json, without transformers."""
+
+    def __init__(self, path: str) -> None:
+        self.source, self.tokenizer = path, load_tokenizer(path)
+        self.vocab_size = vocabulary_size(self.tokenizer)
+        self.special = frozenset(special_tokens(self.tokenizer).values())
+
+    def encode(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text)
+
+    def end_token(self, name: str | None = None) -> int:
+        return end_token(self.tokenizer, self.source, name, "set data.eos_token")
+
+    def files(self) -> dict[str, str]:
+        return {MAIN: self.tokenizer.to_str()}
+
+
+class TransformersText(TextTokenizer):
+    """A tokenizer of transformers."""
+
+    def __init__(self, source: str) -> None:
+        self.source, self.tokenizer = source, load_transformers(source)
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        added = {i for i, x in self.tokenizer.added_tokens_decoder.items() if x.special}
+        self.special = frozenset(self.tokenizer.all_special_ids) | added
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def end_token(self, name: str | None = None) -> int:
+        token = self.tokenizer.eos_token_id if name is None else self.tokenizer.get_vocab().get(name)
+        if token is None:
+            given = "no eos_token" if name is None else f"no token {name!r}"
+            raise ValueError(
+                f"data.tokenizer {self.source} has {given}: set data.eos_token to one of its tokens, such as "
+                f"{', '.join(self.tokenizer.all_special_tokens) or 'a special one'}"
+            )
+        return int(token)
+
+    def files(self) -> dict[str, str]:
+        return transformers_files(self.tokenizer)
+
+
+def load_text_tokenizer(source: str) -> TextTokenizer:
+    """The tokenizer of a tokenizer.json, or of a folder or repository of transformers.
+
+    Raises: ModuleNotFoundError without the library; OSError or ValueError naming what to change.
+    """
+    return JsonText(source) if is_json(source) else TransformersText(source)
+
+
+def is_json(source: str) -> bool:
+    """Whether a tokenizer is one file, a tokenizer.json."""
+    return Path(source).suffix == ".json" or Path(source).is_file()
+
+
+def checked_source(source: object) -> str:
+    """`data.tokenizer`. Raises: TypeError if it is not a name."""
+    if not isinstance(source, str) or not source:
+        raise TypeError(
+            "data.tokenizer must be a folder of transformers, the name of a repository, or a tokenizer.json; got "
+            f"{source!r}"
+        )
+    return source
+
+
+def load_transformers(source: str) -> Any:
+    """The tokenizer of a folder or a hub repository.
+
+    Raises: ModuleNotFoundError without transformers; FileNotFoundError where there is neither; ValueError for a folder
+        without a tokenizer.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            f"data.tokenizer {source} is read with transformers: pip install 'lightning-dilated[transformers]', or pass a "
+            "tokenizer.json.",
+            name="transformers",
+        ) from None
+    is_folder = Path(source).is_dir()
+    if not is_folder and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
+        raise FileNotFoundError(
+            f"data.tokenizer {source}: no such folder or file, and not the name of a repository (owner/name)"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # of several kinds, of transformers and of the hub
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        where = (
+            "has no tokenizer that transformers can read" if is_folder else "is no folder here, and cannot be fetched"
+        )
+        kind = ValueError if is_folder else FileNotFoundError
+        raise kind(f"data.tokenizer {source} {where} ({lines[0][:160]})") from error
+
+
+def transformers_files(tokenizer: Any) -> dict[str, str]:
+    """The text files that `save_pretrained` of a tokenizer writes, by name.
+
+    Raises: ValueError for a tokenizer without tokenizer.json.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = sorted(x for x in Path(folder).rglob("*") if x.is_file())
+        names = [x.relative_to(folder).as_posix() for x in paths]
+        if MAIN not in names:
+            raise ValueError(f"the tokenizer is kept in {', '.join(names)}, without {MAIN}: convert it first")
+        return {name: x.read_text() for name, x in zip(names, paths, strict=True) if is_known(name)}

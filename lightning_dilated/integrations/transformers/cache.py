@@ -1,0 +1,97 @@
+"""DilatedCache: the bounded key and value caches of this package behind the Cache interface of transformers.
+
+Layers add their new keys and values by `update`, which hands them on as they are, and marks them; the attention function
+then attends to the cache and adds them. Imported on use, since it imports transformers.
+
+Shape letters: B batch, n new tokens, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lightning_dilated.attention.kv_cache import Clock, KVCache
+from lightning_dilated.integrations.transformers.attention import CACHE
+from lightning_dilated.integrations.transformers.patterns import layer_pattern
+from lightning_dilated.integrations.transformers.rotary import follows_length
+
+
+class DilatedCache(Cache):
+    """See `dilated_cache`, which makes it."""
+
+    def __init__(self, config: Any, max_length: int | None = None) -> None:
+        text, clock = config.get_text_config(decoder=True), Clock()
+        if follows_length(text):
+            raise ValueError(
+                "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
+                "cached keys would be wrong once it is longer. Pass use_cache=False, or take another rope_type (yarn)."
+            )
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        patterns = (layer_pattern(text, i) for i in range(text.num_hidden_layers))
+        super().__init__(
+            layers=[_Layer(KVCache(x, heads, kv_heads, max_length=max_length, clock=clock)) for x in patterns]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(layer.rows.nbytes for layer in self.layers)
+
+
+class _Layer(CacheLayerMixin):
+    """The cache of a layer, as transformers asks it."""
+
+    supports_early_init = False
+
+    def __init__(self, rows: KVCache) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: buffers are made with the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """New keys and values (B, K, n, D) as they are; they are added when the layer attends."""
+        keys = key_states.view_as(key_states)  # a tensor of its own, whose mark nobody else sees
+        setattr(keys, CACHE, self.rows)
+        return keys, value_states
+
+    def get_seq_length(self) -> int:
+        return self.rows.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys, position of the first): those of the new tokens."""
+        return query_length, self.rows.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.rows.max_length is None else self.rows.max_length
+
+    def reset(self) -> None:
+        self.rows.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.rows.select(beam_idx)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.rows.repeat(repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            self._refuse("take tokens back, as assisted decoding asks")
+
+    def offload(self) -> NoReturn:
+        self._refuse("be offloaded")
+
+    prefetch = offload
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"a DilatedCache cannot {what}: it holds only the rows that later tokens see. Generate without, or with "
+            "use_cache=False."
+        )

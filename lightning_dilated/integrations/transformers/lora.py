@@ -1,0 +1,148 @@
+"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections, by peft: its options, layers and folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dilated._validation import integer, known_keys, real
+
+#: options of peft.LoraConfig that this package sets, or that change what a decoder is
+REFUSED = {
+    "task_type": "it is always CAUSAL_LM",
+    "peft_type": "it is always LORA",
+    "inference_mode": "adapters are trained",
+    "layer_replication": "the decoder keeps its layers; build it from a config with more of them",
+}
+
+
+def peft_library() -> ModuleType:
+    """peft, imported.
+
+    Raises:
+        ModuleNotFoundError: naming the extra that installs it.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f'lora needs peft: pip install "lightning-dilated[lora]". Importing it failed: {error}', name="peft"
+        ) from error
+    return peft
+
+
+def read_options(lora: Any) -> dict[str, Any]:
+    """The mapping of `HFCausalLM(lora=...)`, checked, in plain values.
+
+    Raises:
+        ModuleNotFoundError: without peft.
+        TypeError, ValueError: naming the option.
+    """
+    if not isinstance(lora, Mapping):
+        raise TypeError(
+            "lora must be a mapping of options of peft.LoraConfig, such as {'r': 8, 'lora_alpha': 16, 'target_modules': "
+            f"['q_proj', 'v_proj']}}, or None; got {lora!r:.200} of type {type(lora).__name__}."
+        )
+    peft = peft_library()
+    for name, why in REFUSED.items():
+        if name in lora:
+            raise ValueError(f"lora takes no {name}: {why}. Leave it out.")
+    allowed = [n for n in peft.LoraConfig.__dataclass_fields__ if n not in REFUSED]
+    known_keys(lora, "lora", allowed)
+    options = {name: _plain(value) for name, value in lora.items()}
+    integer(options.get("r", 8), "lora.r", 1)
+    real(options.get("lora_alpha", 8), "lora.lora_alpha", above=0)
+    real(options.get("lora_dropout", 0.0), "lora.lora_dropout", least=0, below=1)
+    return options
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML and checkpoints hold it."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_targets(options: dict[str, Any], decoder: nn.Module) -> None:
+    """Raise for options that do not fit a decoder, whose parameters may be on the meta device; it is changed.
+
+    Raises:
+        ValueError: for a module that the decoder does not have, listing what it has.
+    """
+    for key in ("target_modules", "modules_to_save", "exclude_modules"):
+        names = options.get(key)
+        for name in names if isinstance(names, list) else ():
+            if not any(path == name or path.endswith(f".{name}") for path, _ in decoder.named_modules()):
+                raise ValueError(
+                    f"lora.{key} has {name!r}, and {type(decoder).__name__} has no such module. Its linear layers are: "
+                    f"{', '.join(_linear_names(decoder))}."
+                )
+    try:
+        add_adapters(decoder, {**options, "init_lora_weights": False})
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"lora does not fit {type(decoder).__name__}: {error} Its linear layers are: "
+            f"{', '.join(_linear_names(decoder))}."
+        ) from error
+
+
+def _linear_names(decoder: nn.Module) -> list[str]:
+    """Last parts of the names of linear layers, each once."""
+    names = (name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear))
+    return list(dict.fromkeys(name for name in names if name != "default"))  # peft calls its own so
+
+
+def add_adapters(decoder: Any, options: dict[str, Any]) -> Any:
+    """Put adapters around a decoder's modules, in place, and freeze all other weights; returns peft's view of the decoder.
+
+    Adapters begin as no change, and have the dtype of the weights, but fp32 where those are of 16 bits.
+    """
+    peft = peft_library()
+    return peft.get_peft_model(decoder, peft.LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(options)))
+
+
+def wide_adapters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Values of a module's adapters in fp32, by name."""
+    named = ((name, p) for name, p in module.named_parameters() if ".lora_" in name)
+    return {name: p.data for name, p in named if p.dtype == torch.float32}
+
+
+def keep_wide(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Give adapters that became 16 bits wide, as with precision="bf16-true", their values of `wide_adapters` again."""
+    for name, values in before.items():
+        p = module.get_parameter(name)
+        if p.dtype in (torch.bfloat16, torch.float16):
+            p.data = values.to(p.device)
+
+
+def save(adapted: Any, folder: str | Path, merge: bool) -> None:
+    """Write a folder of peft's, or with `merge` one of transformers whose weights hold the updates.
+
+    Merging copies the decoder.
+    """
+    if not merge:
+        adapted.save_pretrained(folder)
+        return
+    with torch.no_grad():
+        copy.deepcopy(adapted).merge_and_unload(safe_merge=True).save_pretrained(folder)
+
+
+def refuse_folder(folder: str | Path) -> None:
+    """Raise ValueError for a folder of adapters without the model that they belong to."""
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file() or (Path(folder) / "config.json").is_file():
+        return
+    base = json.loads(path.read_text()).get("base_model_name_or_path")
+    raise ValueError(
+        f"{folder} holds adapters only, of {base}. To train on, load a checkpoint; to use them, save the model by "
+        "save_pretrained(folder, merge=True), or take peft.PeftModel.from_pretrained."
+    )

@@ -1,0 +1,130 @@
+"""Decoding of decoders with patterns: equal to the full pass, with all of transformers' generate."""
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+from .decoders import FAMILIES, config, decoder, tokens
+from .test_hf_causal_lm import HYBRID
+
+HFCausalLM = ld.integrations.transformers.HFCausalLM
+dilated_cache = ld.integrations.transformers.dilated_cache
+N, NEW = 19, 14
+PATTERNS = {
+    "own": None,
+    "hybrid": HYBRID,
+    "longnet": ld.DilatedPattern.longnet([4, 16], [1, 2]),
+    "shifted, windows": {"branches": [{"segment_length": 8, "dilation_rate": 2, "shift": 3}, {"width": 3}]},
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_equal_the_full_pass(family, name):
+    """A prompt, its next chunks, and single tokens, in float64."""
+    model, inputs = decoder(family, pattern=PATTERNS[name]).eval(), tokens(2, N + NEW)
+    with torch.no_grad():
+        want = model(inputs, use_cache=False).logits
+        cache = dilated_cache(model.config)
+        parts = [model(part, cache=cache).logits for part in inputs.split([N - 8, 1, 7, *[1] * NEW], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-10)
+    assert cache.get_seq_length() == N + NEW
+
+
+def recomputed(model, ids, steps):
+    """Greedy tokens, each from the whole sequence."""
+    with torch.no_grad():
+        for _ in range(steps):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("name", [x for x in PATTERNS if x != "own"])
+def test_greedy_tokens_are_those_of_the_whole_sequence(name):
+    model = decoder("qwen3", pattern=PATTERNS[name], eos_token_id=None).eval()
+    ids = tokens(2, N)
+    options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    want = recomputed(model, ids, NEW)
+    assert torch.equal(model.generate(ids, cache=dilated_cache(model.config), **options), want)
+    assert torch.equal(model.generate(ids, use_cache=False, **options), want)
+
+
+@pytest.mark.parametrize("options", [
+    {"do_sample": True, "top_k": 7, "temperature": 0.8},
+    {"num_beams": 3, "do_sample": False},
+    {"do_sample": False, "num_return_sequences": 2, "num_beams": 2},
+    {"do_sample": False, "repetition_penalty": 1.3, "eos_token_id": [5, 9, 40]},
+], ids=str)  # fmt: skip
+def test_every_way_of_generating(options):
+    """As without a cache, token for token."""
+    model = decoder("llama", pattern=HYBRID).eval()
+    ids = tokens(2, N)
+    options = {"max_new_tokens": NEW, "attention_mask": torch.ones_like(ids), **options}
+    outs = []
+    for more in ({"use_cache": False}, {"cache": dilated_cache(model.config)}):
+        torch.manual_seed(1)
+        outs.append(model.generate(ids, **options, **more))
+    assert torch.equal(*outs) and outs[0].shape[1] > N
+
+
+def test_a_conversation_goes_on():
+    """With the cache of the first answer."""
+    model = decoder("mistral", pattern=HYBRID, eos_token_id=None).eval()
+    ids, cache = tokens(1, N), dilated_cache(model.config)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    first = model.generate(ids, cache=cache, attention_mask=torch.ones_like(ids), **options)
+    longer = torch.cat([first, tokens(1, 6)], 1)
+    again = model.generate(longer, cache=cache, attention_mask=torch.ones_like(longer), **options)
+    assert torch.equal(again, recomputed(model, longer, 5))
+
+
+def test_the_cache_is_bounded():
+    model = decoder("llama", pattern=ld.DilatedPattern([ld.Window(4)])).eval()
+    sizes = []
+    for length in (64, 128):
+        cache = dilated_cache(model.config)
+        with torch.no_grad():
+            model(tokens(1, length), cache=cache)
+        sizes.append(cache.nbytes)
+    assert sizes[0] == sizes[1] == 2 * 2 * 2 * 4 * 8 * 8  # layers, k and v, kv heads, rows, D, float64
+
+
+def test_hf_causal_lm_generates():
+    for pattern in (None, HYBRID):
+        model = HFCausalLM(config("gemma3", eos_token_id=None), pattern).train()
+        ids = tokens(2, N)
+        got = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert model.decoder.training
+        assert torch.equal(got, recomputed(model.eval().decoder, ids, NEW))
+
+
+def test_hf_causal_lm_generates_with_compiled_layers_and_adapters():
+    pytest.importorskip("peft", reason="needs the extra lora")
+    lora = {"r": 2, "init_lora_weights": False}
+    model = HFCausalLM(config("llama", eos_token_id=None), HYBRID, lora=lora, compile_blocks=True)
+    ids = tokens(1, N)
+    got = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(got, recomputed(model.eval().decoder, ids, NEW))
+
+
+def test_refused():
+    model, ids = decoder("llama", pattern=HYBRID).eval(), tokens(2, N)
+    mask = (torch.arange(N)[None] < torch.tensor([[N], [7]])).long()
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with pytest.raises(ValueError, match=r"Pass cache=.*dilated_cache\(model.config\)"):
+        model.generate(ids, **options, attention_mask=torch.ones_like(ids))
+    with pytest.raises(ValueError, match="DilatedCache takes prompts without padding"):
+        model.generate(ids, **options, attention_mask=mask, cache=dilated_cache(model.config))
+    with pytest.raises(ValueError, match="a cache serves inference, without gradients"):
+        model(ids, cache=dilated_cache(model.config))
+    cache = dilated_cache(model.config, max_length=4)
+    with pytest.raises(ValueError, match="max_length=4"), torch.no_grad():
+        model(ids, cache=cache)
+    with pytest.raises(ValueError, match="cannot take tokens back"):
+        dilated_cache(model.config).crop(-1)
+    scaled = config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="Pass use_cache=False, or take another rope_type"):
+        dilated_cache(scaled)

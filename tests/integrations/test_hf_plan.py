@@ -1,0 +1,191 @@
+"""`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_dilated as ld
+from lightning_dilated.cli.find_max import Trials
+from lightning_dilated.cli.plan import run
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.transformer import step_flops
+from lightning_dilated.planning.advice import Question, _pickled, answer
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.planning.counting.model_specs import example_of, subject_of
+from lightning_dilated.planning.estimate import Case, Facts, estimate
+from lightning_dilated.planning.gpus import GPUS
+from lightning_dilated.planning.memory import Setup, memory
+
+from ..planning.test_memory import SETTINGS, check
+
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+from .decoders import config
+from .test_hf_causal_lm import HYBRID
+
+pytestmark = pytest.mark.full
+
+HFCausalLM = ld.integrations.transformers.HFCausalLM
+LORA = {"r": 2, "target_modules": "all-linear"}
+H200 = GPUS["H200"]
+
+
+def model(family="llama", lora=None, pattern=None, tile=None, depth=4, **sizes):
+    if lora is not None:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    options = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth, **sizes}
+    options |= {"layer_types": None} if family == "gemma3" else {}
+    return HFCausalLM(config(family, **options), pattern, lora=lora, tile=tile)
+
+
+def numbers(model, trained=False):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family, lora, pattern, name, depth, precision", [
+    ("llama", None, HYBRID, "none", 5, "bf16-mixed"),
+    pytest.param("mistral", LORA, None, "attention-kept", 5, "bf16-true", marks=pytest.mark.slow),
+    pytest.param("gemma3", None, None, "block", 12, "32-true", marks=pytest.mark.slow),
+    pytest.param("qwen3", LORA, HYBRID, "none", 6, "bf16-mixed", marks=pytest.mark.slow),
+    pytest.param("phi", LORA, HYBRID, "tiles", 4, "bf16-mixed", marks=pytest.mark.slow),
+    pytest.param("llama", LORA, None, "groups", 8, "bf16-mixed", marks=pytest.mark.slow),
+    pytest.param("qwen2", None, None, "tiles, all kept", 5, "32-true", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_depth_and_length_are_exact(family, lora, pattern, name, depth, precision):
+    check(subject_of(model(family, lora, pattern, depth=depth), precision, SETTINGS[name]), depth, 5120)
+
+
+@pytest.mark.parametrize("family, lora, tile, policy", [
+    ("llama", None, None, "none"),
+    ("llama", LORA, None, "none"),
+    ("llama", LORA, None, "attention-kept"),
+    ("qwen3", None, 512, "block"),
+    pytest.param("gemma3", LORA, 512, "none", marks=pytest.mark.slow),
+    pytest.param("gemma3", LORA, 512, "attention-kept", marks=pytest.mark.slow),
+    pytest.param("gemma3", None, None, "block", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
+    """Bytes that live when the forward has ended, and of gradients when the backward has, by a meter over real tensors."""
+    settings, tokens = MemorySettings(policy), 2000
+    planned = model(family, lora, tile=tile)
+    counted = footprint(subject_of(planned, "32-true", settings), (1024, 2048))
+    between = next(m for m in counted.moments if m.part == ("between",))
+    real, data = model(family, lora, tile=tile), example_of(planned, tokens)
+    real.configure_model()
+    real.transformer.memory = settings
+    real.train()
+    with Meter() as meter:
+        parameters = meter.track(real.parameters(), PARAMETERS)
+        meter.track(real.buffers(), PARAMETERS)
+        buffers = meter.live - parameters
+        loss, _ = real.token_mean(data)
+        kept = meter.live - parameters - buffers
+    loss.backward()
+    gradients = sum(p.grad.nbytes for p in real.parameters() if p.grad is not None)
+    assert parameters == counted.parameters(4) and gradients == counted.trained(4)
+    assert kept == pytest.approx(counted.held(between, 4, tokens), rel=0.002)
+
+
+def test_states_and_buckets_are_of_what_is_trained():
+    planned = model(lora=LORA)
+    counted = footprint(subject_of(planned, "32-true", MemorySettings("block")), (1024, 2048))
+    own = 4 * numbers(model(lora=LORA), True)
+    one, two = (memory(counted, 4, 4096, Setup(x)) for x in ("single", "ring_dilated"))
+    assert one.kinds[OPTIMIZER] == 2 * own and own < 0.5 * counted.parameters(4)
+    assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
+    assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", 4, 4)).kinds[OPTIMIZER] == -(-2 * own // 4)
+
+
+def test_states_on_the_host_are_of_what_is_trained():
+    counted, real = footprint(subject_of(model(lora=LORA), "32-true"), (1024, 2048)), model(lora=LORA)
+    locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
+    want = sum(locked(p) * (1 + p.requires_grad) for p in real.parameters()) + 8 * numbers(real, True)
+    assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+def facts(planned):
+    return Facts.of(planned, subject_of(planned))
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_flops_are_what_torch_counts(family, lora):
+    """But for norms."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3}
+    real = model(family, lora, **sizes)
+    real.train()
+    data = example_of(real, 1024)
+    with FlopCounterMode(display=False) as counter:
+        real.token_mean(data)[0].backward()
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        real.token_mean(data)
+    got = estimate(facts(model(family, lora, **sizes)), MemorySettings(), 1024, Setup(), H200)
+    assert got.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert step_flops(real, 1024, [1024]) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert step_flops(real, 1024, [1024], training=False) == pytest.approx(forward.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # the latter's head is its embedding
+def test_numbers(family, lora):
+    real, of = model(family, lora), facts(model(family, lora))
+    real.configure_model()
+    assert (of.parameters, of.trained_parameters) == (numbers(real), numbers(real, True))
+    assert of.whole == (lora is None) and of.logits
+    assert (of.dim, of.depth, of.hidden, of.vocab) == (64, 4, 96, real.config.vocab_size)
+    assert (of.call.heads, of.call.kv_heads) == (4, 2) and of.windows == 1
+
+
+def test_own_attention_and_patterns_are_counted():
+    """Windows cost less than dense attention, and a pattern takes their place."""
+    seconds = {}
+    for name, planned in {
+        "dense": model("mistral, dense"), "windows": model("mistral"), "hybrid": model("mistral", pattern=HYBRID),
+    }.items():  # fmt: skip
+        case = Case(subject_of(planned), facts(planned), Setup(), H200)
+        seconds[name] = case.time(MemorySettings(), 1 << 20).step.compute["attention"]
+        assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 18
+        assert not planned._built
+    assert seconds["windows"] < seconds["hybrid"] < seconds["dense"]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "decoder.yaml"
+    values = {k: v for k, v in config("llama", num_hidden_layers=3).to_dict().items() if v is not None}
+    name = "lightning_dilated.integrations.transformers.HFCausalLM"
+    arguments = {"model": values, "tile": 1024}
+    path.write_text(
+        yaml.safe_dump({"model": {"class_path": name, "init_args": arguments}, "trainer": {"accelerator": "cpu"}})
+    )
+    return path
+
+
+def test_the_command_plans_a_decoder(capsys, recipe):
+    run(["--config", str(recipe), "--tokens", "64K", "--gpus", "4", "--policy", "block"])
+    out = capsys.readouterr().out
+    assert "model: HFCausalLM, " in out and "3 blocks of 32, 4 heads (2 kv) of 8" in out
+    assert "not compiled" in out and "policy" not in out.partition("in the recipe")[0]
+
+
+@pytest.mark.slow
+def test_find_max_trains_a_decoder(recipe):
+    outcome = Trials(["--config", str(recipe)], 1, timeout=240)(512)
+    assert outcome.fits and outcome.line == HFCausalLM.length_setting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_advice_after_a_run_without_memory(lora):
+    """Of a built model, sent to another process."""
+    import pickle
+
+    built = model(lora=lora)
+    built.configure_model()
+    question = Question(built, 1 << 24, "bf16-mixed", False, MemorySettings(), GPUS["A100-80GB"], Setup())
+    text = answer(pickle.loads(_pickled(question)))
+    assert "planned: 16,777,216 tokens on 1 GPU(s)" in text and "ActivationRecompute(" in text
