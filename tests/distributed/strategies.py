@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.rows import windowed
+from lightning_dilated.pattern.rows import global_tokens, windowed
 
 from ..attention.strategies import LAYOUTS as STRIDES
 from ..attention.strategies import Case
@@ -173,8 +173,8 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 
 
 def layout_for(pattern: DilatedPattern, layout: str) -> str:
-    """The layout, or another for windows, which the strided one refuses."""
-    return "zigzag" if layout == "strided" and windowed(pattern) else layout
+    """The layout, or another for windows and global tokens, which the strided one refuses."""
+    return "zigzag" if layout == "strided" and (windowed(pattern) or global_tokens(pattern)) else layout
 
 
 @st.composite
