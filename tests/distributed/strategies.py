@@ -84,6 +84,8 @@ class Sharded:
             "window": bool(windowed(pattern)) and call.seq_len > per_rank,
             "dilated window": any(b.dilation_rate > 1 for b in windowed(pattern)),
             "window beyond a shard": any(b.width * b.dilation_rate > per_rank + 1 for b in windowed(pattern)),
+            "global tokens": bool(global_tokens(pattern)) and call.seq_len > per_rank,
+            "global tokens on several ranks": any(b.tokens > per_rank for b in global_tokens(pattern)),
             "subsets": any(b.heads for b in pattern.branches),
             "offsets": any(b.offset is not None for b in pattern.branches),
             "uneven windows": call.heads % self.head_size > 0,
