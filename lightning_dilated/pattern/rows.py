@@ -71,6 +71,12 @@ def global_tokens(pattern: DilatedPattern) -> list[AnyBranch]:
     return [b for b in pattern.branches if b.tokens is not None]
 
 
+def without_global(pattern: DilatedPattern) -> DilatedPattern | None:
+    """The pattern without its branches of global tokens; None where it has no others."""
+    others = tuple(b for b in pattern.branches if b.tokens is None)
+    return None if not others else pattern if others == pattern.branches else replace(pattern, branches=others)
+
+
 def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
     """The segment of a branch that holds a position."""
     width = segment_width(branch, seq_len)

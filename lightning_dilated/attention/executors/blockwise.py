@@ -35,10 +35,14 @@ class Blockwise:
     @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         out, lse = empty_state(inputs[0])
+        self.merge(inputs, out, lse)
+        return out, lse, None
+
+    def merge(self, inputs: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+        """Merge every block into a running out (B, N, H, D) and lse (B, H, N), in place."""
         tensors = suited(self.call.engine, *inputs)
         for span, block in self._walk(tensors):
             merge_block(out, lse, *block_forward(self.call, tensors, span, block), span, block)
-        return out, lse, None
 
     @with_room
     def backward(

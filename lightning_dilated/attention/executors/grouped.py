@@ -24,7 +24,7 @@ from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.executors.tables import work_of
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import blocks, global_tokens
+from lightning_dilated.pattern.rows import blocks, global_tokens, without_global
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.grouped import GroupedDrop, Work
@@ -62,8 +62,10 @@ def block_flops(of: tuple, causal: bool, spans: Sequence[Span], shape: Sequence[
 
     `of` = (pattern, query heads, kv heads, (first, stop) of the heads in the tensors, only whole segments): see `Call`.
     """
-    if not spans or not fits(spans, shape) or global_tokens(of[0]):
+    pattern = without_global(of[0])  # whose blocks are computed one by one
+    if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
+    of = pattern, *of[1:]
     pairs, calls, rows = 0, 0, 0
     for span in spans:
         of_span, of_calls, of_rows = _work_of(*of, causal, span.document, span.part)
