@@ -140,12 +140,13 @@ def main() -> None:
     a = p.parse_args()
     print("| tokens | way | forward ms | forward+backward ms | times dense | largest difference, out and dq, dk, dv |")
     print("| --- | --- | --- | --- | --- | --- |")
+    seconds = functools.partial(seconds_of, device=torch.device("cuda"), repeats=5)
     for n in a.seq_len:
         shape = 1, n, a.heads, a.head_dim
         *inputs, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         inputs = tuple(x.requires_grad_() for x in inputs)
         pattern = ld.DilatedPattern([ld.Window(a.width)])
-        dense = seconds_of(dense_yardstick(pattern, n, a.heads, a.head_dim, True, torch.bfloat16, grad.device))
+        dense = seconds(dense_yardstick(pattern, n, a.heads, a.head_dim, True, torch.bfloat16, grad.device))
         first = None
         for name, attend in ways(a.width, n):
             try:
@@ -153,7 +154,7 @@ def main() -> None:
                 results = both()
                 first = results if first is None else first
                 apart = " ".join(f"{(x - y).abs().max().item():.1e}" for x, y in zip(results, first, strict=True))
-                times = seconds_of(forward), seconds_of(both)
+                times = seconds(forward), seconds(both)
             except Exception as error:  # whatever a peer cannot do is part of the table
                 print(
                     f"| {n:,} | {name} | {type(error).__name__}: {str(error).splitlines()[0][:160]} | | | |", flush=True
