@@ -22,6 +22,7 @@ ORDER = (
         "pattern",
         "kernels",
         "sequence",
+        "recurrence",
         "attention",
         "memory",
         "data",

@@ -14,6 +14,7 @@ from lightning_dilated.models import (
 )
 from lightning_dilated.models.export import Exported, export
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
+from lightning_dilated.recurrence import RecurrentState, recurrent_attention
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
@@ -31,6 +32,7 @@ __all__ = [
     "LongNetMLM",
     "LongViT",
     "MultiheadDilatedAttention",
+    "RecurrentState",
     "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",
     "SequenceSpec",
@@ -45,5 +47,6 @@ __all__ = [
     "export",
     "integrations",
     "loss_share",
+    "recurrent_attention",
     "sequence",
 ]

@@ -1,0 +1,146 @@
+"""Chunks as affine maps of the state: S -> a S - X^T Y S + B, out = R S + O, and the pass over the chunks of each run.
+
+Shape letters: T chunks, C slots of a chunk, K kv heads, G query heads of a kv head, D head dim, E value dim, n runs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.recurrence.rules import positive, ratio, unit
+from lightning_dilated.recurrence.runs import Tables
+
+
+class Transition(NamedTuple):
+    """S -> a S - X^T Y S of each chunk: `decay` a (T, K, 1, 1), or None for 1; X and Y (T, K, C, D), or None for 0."""
+
+    decay: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+
+class GatedChunks(NamedTuple):
+    """What chunks of the gated delta rule do to the state, and read of it.
+
+    Attributes:
+        added: B (T, K, D, E).
+        read: R (T, K, G, C, D).
+        own: O (T, K, G, C, E), what a chunk's tokens read of each other.
+    """
+
+    transition: Transition
+    added: Tensor
+    read: Tensor
+    own: Tensor
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """(T, C, ...): rows of x (rows, ...) by number; one past the last gives 0."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
+
+
+def put(chunks: Tensor, tables: Tables) -> Tensor:
+    """(B L, H, E): the tokens of chunks (T, K, G, C, E), 0 for tokens without a document."""
+    rows = chunks.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    return take(rows, tables.outputs)
+
+
+def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
+    """(T, K, G, C, D) of q's rows (rows, H, D)."""
+    return take(q, index).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+
+
+def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:
+    """The chunks of rows q (rows, H, D), k (rows, K, D), v (rows, K, E), log_decay and beta (rows, K).
+
+    The WY form (arXiv 2412.06464): what each token adds once the chunk's earlier ones have changed the state solves a
+    triangular system.
+    """
+    q = unit(grouped(q, tables.queries, k.shape[1]))
+    k, v = unit(take(k, tables.keys).transpose(1, 2)), take(v, tables.keys).transpose(1, 2)
+    beta, total = (take(x, tables.keys).transpose(1, 2) for x in (beta, log_decay))
+    total = total.cumsum(-1)
+    later = torch.ones(tables.width, tables.width, dtype=torch.bool, device=q.device).triu(1)
+    # not exp(total) / exp(total): that leaves the range of the numbers
+    fade = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    past = total.exp()[..., None]
+    system = (beta[..., None] * (k @ k.mT) * fade).tril(-1)
+    right = torch.cat([v, past * k], -1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    fresh, stored = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores = (q @ k.mT[:, :, None]) * fade[:, :, None]
+    left = (total[..., -1:] - total).exp()[..., None] * k
+    transition = Transition(past[..., -1:, :], left, stored)
+    read = past[:, :, None] * q - scores @ stored[:, :, None]
+    return GatedChunks(transition, left.mT @ fresh, read, scores @ fresh[:, :, None])
+
+
+class SegmentChunks(NamedTuple):
+    """Memory segments of linear and delta.
+
+    Attributes:
+        keys, values: features (T, K, C, D) and values (T, K, C, E), 0 in empty slots.
+        sums: (T, K, D, E + 1): Phi^T V, and in the last column Phi^T 1.
+    """
+
+    keys: Tensor
+    values: Tensor
+    sums: Tensor
+
+
+def segment_chunks(features: Tensor, v: Tensor, tables: Tables) -> SegmentChunks:
+    """The segments of rows of features (rows, K, D) and values (rows, K, E)."""
+    keys, values = take(features, tables.keys).transpose(1, 2), take(v, tables.keys).transpose(1, 2)
+    return SegmentChunks(keys, values, torch.cat([keys.mT @ values, keys.sum(-2)[..., None]], -1))
+
+
+def delta_transition(chunks: SegmentChunks, normalizer: Tensor, closed: Tensor) -> Transition:
+    """The delta rule of each segment, after the `normalizer` (T, K, D, 1) of the segments before it.
+
+    A key is divided by the larger of its products with the normalizers of the past (the paper's) and of its own segment:
+    the transition's spectral radius is then at most 1 (D Phi Phi^T has no row sum above 1), however ragged the segments.
+    """
+    past, own = chunks.keys @ normalizer, chunks.keys @ chunks.sums[..., -1:]
+    return Transition(None, chunks.keys, ratio(chunks.keys, torch.maximum(past, own)) * closed[:, None, None, None])
+
+
+def read_normalized(q: Tensor, state: Tensor, tables: Tables) -> Tensor:
+    """(T, K, G, C, E): phi(q) M / phi(q) z of rows q (rows, H, D) and [M | z] (T, K, D, E + 1); 0 where z is."""
+    read = positive(grouped(q, tables.queries, state.shape[1])) @ state[:, :, None]
+    return ratio(read[..., :-1], read[..., -1:])
+
+
+def pass_states(transition: Transition, added: Tensor, begin: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(the state before each chunk (T, K, D, E), the state after each run (n, K, D, E)).
+
+    Args:
+        added: (T, K, D, E).
+        begin: (n, K, D, E) the state before each run.
+        counts: `Tables.counts`.
+    """
+    if transition.left is not None and transition.left.shape[2] >= transition.left.shape[3]:
+        transition = _multiplied(transition)
+    steps = zip(*(_steps(x, counts) for x in (*transition, added)), strict=True)
+    before, after, state = [begin[:0]], [], begin
+    for count, (decay, left, right, new) in zip(counts, steps, strict=True):
+        after.append(state[count:])
+        state = state[:count]
+        before.append(state)
+        kept = state if decay is None else decay * state
+        if right is not None:
+            changed = right @ state
+            kept = kept - (changed if left is None else left.mT @ changed)
+        state = kept + new
+    return torch.cat(before), torch.cat([state, *reversed(after)])
+
+
+def _multiplied(transition: Transition) -> Transition:
+    """With X^T Y (T, K, D, D) in place of Y, where that is the smaller one; `left` is None then."""
+    return Transition(transition.decay, None, transition.left.mT @ transition.right)
+
+
+def _steps(x: Tensor | None, counts: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+    return (None,) * len(counts) if x is None else x.split(counts)

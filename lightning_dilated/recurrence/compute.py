@@ -1,0 +1,201 @@
+"""Recurrent attention of checked arguments: chunks of this rank's runs, and the states that pass between them.
+
+Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, S documents, n runs,
+T chunks, m tokens of a memory segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_dilated.recurrence.chunks import (
+    SegmentChunks,
+    Transition,
+    delta_transition,
+    gated_chunks,
+    pass_states,
+    put,
+    read_normalized,
+    segment_chunks,
+    take,
+)
+from lightning_dilated.recurrence.rules import positive
+from lightning_dilated.recurrence.runs import CHUNK, Call, Tables, tables
+from lightning_dilated.recurrence.scan import Scan
+from lightning_dilated.recurrence.state import RecurrentState
+from lightning_dilated.sequence.collectives import sequence_sum
+from lightning_dilated.sequence.halo import sequence_halo
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """This rank's tensors in the dtype of the state: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), and of gated_delta
+    log_decay and beta (B, L, K)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in (self.q, self.k, self.v, self.log_decay, self.beta) if x is not None)
+
+
+class Computation:
+    """One call on one rank; `scan` is None where no other rank holds tokens of the sequence."""
+
+    def __init__(self, kind: str, inputs: Inputs, call: Call, state: RecurrentState, scan: Scan | None) -> None:
+        self.kind, self.inputs, self.call, self.state, self.scan = kind, inputs, call, state, scan
+        rank = 0 if scan is None else scan.group.rank
+        self.tables: Tables = tables(call, rank, CHUNK).to(inputs.q.device)
+
+    def run(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
+        """(out (B, L, H, E), the state after the call if asked for)."""
+        if self.kind == "gated_delta":
+            out, state = self._gated(return_state)
+        elif self.call.after:
+            out, state = self._both_sides(), None
+        else:
+            out, state = self._segments(return_state)
+        return self._tied(out.unflatten(0, self.inputs.q.shape[:2])), state
+
+    def _tied(self, x: Tensor) -> Tensor:
+        return x if self.scan is None else self.scan.tie(x)
+
+    # -- kinds ------------------------------------------------------------------------------------------------------
+    def _gated(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
+        rows = (x.flatten(0, 1) for x in self.inputs.all)
+        chunks = gated_chunks(*rows, self.tables)
+        before, after = self._states(chunks.transition, chunks.added, self.state.matrix)
+        out = put(chunks.read @ before[:, :, None] + chunks.own, self.tables)
+        if not return_state:
+            return out, None
+        return out, RecurrentState(self._final(after, self.state.matrix), self._seen())
+
+    def _segments(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
+        chunks = self._chunks()
+        initial = torch.cat([self.state.matrix, self.state.normalizer[..., None]], -1)
+        closed = self.tables.closed[:, None, None, None]
+        if self.kind == "linear":
+            chunks = chunks._replace(sums=self._with_pending(chunks.sums))
+            before, after = self._states(Transition(), chunks.sums * closed, initial)
+        else:
+            sums = chunks.sums * closed
+            past, total = self._states(Transition(), sums[..., -1:], initial[..., -1:])
+            transition = delta_transition(chunks, past, self.tables.closed)
+            before, after = self._states(transition, sums[..., :-1], initial[..., :-1])
+            before, after = torch.cat([before, past], -1), torch.cat([after, total], -1)
+        out = put(read_normalized(self.inputs.q.flatten(0, 1), before, self.tables), self.tables)
+        if not return_state:
+            return out, None
+        final = self._final(after, initial)
+        pending = self._pending_sums(chunks) if self.kind == "linear" else self._pending_rows(chunks)
+        return out, RecurrentState(final[..., :-1], self._seen(), final[..., -1], pending)
+
+    def _both_sides(self) -> Tensor:
+        """Each segment reads the sums of all others of its document."""
+        chunks = self._chunks()
+        local = (self.tables.queries < len(self.inputs.q) * self.inputs.q.shape[1])[:, None, :, None]
+        keys = chunks.keys * local  # without the halo: other ranks count it
+        sums = torch.cat([keys.mT @ chunks.values, keys.sum(-2)[..., None]], -1)
+        documents = self.tables.documents.to(sums.device)
+        every = sums.new_zeros(len(self.call.documents), *sums.shape[1:]).index_add(0, documents, sums)
+        if self.scan is not None:
+            every = sequence_sum(self._anchored(every), self.scan.group)
+            self.scan.rows.append(every.flatten()[:0])
+        single = self.tables.single[:, None, None, None]
+        others = torch.where(single, 0, every[documents] - chunks.sums)
+        return put(read_normalized(self.inputs.q.flatten(0, 1), others, self.tables), self.tables)
+
+    def _anchored(self, x: Tensor) -> Tensor:
+        """x, with a gradient wherever some rank's has one."""
+        return x if self.scan is None else x + self.scan.anchor.sum()
+
+    # -- memory segments --------------------------------------------------------------------------------------------
+    def _chunks(self) -> SegmentChunks:
+        rows = torch.cat([positive(self.inputs.k), self.inputs.v], -1)
+        left, right = self.call.halo
+        if self.scan is None or not left + right:
+            flat = rows.flatten(0, 1)
+        else:
+            parts = sequence_halo(self._anchored(rows), left, right, sequence=self.scan.group)
+            self.scan.rows.extend(part.flatten()[:0] for part in parts)
+            flat = torch.cat([part.flatten(0, 1) for part in parts])
+            if not rows.shape[1]:
+                flat = flat[:0]
+        features, values = flat.split([self.inputs.k.shape[-1], self.inputs.v.shape[-1]], -1)
+        if self.kind == "delta":
+            carried = (x.transpose(1, 2).flatten(0, 1) for x in self.state.pending)
+            features, values = (torch.cat(x) for x in zip((features, values), carried, strict=True))
+        return segment_chunks(features, values, self.tables)
+
+    def _with_pending(self, sums: Tensor) -> Tensor:
+        """With the state's sums of the open segment in the first chunk of each run that goes on with it."""
+        matrix, normalizer = self.state.pending
+        pending = take(torch.cat([matrix, normalizer[..., None]], -1), self.tables.started)
+        return torch.cat([sums[: len(pending)] + pending, sums[len(pending) :]])
+
+    def _pending_sums(self, chunks: SegmentChunks) -> tuple[Tensor, Tensor]:
+        last = self.tables.last
+        opened = chunks.sums[last] * ~self.tables.closed[last][:, None, None, None]
+        matrix, normalizer = self.state.pending
+        final = self._final(opened, torch.cat([matrix, normalizer[..., None]], -1))
+        return final[..., :-1], final[..., -1]
+
+    def _pending_rows(self, chunks: SegmentChunks) -> tuple[Tensor, Tensor]:
+        last, width = self.tables.last, self.call.segment - self.tables.width
+        opened = ~self.tables.closed[last][:, None, None, None]
+        rows = (pad(x[last] * opened, (0, 0, 0, width)) for x in (chunks.keys, chunks.values))
+        keys, values = (self._final(x, y) for x, y in zip(rows, self.state.pending, strict=True))
+        return keys, values
+
+    # -- states -----------------------------------------------------------------------------------------------------
+    def _states(self, transition: Transition, added: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        """(the state before each chunk, the state after each run); `initial` (S, K, D, E) begins documents."""
+        incoming = initial.new_zeros(self.tables.outgoing.numel(), *initial.shape[1:])
+        if self.scan is not None:
+            incoming = self._incoming(transition, added, initial).flatten(0, 1)
+        initial = torch.cat([incoming, initial])
+        return pass_states(transition, added, initial[self.tables.begins], self.tables.counts)
+
+    def _incoming(self, transition: Transition, added: Tensor, initial: Tensor) -> Tensor:
+        """(pieces, B, K, D, E): the state before each of this rank's pieces."""
+        number, columns = len(self.tables.runs), added.shape[-1]
+        sizes, dim = added.shape[1:3], added.shape[2]
+        continued = self.tables.continued[:, None, None, None].to(added.dtype)
+        own = (self.tables.begins - self.tables.outgoing.numel()).clamp(min=0)
+        begin = initial[own] * (1 - continued) if number else added.new_zeros(0, *added.shape[1:])
+        unchanged = added.new_zeros(1, *added.shape[1:])
+        if transition.right is None:  # sums: A is one number
+            _, total = pass_states(transition, added, begin, self.tables.counts)
+            maps = torch.cat([continued.expand(number, *sizes, 1), total], -1)
+            through = torch.cat([added.new_ones(1, *sizes, 1), unchanged], -1)
+        else:
+            eye = torch.eye(dim, dtype=added.dtype, device=added.device).expand(*sizes, dim)
+            begin = torch.cat([eye * continued, begin], -1)
+            maps = pass_states(transition, pad(added, (dim, 0)), begin, self.tables.counts)[1]
+            through = torch.cat([eye[None], unchanged], -1)
+        return self.scan.before(torch.cat([maps, through])[self.tables.outgoing], columns)
+
+    def _final(self, after: Tensor, initial: Tensor) -> Tensor:
+        """(S, ...): what the run that ends each document has, on every rank."""
+        final = take(torch.cat([after, initial]), self.tables.finals[None])[0]
+        if self.scan is None:
+            return final
+        return sequence_sum(self._tied(self._anchored(final)), self.scan.group)
+
+    def _seen(self) -> Tensor:
+        return torch.tensor([doc.before + doc.stop - doc.start for doc in self.call.documents], dtype=torch.int64)
+
+
+def pieces(ranges: Sequence[Sequence[range]]) -> tuple[tuple[int, range], ...]:
+    """(rank, positions) of every non-empty piece in the order of the sequence."""
+    every = [(rank, piece) for rank, own in enumerate(ranges) for piece in own if piece]
+    return tuple(sorted(every, key=lambda pair: pair[1].start))

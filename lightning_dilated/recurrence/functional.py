@@ -1,0 +1,361 @@
+"""recurrent_attention: the public function; it checks every argument before any work is done.
+
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, E value dim, S samples or packed documents.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._validation import flag, integer, one_of
+from lightning_dilated.pattern.rows import check_bounds
+from lightning_dilated.recurrence.compute import Computation, Inputs, pieces
+from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
+from lightning_dilated.recurrence.runs import Call, Document
+from lightning_dilated.recurrence.scan import Scan
+from lightning_dilated.recurrence.state import RecurrentState, empty_state
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def recurrent_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = ...,
+    beta: Tensor | None = ...,
+    *,
+    kind: str = ...,
+    segment: int | None = ...,
+    causal: bool = ...,
+    state: RecurrentState | None = ...,
+    return_state: Literal[False] = ...,
+    lengths: Tensor | Sequence[int] | None = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
+    sequence: SequenceGroup | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def recurrent_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = ...,
+    beta: Tensor | None = ...,
+    *,
+    kind: str = ...,
+    segment: int | None = ...,
+    causal: bool = ...,
+    state: RecurrentState | None = ...,
+    return_state: Literal[True],
+    lengths: Tensor | Sequence[int] | None = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
+    sequence: SequenceGroup | None = ...,
+) -> tuple[Tensor, RecurrentState]: ...
+
+
+def recurrent_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    kind: str = "gated_delta",
+    segment: int | None = None,
+    causal: bool = True,
+    state: RecurrentState | None = None,
+    return_state: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    sequence: SequenceGroup | None = None,
+) -> Tensor | tuple[Tensor, RecurrentState]:
+    """Attention to a memory of constant size, a matrix S (D, E) a kv head that tokens are written to and read from.
+
+    `kind` is the rule by which it changes; phi(x) = elu(x) + 1, and z sums phi(k) as S sums phi(k) v^T:
+
+    - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1} +
+      b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
+    - "linear" (Infini-attention, arXiv 2404.07143): tokens come in memory segments of `segment` tokens. A token reads
+      phi(q) S / phi(q) z of the segments before its own, 0 in the first; not causal, of all segments but its own.
+    - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of the
+      segments before; D = 1 / max(Phi z, Phi Phi^T 1) divides by that of the segment itself where it is larger. Without
+      this a segment with more keys than those before it may expand the state.
+
+    Take q and k before rotary positions. Products are taken in fp32 (fp64 for float64), also under autocast; on GPUs leave
+    `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N), and every derivative is torch's own.
+
+    Args:
+        q: (B, N, H, D), any floating dtype.
+        k: (B, N, K, D) with K dividing H; query head h reads the memory of kv head h // (H / K).
+        v: (B, N, K, E).
+        log_decay: (B, N, K), finite and at most 0, of gated_delta.
+        beta: (B, N, K), between 0 and 1 (to 2 for negative eigenvalues), of gated_delta.
+        segment: m, of linear and delta.
+        causal: only linear may also see later tokens.
+        state: where the call goes on: that of an earlier one with `return_state`, an entry for each sample, or for each
+            document of `cu_seqlens`. Its gradient flows to the earlier call; `state.detach()` stops it.
+        return_state: also return the state after each sample's (or document's) last token.
+        lengths: (B,) integers, the real tokens of each right-padded sample; padding adds nothing and gives 0.
+        cu_seqlens: (documents + 1,) integers that rise from 0 to N; each document (B = 1) has a memory of its own.
+        sequence: the ranks that share the sequence: q, k, v, log_decay and beta then hold this rank's tokens, while
+            `lengths`, `cu_seqlens` and `state` are global, and every rank makes the same call. The returned state is on
+            every rank; gradients of a state on the ranks sum to its gradient. None: the active group, or one rank without
+            one. Where ranks cut memory segments, they also exchange keys and values of up to m - 1 tokens.
+
+    Returns:
+        out (B, N, H, E) in v's dtype; with `return_state` also a `RecurrentState` in fp32 (fp64).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed; on every rank, if they differ.
+    """
+    group = _group(sequence)
+    arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, return_state, lengths, cu_seqlens, group)
+    checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
+    with torch.autocast(q.device.type, enabled=False):
+        out, after = _compute(checked, group, return_state)
+    return out if after is None else (out, after)
+
+
+class _Checked:
+    """The arguments of a call that was found right."""
+
+    def __init__(
+        self,
+        kind: str,
+        segment: int | None,
+        causal: bool,
+        inputs: Inputs,
+        dtype: torch.dtype,
+        state: RecurrentState | None,
+        lengths: tuple[int, ...] | None,
+        bounds: tuple[int, ...] | None,
+    ) -> None:
+        self.kind, self.segment, self.causal, self.inputs, self.dtype = kind, segment, causal, inputs, dtype
+        self.state, self.lengths, self.bounds = state, lengths, bounds
+
+    def facts(self, return_state: bool) -> dict[str, Any]:
+        """What has to be equal on all ranks."""
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors())
+        return {
+            "call": "recurrent_attention",
+            "kind": self.kind,
+            "segment": self.segment,
+            "causal": self.causal,
+            "shapes": [(x.shape[0], *x.shape[2:]) for x in self.inputs.all],
+            "dtype": self.dtype,
+            "lengths": self.lengths,
+            "cu_seqlens": self.bounds,
+            "tokens of the state": None if self.state is None else self.state.tokens.tolist(),
+            "return_state": return_state,
+            "requires grad": grad,
+        }
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.inputs.all, *(() if self.state is None else self.state.floating()))
+
+    def documents(self, seq_len: int) -> tuple[Document, ...]:
+        """All of a sequence of N tokens."""
+        if self.bounds is not None:
+            check_bounds(list(self.bounds), seq_len)
+            every = [(0, a, b) for a, b in pairwise(self.bounds)]
+        else:
+            batch = self.inputs.q.shape[0]
+            lengths = (seq_len,) * batch if self.lengths is None else self.lengths
+            if any(not 0 <= n <= seq_len for n in lengths):
+                raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {list(lengths)[:8]}.")
+            every = [(sample, 0, n) for sample, n in enumerate(lengths)]
+        before = [0] * len(every) if self.state is None else self.state.tokens.tolist()
+        return tuple(Document(*bounds, seen) for bounds, seen in zip(every, before, strict=True))
+
+
+def _compute(
+    checked: _Checked, group: SequenceGroup | None, return_state: bool
+) -> tuple[Tensor, RecurrentState | None]:
+    inputs, kind = checked.inputs, checked.kind
+    batch, length = inputs.q.shape[:2]
+    owned: list[tuple[range, ...]] = [(range(length),)]
+    number, seq_len = 0, length
+    if group is not None:
+        agreed = group.agree(checked.facts(return_state), length)
+        number, seq_len = agreed.number, agreed.seq_len
+        shard = group.shard(seq_len)
+        owned = [shard.ranges(rank) for rank in range(group.ranks)]
+    documents = checked.documents(seq_len)
+    call = Call(documents, batch, pieces(owned), checked.segment, kind == "delta", not checked.causal)
+    scan = None
+    wide = _widened(checked)
+    if group is not None and group.ranks > 1:
+        scan = Scan(group, tuple(rank for rank, _ in call.pieces), number, wide.tensors(), checked.dtype)
+    state = wide.state
+    if state is None:
+        shape = (*inputs.k.shape[2:], inputs.v.shape[3])
+        state = empty_state(kind, checked.segment or 1, len(documents), shape, inputs.q, checked.dtype)
+    out, after = Computation(kind, wide.inputs, call, state, scan).run(return_state)
+    return out.to(inputs.v.dtype), after
+
+
+def _widened(checked: _Checked) -> _Checked:
+    """The same with all tensors in the dtype of the state, on the device of q."""
+    to = lambda x: None if x is None else x.to(checked.inputs.q.device, checked.dtype)  # noqa: E731
+    x, state = checked.inputs, checked.state
+    if state is not None:
+        pending = None if state.pending is None else (to(state.pending[0]), to(state.pending[1]))
+        state = RecurrentState(to(state.matrix), state.tokens, to(state.normalizer), pending)
+    inputs = Inputs(to(x.q), to(x.k), to(x.v), to(x.log_decay), to(x.beta))
+    settings = checked.kind, checked.segment, checked.causal
+    return _Checked(*settings, inputs, checked.dtype, state, checked.lengths, checked.bounds)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+def _group(sequence: Any) -> SequenceGroup | None:
+    if sequence is None:
+        return active_sequence()
+    if not isinstance(sequence, SequenceGroup):
+        raise TypeError(f"sequence must be a SequenceGroup, or None for the active one; got {sequence!r}.")
+    return sequence
+
+
+def _checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    log_decay: Any,
+    beta: Any,
+    kind: Any,
+    segment: Any,
+    causal: Any,
+    state: Any,
+    return_state: Any,
+    lengths: Any,
+    cu_seqlens: Any,
+    group: SequenceGroup | None,
+) -> _Checked:
+    one_of(kind, "kind", KINDS)
+    _check_tensors(q, k, v)
+    _check_gates(kind, k, log_decay, beta)
+    _check_segment(kind, segment)
+    flag(causal, "causal")
+    flag(return_state, "return_state")
+    if not causal and (kind != "linear" or state is not None or return_state):
+        raise ValueError(
+            f"causal=False goes with kind='linear' alone, without state and return_state; got kind={kind!r}. A memory that "
+            "is carried on, and those that overwrite, have an order: set causal=True."
+        )
+    if group is not None and group.layout == "strided" and group.ranks > 1:
+        raise ValueError(
+            "layout='strided' has no recurrent attention: neighbouring tokens lie on different ranks, and the state would "
+            "pass between ranks at every token. Set layout='contiguous' or 'zigzag'."
+        )
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
+    counts, bounds = _integers(lengths, "lengths"), _integers(cu_seqlens, "cu_seqlens")
+    if counts is not None and len(counts) != q.shape[0]:
+        raise ValueError(f"lengths must have one entry a sample, {q.shape[0]}; got {len(counts)}.")
+    if bounds is not None and (q.shape[0] != 1 or len(bounds) < 2):
+        raise ValueError(
+            f"cu_seqlens takes a batch of 1 and at least [0, N], got B={q.shape[0]} and {len(bounds)} bounds; pack "
+            "documents into one row."
+        )
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    samples = q.shape[0] if bounds is None else len(bounds) - 1
+    if state is not None:
+        _check_state(state, empty_state(kind, segment or 1, samples, (*k.shape[2:], v.shape[3]), q[:0], dtype))
+    return _Checked(kind, segment, causal, Inputs(q, k, v, log_decay, beta), dtype, state, counts, bounds)
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions (B, N, heads, D), got shape {tuple(x.shape)}.")
+        if x.dtype not in DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise TypeError(f"{name} must be floating point ({names}), got {x.dtype}.")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"q, k and v must share one dtype and device: q is {q.dtype} on {q.device}, {name} {x.dtype} on {x.device}."
+            )
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(
+            f"q, k and v must have the same B and N, got {[tuple(x.shape[:2]) for x in (q, k, v)]}; for one new token after "
+            "others give it alone, with state=."
+        )
+    if k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"k and v must have the same heads, q and k the same head dim; got q {tuple(q.shape)}, k {tuple(k.shape)}, "
+            f"v {tuple(v.shape)}."
+        )
+    if min(*q.shape[2:], *k.shape[2:], v.shape[3]) == 0:
+        raise ValueError(f"heads and head dims must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}.")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention)."
+        )
+
+
+def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
+    for name, x, least, most in (("log_decay", log_decay, -torch.inf, 0.0), ("beta", beta, 0.0, 2.0)):
+        if kind != "gated_delta":
+            if x is not None:
+                raise ValueError(f"{name} belongs to kind='gated_delta', not to kind={kind!r}; leave it out.")
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"kind='gated_delta' needs {name}, a torch.Tensor (B, N, K); got {type(x).__name__}.")
+        if x.shape != k.shape[:3] or not x.is_floating_point() or x.device != k.device:
+            raise ValueError(
+                f"{name} must be a floating tensor {tuple(k.shape[:3])}, a number a token and kv head, on {k.device}; got "
+                f"{x.dtype} {tuple(x.shape)} on {x.device}."
+            )
+        # elsewhere it would wait for the device
+        if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling():
+            low, high = (float(edge) for edge in x.detach().aminmax())
+            if low < least or high > most or low == -torch.inf:
+                limits = "finite and at most 0" if name == "log_decay" else "between 0 and 2"
+                raise ValueError(f"{name} must be {limits}, got values from {low:g} to {high:g}.")
+
+
+def _check_segment(kind: str, segment: Any) -> None:
+    if kind in SEGMENTED:
+        if segment is None:
+            raise ValueError(f"kind={kind!r} needs segment, the tokens of a memory segment: segment=2048, say.")
+        integer(segment, "segment", 1)
+    elif segment is not None:
+        raise ValueError(f"segment={segment!r} belongs to kinds {', '.join(SEGMENTED)}, not to {kind!r}; leave it out.")
+
+
+def _check_state(state: Any, like: RecurrentState) -> None:
+    """Raise unless `state` has the shapes of `like`."""
+    if not isinstance(state, RecurrentState):
+        raise TypeError(f"state must be a RecurrentState that an earlier call returned, got {type(state).__name__}.")
+    shapes = [[tuple(x.shape) for x in (*each.floating(), each.tokens)] for each in (state, like)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"state has tensors of shapes {shapes[0]}; this call has {shapes[1]}: an entry for each sample (or document of "
+            "cu_seqlens), of the same kind, segment and heads."
+        )
+
+
+def _integers(values: Any, name: str) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, Tensor):
+        if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers in one dimension, got {values.dtype} {tuple(values.shape)}.")
+        return tuple(values.tolist())
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be an integer tensor or a list of integers, got {values!r}.")
+    for x in values:
+        if isinstance(x, bool) or not hasattr(x, "__index__"):
+            raise TypeError(f"{name} must hold integers only, got {x!r}.")
+    return tuple(operator.index(x) for x in values)

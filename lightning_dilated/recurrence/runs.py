@@ -1,0 +1,290 @@
+"""Which tokens of a rank are computed together: runs of a document, cut into chunks. Integers and index tables only.
+
+Shape letters: B batch, L tokens of this rank, m tokens of a memory segment, C slots of a chunk, T chunks of all runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: tokens of a chunk where the kind does not fix them
+CHUNK = 64
+
+
+class Document(NamedTuple):
+    """Tokens [start, stop) of a sample, after `before` tokens of earlier calls."""
+
+    sample: int
+    start: int
+    stop: int
+    before: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as integers that are equal on all ranks.
+
+    Attributes:
+        documents: all of them, empty ones too; those of a sample one after another.
+        batch: B.
+        pieces: (rank, positions) of every non-empty run of consecutive positions, in the order of the sequence.
+        segment: m; None where the state changes with every token.
+        pending_rows: the tokens of the open segment are carried as rows (delta) and not as sums (linear).
+        after: also count tokens of a memory segment that lie after a piece (not causal).
+    """
+
+    documents: tuple[Document, ...]
+    batch: int
+    pieces: tuple[tuple[int, range], ...]
+    segment: int | None = None
+    pending_rows: bool = False
+    after: bool = False
+
+    def runs(self) -> Iterator[tuple[int, int, range]]:
+        """(piece, document, positions) of all parts of documents that lie in one piece."""
+        for (number, (_, piece)), (index, doc) in itertools.product(enumerate(self.pieces), enumerate(self.documents)):
+            start, stop = max(piece.start, doc.start), min(piece.stop, doc.stop)
+            if start < stop:
+                yield number, index, range(start, stop)
+
+    def seen(self, document: int, position: int) -> int:
+        """Tokens of the position's memory segment that come before it."""
+        doc = self.documents[document]
+        return 0 if self.segment is None else (doc.before + position - doc.start) % self.segment
+
+    def unseen(self, document: int, position: int) -> int:
+        """Tokens from a position on that belong to the memory segment of the one before, where these count."""
+        seen = self.seen(document, position)
+        if not (self.after and seen and self.segment):
+            return 0
+        return min(self.segment - seen, self.documents[document].stop - position)
+
+    @functools.cached_property
+    def halo(self) -> tuple[int, int]:
+        """How many tokens before and after its pieces a rank needs to know the memory segments that they cut."""
+        left = right = 0
+        for _, doc, part in self.runs():
+            left = max(left, min(self.seen(doc, part.start), part.start - self.documents[doc].start))
+            right = max(right, self.unseen(doc, part.stop))
+        return left, right
+
+
+class Run(NamedTuple):
+    """A part of a document in one of the rank's pieces.
+
+    Attributes:
+        piece: its number among those of the rank.
+        skipped: slots of its first chunk that stay empty, or hold tokens before `start`.
+        trail: tokens after `stop` that complete its last memory segment.
+    """
+
+    document: int
+    piece: int
+    start: int
+    stop: int
+    skipped: int
+    trail: int
+
+    @property
+    def slots(self) -> int:
+        return self.skipped + self.stop - self.start + self.trail
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Where a rank's tokens stand among its chunks.
+
+    The chunks are numbered step by step: first the first chunk of each run, then the second of those that have one, and so
+    on; runs with more chunks come first.
+
+    Attributes:
+        runs: of this rank.
+        width: C.
+        counts: how many runs have an i-th chunk.
+        queries: (T, C) rows of the rank's tokens (B L in all), and B L for an empty slot.
+        keys: (T, C) rows of keys and values: the tokens of pieces with their halo, then the state's pending rows, then zero.
+        outputs: (B L,) slots, T C for a token without a document.
+        closed: (T,) whether the chunk is a memory segment that ends there.
+        last: (runs,) each run's last chunk.
+        started: (runs,) the document whose pending sums belong to the run's first chunk; one past the last: none.
+        begins: (runs,) the state before a run: a piece's and sample's incoming one, then the documents' initial ones.
+        outgoing: (pieces, B) the run whose state leaves a piece; one past the last: the state passes through.
+        continued: (runs,) whether a run goes on with a document of an earlier piece.
+        finals: (documents,) the run that ends each document, then the initial states (of empty ones), then none.
+        ends_open: (documents,) whether tokens wait for the end of their segment.
+        single: (T,) whether the chunk's document has no other memory segment.
+    """
+
+    runs: tuple[Run, ...]
+    width: int
+    counts: tuple[int, ...]
+    queries: Tensor
+    keys: Tensor
+    outputs: Tensor
+    closed: Tensor
+    last: Tensor
+    started: Tensor
+    begins: Tensor
+    outgoing: Tensor
+    continued: Tensor
+    finals: Tensor
+    single: Tensor
+
+    def to(self, device: torch.device) -> Tables:
+        """The same tables on a device."""
+        values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return Tables(**values)
+
+    @property
+    def documents(self) -> Tensor:
+        """(T,) the document of each chunk, on the CPU."""
+        every = torch.tensor([run.document for run in self.runs], dtype=torch.int64)
+        return torch.cat([every[:0], *(every[:n] for n in self.counts)])
+
+
+@functools.lru_cache(maxsize=32)
+def tables(call: Call, rank: int, chunk: int) -> Tables:
+    """The tables of one rank, on the CPU; `chunk`: C, where the call has no memory segments."""
+    own = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]
+    runs = sorted(_runs(call, own), key=lambda run: -run.slots)
+    most = max((run.slots for run in runs), default=1)
+    width = call.segment if call.segment is not None and most > call.segment else most
+    width = min(width, chunk) if call.segment is None else width
+    if width == most and call.segment is not None and not call.pending_rows:  # one chunk each: no need of empty slots
+        width, runs = _narrowed(call, runs)
+    numbers = [-(-run.slots // width) for run in runs]
+    counts = tuple(sum(n > step for n in numbers) for step in range(max(numbers, default=0)))
+    lengths = [len(call.pieces[number][1]) for number in own]
+    rows = _Rows(call, tuple(call.pieces[number][1] for number in own), sum(lengths))
+    total = sum(counts)
+    firsts = [0, *itertools.accumulate(counts)]
+    queries = torch.full((total * width,), rows.local_rows)
+    keys = torch.full((total * width,), rows.key_rows)
+    outputs = torch.full((rows.local_rows,), total * width)
+    closed, last = torch.zeros(total, dtype=torch.bool), torch.zeros(len(runs), dtype=torch.int64)
+    for place, run in enumerate(runs):
+        slots = torch.arange(run.slots)
+        steps = slots // width
+        at = (torch.tensor(firsts)[steps] + place) * width + slots % width
+        here = slice(run.skipped, run.skipped + run.stop - run.start)
+        local = rows.local(run, torch.arange(run.start, run.stop))
+        queries[at[here]] = local
+        outputs[local] = at[here]
+        keys[at] = rows.keys(run)
+        last[place] = firsts[numbers[place] - 1] + place
+        if call.segment is not None:
+            empty = call.seen(run.document, run.start) - run.skipped  # where `_narrowed` left slots out
+            for step in range(numbers[place]):
+                closed[firsts[step] + place] = run.slots - run.trail + empty >= (step + 1) * call.segment
+    single = torch.tensor([_segments(call, run.document) == 1 for run in runs], dtype=torch.bool)
+    return Tables(
+        tuple(runs),
+        width,
+        counts,
+        queries.view(total, width),
+        keys.view(total, width),
+        outputs,
+        closed,
+        last,
+        *_states(call, own, runs, rank),
+        torch.cat([single[:0], *(single[:n] for n in counts)]),
+    )
+
+
+def _runs(call: Call, own: Sequence[int]) -> Iterator[Run]:
+    numbers = {number: local for local, number in enumerate(own)}
+    for piece, document, part in call.runs():
+        if piece in numbers:
+            seen, trail = call.seen(document, part.start), call.unseen(document, part.stop)
+            yield Run(document, numbers[piece], part.start, part.stop, seen, trail)
+
+
+def _narrowed(call: Call, runs: list[Run]) -> tuple[int, list[Run]]:
+    """(C, runs) without the slots of tokens that the state has summed up, as far as all runs have them."""
+    unused = min((run.skipped - _before(call, run) for run in runs), default=0)
+    runs = [run._replace(skipped=run.skipped - unused) for run in runs]
+    return max((run.slots for run in runs), default=1), runs
+
+
+def _before(call: Call, run: Run) -> int:
+    """Tokens of this call that precede the run in its first memory segment."""
+    return min(call.seen(run.document, run.start), run.start - call.documents[run.document].start)
+
+
+def _segments(call: Call, document: int) -> int:
+    doc = call.documents[document]
+    return -(-(doc.stop - doc.start) // (call.segment or 1))
+
+
+class _Rows:
+    """Numbers of rows, for the positions of a run."""
+
+    def __init__(self, call: Call, pieces: tuple[range, ...], length: int) -> None:
+        self.call, self.pieces, self.length = call, pieces, length
+        self.before = [0, *itertools.accumulate(map(len, pieces))]
+        self.around = sum(call.halo)
+        self.local_rows = call.batch * length
+        self.halo_rows = call.batch * (length + len(pieces) * self.around)
+        self.key_rows = self.halo_rows
+        if call.pending_rows:
+            self.key_rows += len(call.documents) * (call.segment or 0)
+
+    def local(self, run: Run, positions: Tensor) -> Tensor:
+        """Rows of (B, L) at positions of a piece."""
+        sample = self.call.documents[run.document].sample
+        return sample * self.length + self.before[run.piece] + positions - self.pieces[run.piece].start
+
+    def keys(self, run: Run) -> Tensor:
+        """Rows for all slots of a run."""
+        positions = torch.arange(run.start - run.skipped, run.stop + run.trail)
+        doc, piece = self.call.documents[run.document], self.pieces[run.piece]
+        if not self.around:  # no halo: the rows are those of (B, L)
+            rows = self.local(run, positions)
+        else:
+            start = self.call.batch * (self.before[run.piece] + run.piece * self.around)
+            start += doc.sample * (len(piece) + self.around) + self.call.halo[0]
+            rows = start + positions - piece.start
+        if self.call.pending_rows:
+            pending = self.halo_rows + run.document * (self.call.segment or 0) + torch.arange(len(positions))
+        else:
+            pending = torch.full_like(positions, self.key_rows)
+        return torch.where(positions < doc.start, pending, rows)
+
+
+def _states(call: Call, own: Sequence[int], runs: Sequence[Run], rank: int) -> tuple[Tensor, ...]:
+    """(started, begins, outgoing, continued, finals) of `Tables`."""
+    number = len(call.documents)
+    started, begins, continued = [], [], []
+    outgoing = torch.full((len(own), call.batch), len(runs))
+    latest: dict[tuple[int, int], int] = {}
+    finals = [len(runs) + number] * number
+    for place, run in enumerate(runs):
+        doc = call.documents[run.document]
+        carried = call.seen(run.document, run.start) > run.start - doc.start
+        started.append(run.document if carried else number)
+        continued.append(doc.start < run.start)
+        incoming = run.piece * call.batch + doc.sample
+        begins.append(incoming if doc.start < run.start else len(own) * call.batch + run.document)
+        if run.start >= latest.get((run.piece, doc.sample), 0):
+            latest[run.piece, doc.sample] = run.start
+            outgoing[run.piece, doc.sample] = place
+        if run.stop == doc.stop:
+            finals[run.document] = place
+    for index, doc in enumerate(call.documents):
+        if doc.start == doc.stop and rank == 0:
+            finals[index] = len(runs) + index
+    flags = torch.tensor(continued, dtype=torch.bool)
+    return (
+        torch.tensor(started, dtype=torch.int64),
+        torch.tensor(begins, dtype=torch.int64),
+        outgoing,
+        flags,
+        torch.tensor(finals, dtype=torch.int64),
+    )

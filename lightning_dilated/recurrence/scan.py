@@ -1,0 +1,187 @@
+"""The state before each piece of a sequence on many ranks: an exclusive scan of affine maps S -> A S + B.
+
+Shape letters: P pieces in the order of the sequence, p those of this rank, B batch, K kv heads, D head dim, E columns,
+R ranks, F numbers of a map.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dilated.sequence.exchange.transport import Traffic, Wire
+from lightning_dilated.sequence.group import SequenceGroup
+
+#: (piece whose map is sent, piece that takes it)
+Round = tuple[tuple[int, int], ...]
+
+
+def all_to_later(pieces: int) -> tuple[Round, ...]:
+    """One round: each piece takes the maps of all earlier ones."""
+    return (tuple((source, target) for target in range(pieces) for source in range(target)),)
+
+
+def doubling(pieces: int) -> tuple[Round, ...]:
+    """1 + log2(P - 1) rounds: each piece takes the map of the one before, then of all before in steps 1, 2, 4, ..."""
+    rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
+    step = 1
+    while step + 1 < pieces:
+        rounds.append(tuple((target - step, target) for target in range(step + 1, pieces)))
+        step *= 2
+    return tuple(rounds)
+
+
+def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
+    """The most maps that a rank receives from others."""
+    moved = Counter(owners[b] for pairs in rounds for a, b in pairs if owners[a] != owners[b])
+    return max(moved.values(), default=0)
+
+
+@functools.lru_cache(maxsize=256)
+def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
+    """The rounds that move less to the busiest rank, or those that are fewer; `owners`: the rank of each piece."""
+    return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))
+
+
+class Scan:
+    """The scans of one call.
+
+    Args:
+        owners: the rank of each piece.
+        number: of the call, for error messages.
+        inputs: of the call: every rank's results have a gradient if these have one, on empty shards, too.
+    """
+
+    def __init__(
+        self, group: SequenceGroup, owners: tuple[int, ...], number: int, inputs: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> None:
+        self.group, self.owners, self.number = group, owners, number
+        self.own = [piece for piece, owner in enumerate(owners) if owner == group.rank]
+        self.anchor = torch.cat([x.reshape(-1)[:0].to(dtype) for x in inputs])
+        self.rows: list[Tensor] = []
+
+    def before(self, maps: Tensor, columns: int) -> Tensor:
+        """(p, B, K, D, E): what all earlier pieces make of the state, which the first one begins.
+
+        Args:
+            maps: (p, B, K, D, A + E): A and B of each own piece side by side. A has D columns; or none, where a state only
+                gets sums added: then a last column holds 1 where the state is kept, and 0 where it begins anew.
+            columns: E.
+        """
+        shape = maps.shape[1:]
+        zeros = maps.new_zeros(*shape[:-1], columns)
+        rounds = choose(self.owners)
+        if rounds == all_to_later(len(self.owners)):
+            arrived = self._move(maps, rounds[0])
+            results = []
+            for target in self.own:
+                state = zeros
+                for source in range(target):
+                    state = advance(arrived[source, target], state)
+                results.append(state)
+            return torch.stack(results) if results else maps.new_zeros(0, *zeros.shape)
+        # a piece without an earlier one takes nothing, and sends nothing after the first round
+        prefix = self._move(maps, rounds[0])
+        current = {target: prefix[source, target] for source, target in rounds[0] if target in self.own}
+        for pairs in rounds[1:]:
+            rows = [current.get(piece, maps[i]) for i, piece in enumerate(self.own)]
+            arrived = self._move(torch.stack(rows) if rows else maps, pairs)
+            taken = {target: source for source, target in pairs if target in self.own}
+            current |= {b: compose(current[b], arrived[a, b], columns) for b, a in taken.items()}
+        results = [advance(current[piece], zeros) if piece in current else zeros for piece in self.own]
+        return torch.stack(results) if results else maps.new_zeros(0, *zeros.shape)
+
+    def _move(self, maps: Tensor, pairs: Round) -> dict[tuple[int, int], Tensor]:
+        """The maps (B, K, D, A + E) that own pieces take in one round, by (source, target)."""
+        rows = maps.reshape(len(maps), math.prod(maps.shape[1:]))
+        route = Route(self.owners, self.group.rank, pairs)
+        moved = _Move.apply(rows, self.anchor, self.group, route, self.number)
+        self.rows.append(moved)
+        return {pair: row.view(maps.shape[1:]) for pair, row in zip(route.arriving, moved, strict=True)}
+
+    def tie(self, x: Tensor) -> Tensor:
+        """x, whose backward takes part in those of all scans even where x uses no received map."""
+        return _Tie.apply(x, *self.rows) if self.rows else x
+
+
+def advance(pair: Tensor, state: Tensor) -> Tensor:
+    """A S + B, of A and B side by side (..., D, A + E); see `Scan.before`."""
+    kept, added = split(pair, state.shape[-1])
+    return (kept * state if kept.shape[-1] == 1 else kept @ state) + added
+
+
+def compose(second: Tensor, first: Tensor, columns: int) -> Tensor:
+    """The map of one piece after that of another."""
+    (a, b), (c, d) = split(second, columns), split(first, columns)
+    if a.shape[-1] == 1 and second.shape[-1] == columns + 1:
+        return torch.cat([a * c, a * d + b], -1)
+    return torch.cat([a @ c, a @ d + b], -1)
+
+
+def split(pair: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """(A, B)."""
+    return pair.split([pair.shape[-1] - columns, columns], -1)  # type: ignore[return-value]
+
+
+class Route:
+    """Which rows a rank sends and receives in one round.
+
+    Attributes:
+        leaving: own pieces (by their number among them), in the order of `sends`.
+        arriving: (source, target) of the received rows, in the order of `receives`.
+        sends, receives: {rank: rows}.
+    """
+
+    def __init__(self, owners: tuple[int, ...], rank: int, pairs: Round) -> None:
+        own = [piece for piece, owner in enumerate(owners) if owner == rank]
+        out = sorted((owners[b], a, b) for a, b in pairs if owners[a] == rank)
+        self.leaving = [own.index(a) for _, a, _ in out]
+        self.sends = dict(Counter(peer for peer, *_ in out))
+        come = sorted((owners[a], a, b) for a, b in pairs if owners[b] == rank)
+        self.arriving = [(a, b) for _, a, b in come]
+        self.receives = dict(Counter(peer for peer, *_ in come))
+
+
+class _Move(torch.autograd.Function):
+    """(received rows, F) of own pieces' rows (p, F); a collective call, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, group: SequenceGroup, route: Route, number: int) -> Tensor:
+        ctx.group, ctx.route, ctx.number, ctx.pieces = group, route, number, len(rows)
+        return (
+            _wire(group, group.forward_traffic)
+            .post(rows[route.leaving], route.sends, route.receives, what="recurrent state")
+            .wait()
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        route = ctx.route
+        ctx.group.agree({"call": f"backward of recurrent_attention, call {ctx.number}"})
+        wire = _wire(ctx.group, ctx.group.backward_traffic)
+        back = wire.post(grad, route.receives, route.sends, what="recurrent state").wait()
+        total = grad.new_zeros(ctx.pieces, grad.shape[1])
+        index = torch.tensor(route.leaving, dtype=torch.int64, device=grad.device)
+        return total.index_add_(0, index, back), None, None, None, None
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(o.shape, o.dtype, o.device) for o in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.others)
+
+
+def _wire(group: SequenceGroup, traffic: Traffic) -> Wire:
+    return Wire(group.group, tuple(range(group.ranks)), group.rank, traffic)
