@@ -192,7 +192,8 @@ class Computation:
         return sequence_sum(self._tied(self._anchored(final)), self.scan.group)
 
     def _seen(self) -> Tensor:
-        return torch.tensor([doc.before + doc.stop - doc.start for doc in self.call.documents], dtype=torch.int64)
+        lengths = [doc.stop - doc.start for doc in self.call.documents]
+        return self.state.tokens + torch.tensor(lengths, dtype=torch.int64)
 
 
 def pieces(ranges: Sequence[Sequence[range]]) -> tuple[tuple[int, range], ...]:

@@ -92,7 +92,7 @@ def recurrent_attention(
       this a segment with more keys than those before it may expand the state.
 
     Take q and k before rotary positions. Products are taken in fp32 (fp64 for float64), also under autocast; on GPUs leave
-    `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N), and every derivative is torch's own.
+    `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N).
 
     Args:
         q: (B, N, H, D), any floating dtype.
@@ -174,8 +174,9 @@ class _Checked:
             if any(not 0 <= n <= seq_len for n in lengths):
                 raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {list(lengths)[:8]}.")
             every = [(sample, 0, n) for sample, n in enumerate(lengths)]
-        before = [0] * len(every) if self.state is None else self.state.tokens.tolist()
-        return tuple(Document(*bounds, seen) for bounds, seen in zip(every, before, strict=True))
+        seen = [0] * len(every) if self.state is None else self.state.tokens.tolist()
+        before = [n % self.segment if self.segment else 0 for n in seen]
+        return tuple(Document(*bounds, n) for bounds, n in zip(every, before, strict=True))
 
 
 def _compute(
@@ -206,14 +207,14 @@ def _compute(
 
 def _widened(checked: _Checked) -> _Checked:
     """The same with all tensors in the dtype of the state, on the device of q."""
-    to = lambda x: None if x is None else x.to(checked.inputs.q.device, checked.dtype)  # noqa: E731
     x, state = checked.inputs, checked.state
+    device, dtype = x.q.device, checked.dtype
+    gates = [None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta)]
+    inputs = Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), *gates)
     if state is not None:
-        pending = None if state.pending is None else (to(state.pending[0]), to(state.pending[1]))
-        state = RecurrentState(to(state.matrix), state.tokens, to(state.normalizer), pending)
-    inputs = Inputs(to(x.q), to(x.k), to(x.v), to(x.log_decay), to(x.beta))
+        state = state.to(device, dtype)
     settings = checked.kind, checked.segment, checked.causal
-    return _Checked(*settings, inputs, checked.dtype, state, checked.lengths, checked.bounds)
+    return _Checked(*settings, inputs, dtype, state, checked.lengths, checked.bounds)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

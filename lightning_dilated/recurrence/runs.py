@@ -19,7 +19,7 @@ CHUNK = 64
 
 
 class Document(NamedTuple):
-    """Tokens [start, stop) of a sample, after `before` tokens of earlier calls."""
+    """Tokens [start, stop) of a sample; its open memory segment holds `before` tokens of earlier calls."""
 
     sample: int
     start: int
@@ -149,7 +149,7 @@ class Tables:
         return torch.cat([every[:0], *(every[:n] for n in self.counts)])
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)  # tables are as long as the sequence
 def tables(call: Call, rank: int, chunk: int) -> Tables:
     """The tables of one rank, on the CPU; `chunk`: C, where the call has no memory segments."""
     own = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 #: (piece whose map is sent, piece that takes it)
 Round = tuple[tuple[int, int], ...]
+#: most pieces that may all send to each other
+MOST = 32
 
 
 def all_to_later(pieces: int) -> tuple[Round, ...]:
@@ -46,6 +49,8 @@ def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
 @functools.lru_cache(maxsize=256)
 def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
     """The rounds that move less to the busiest rank, or those that are fewer; `owners`: the rank of each piece."""
+    if len(owners) > MOST:
+        return doubling(len(owners))
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))
 
 
@@ -100,7 +105,7 @@ class Scan:
     def _move(self, maps: Tensor, pairs: Round) -> dict[tuple[int, int], Tensor]:
         """The maps (B, K, D, A + E) that own pieces take in one round, by (source, target)."""
         rows = maps.reshape(len(maps), math.prod(maps.shape[1:]))
-        route = Route(self.owners, self.group.rank, pairs)
+        route = find_route(self.owners, self.group.rank, pairs)
         moved = _Move.apply(rows, self.anchor, self.group, route, self.number)
         self.rows.append(moved)
         return {pair: row.view(maps.shape[1:]) for pair, row in zip(route.arriving, moved, strict=True)}
@@ -129,6 +134,7 @@ def split(pair: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return pair.split([pair.shape[-1] - columns, columns], -1)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
 class Route:
     """Which rows a rank sends and receives in one round.
 
@@ -138,14 +144,20 @@ class Route:
         sends, receives: {rank: rows}.
     """
 
-    def __init__(self, owners: tuple[int, ...], rank: int, pairs: Round) -> None:
-        own = [piece for piece, owner in enumerate(owners) if owner == rank]
-        out = sorted((owners[b], a, b) for a, b in pairs if owners[a] == rank)
-        self.leaving = [own.index(a) for _, a, _ in out]
-        self.sends = dict(Counter(peer for peer, *_ in out))
-        come = sorted((owners[a], a, b) for a, b in pairs if owners[b] == rank)
-        self.arriving = [(a, b) for _, a, b in come]
-        self.receives = dict(Counter(peer for peer, *_ in come))
+    leaving: tuple[int, ...]
+    arriving: Round
+    sends: dict[int, int]
+    receives: dict[int, int]
+
+
+@functools.lru_cache(maxsize=256)
+def find_route(owners: tuple[int, ...], rank: int, pairs: Round) -> Route:
+    """The route of one rank."""
+    own = [piece for piece, owner in enumerate(owners) if owner == rank]
+    leaves = sorted((owners[b], a, b) for a, b in pairs if owners[a] == rank)
+    arrives = sorted((owners[a], a, b) for a, b in pairs if owners[b] == rank)
+    sends, receives = (dict(Counter(peer for peer, *_ in rows)) for rows in (leaves, arrives))
+    return Route(tuple(own.index(a) for _, a, _ in leaves), tuple((a, b) for _, a, b in arrives), sends, receives)
 
 
 class _Move(torch.autograd.Function):
@@ -156,7 +168,7 @@ class _Move(torch.autograd.Function):
         ctx.group, ctx.route, ctx.number, ctx.pieces = group, route, number, len(rows)
         return (
             _wire(group, group.forward_traffic)
-            .post(rows[route.leaving], route.sends, route.receives, what="recurrent state")
+            .post(rows[list(route.leaving)], route.sends, route.receives, what="recurrent state")
             .wait()
         )
 

@@ -5,7 +5,8 @@ Shape letters: S samples (or packed documents), K kv heads, D head dim, E value 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,9 +41,16 @@ class RecurrentState:
 
     def detach(self) -> RecurrentState:
         """The same numbers without a gradient to earlier calls (truncated back-propagation)."""
-        normalizer = None if self.normalizer is None else self.normalizer.detach()
-        pending = None if self.pending is None else (self.pending[0].detach(), self.pending[1].detach())
-        return replace(self, matrix=self.matrix.detach(), normalizer=normalizer, pending=pending)
+        return self._each(torch.Tensor.detach)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> RecurrentState:
+        """The same with another device and dtype; `tokens` stay as they are."""
+        return self._each(lambda x: x.to(device, dtype))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> RecurrentState:
+        matrix, *others = map(change, self.floating())
+        normalizer, *pending = others or (None,)
+        return RecurrentState(matrix, self.tokens, normalizer, (pending[0], pending[1]) if pending else None)
 
 
 def empty_state(
