@@ -90,6 +90,7 @@ def test_lint_finds_planted_faults(tmp_path):
 FACE = {
     "lightning_dilated": (
         *("Branch", "DilatedPattern", "dilated_attention", "DilatedAttention", "MultiheadDilatedAttention"),
+        *("recurrent_attention", "RecurrentState"),
         *("RingDilatedStrategy", "RingDilatedFSDPStrategy", "DilatedModule"),
         *("LongNetLM", "LongNetMLM", "LongNetClassifier", "SlideEncoder", "data", "callbacks"),
     ),
@@ -137,6 +138,10 @@ SIGNATURES = {
     "dilated_attention": (
         ld.dilated_attention,
         "q k v pattern causal scale dropout lengths cu_seqlens return_lse engine",
+    ),
+    "recurrent_attention": (
+        ld.recurrent_attention,
+        "q k v log_decay beta kind segment causal state return_state lengths cu_seqlens sequence",
     ),
     "MultiheadDilatedAttention": (ld.MultiheadDilatedAttention, "embed_dim num_heads pattern"),
 }

@@ -118,7 +118,6 @@ class Tables:
         outgoing: (pieces, B) the run whose state leaves a piece; one past the last: the state passes through.
         continued: (runs,) whether a run goes on with a document of an earlier piece.
         finals: (documents,) the run that ends each document, then the initial states (of empty ones), then none.
-        ends_open: (documents,) whether tokens wait for the end of their segment.
         single: (T,) whether the chunk's document has no other memory segment.
     """
 

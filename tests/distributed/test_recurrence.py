@@ -165,10 +165,10 @@ def test_refusals_reach_every_rank(pool):
 
 def reads_nothing(rank, group):
     """A loss of the first rank's output alone, and one of the state alone: every backward still ends."""
-    with sequence(group) as ours:
+    with sequence(group) as ours, ours.active():
         case = Case("delta", (5,), segment=4)
         tensors = [x.detach()[:, positions(ours, 5)].requires_grad_() for x in case.tensors()]
-        out, state = recurrent_attention(*tensors, **case.settings(), return_state=True, sequence=ours)
+        out, state = recurrent_attention(*tensors, **case.settings(), return_state=True)
         first = torch.autograd.grad(out.sum() * (rank == 0), tensors, retain_graph=True, allow_unused=True)
         last = torch.autograd.grad(state.matrix.sum(), tensors, allow_unused=True)
         return [0 if g is None else g.shape[1] for g in (*first, *last)]

@@ -55,6 +55,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: ld.DilatedPattern, asked
     assert_type(ld.DilatedAttention(pattern).forward(q, k, v), Tensor)
 
 
+def recurrence(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> None:
+    """The result of the op follows `return_state`."""
+    assert_type(ld.recurrent_attention(q, k, v, gate, gate), Tensor)
+    out, state = ld.recurrent_attention(q, k, v, kind="linear", segment=64, return_state=True)
+    assert_type(out, Tensor)
+    assert_type(state.detach(), ld.RecurrentState)
+    assert_type(state.nbytes, int)
+
+
 class OwnModel(ld.DilatedModule):
     """A user's own model."""
 
