@@ -392,7 +392,7 @@ def test_the_package_does_not_import_transformers():
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.11.0.dev0"])
 def test_older_releases_are_refused(monkeypatch, version):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which importing it put there
     with pytest.raises(
         ImportError, match=rf"needs transformers 5.12 or newer, and {version} is installed: pip install"
     ):
