@@ -8,7 +8,7 @@ from lightning_dilated.integrations.transformers.masks import visible_keys
 #: the name that `attn_implementation` takes
 NAME = "ring_dilated"
 #: the oldest release that is served: major and minor number
-OLDEST = (5, 18)
+OLDEST = (5, 24)
 
 
 def register() -> None:
