@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.kv_cache import decode_attention
+from lightning_dilated.integrations.transformers.kinds import refuse_chunks, refuse_states
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
 from lightning_dilated.integrations.transformers.patterns import fixed_pattern, has_pattern, own_pattern
 from lightning_dilated.integrations.transformers.rotary import follows_length
@@ -73,11 +74,11 @@ def attend(
         )
     if pattern is None:
         pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
-    _check_lengths(module, attention_mask)
     if attention_mask.known:
         documents = attention_mask.bounds
     else:
         documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+        _check_model(module, documents)
     out = dilated_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -118,18 +119,22 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
         )
 
 
-def _check_lengths(module: nn.Module, mask: VisibleKeys) -> None:
-    """Raise where rotary frequencies were those of a part of the sequence."""
-    group = None if mask.known else active_sequence()
-    if group is not None and group.ranks > 1 and follows_length(getattr(module, "config", None)):
+def _check_model(module: nn.Module, documents: Tensor | None) -> None:
+    """Raise where anything but attention would be that of a part of the sequence, or of several documents."""
+    group, config = active_sequence(), getattr(module, "config", None)
+    shared = group is not None and group.ranks > 1
+    if shared and follows_length(config):
         raise ValueError(
             f"rotary frequencies of {type(module).__name__} follow the length of a sequence (rope_type dynamic or "
             "longrope), of which each rank has a part. Train it by HFCausalLM, or take another rope_type, such as yarn."
         )
+    if shared or documents is not None:
+        refuse_states(config)
 
 
 def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> DilatedPattern:
     """The layer's own attention: dense, or a window."""
+    refuse_chunks(getattr(module, "config", None), getattr(module, "layer_idx", None))
     if layer is not None and layer != masked:
         raise ValueError(
             f"{type(module).__name__} has sliding_window={layer}, but its mask has {masked}: which holds is not known. "

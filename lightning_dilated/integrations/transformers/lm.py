@@ -24,6 +24,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
 from lightning_dilated.integrations.transformers.decoding import dilated_cache
+from lightning_dilated.integrations.transformers.kinds import refuse_other_code, refuse_states, refuse_without_heads
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
@@ -101,6 +102,7 @@ class HFCausalLM(DilatedModule):
         if pattern is not None:
             set_pattern(self.config, pattern)
         text = self.config.get_text_config(decoder=True)
+        refuse_without_heads(text)
         self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
         self.num_kv_heads = getattr(text, "num_key_value_heads", None)
         if stored := getattr(text, ENTRY, None):
@@ -151,6 +153,7 @@ class HFCausalLM(DilatedModule):
     def build(self) -> None:
         """The decoder, with the weights of its folder or random ones, and adapters."""
         self.decoder = self._decoder(self.source)
+        refuse_other_code(self.decoder)
         if self.lora is not None:
             self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
         whole_lengths(self.decoder)
@@ -194,6 +197,8 @@ class HFCausalLM(DilatedModule):
         if not is_fake(tokens):  # of a plan
             self._check_length(length)
         shared = group is not None and group.ranks > 1
+        if shared or (bounds is not None and len(bounds) > 2):
+            refuse_states(self.config.get_text_config(decoder=True))
         with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
             yield tokens, options
 

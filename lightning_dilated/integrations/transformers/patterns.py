@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch import nn
+
 from lightning_dilated._validation import integer
+from lightning_dilated.integrations.transformers.kinds import SLIDING, layer_kind, refuse_chunks, refuse_other_code
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.pattern.layers import LayersLike, plain_patterns, read_patterns
 
@@ -32,6 +35,8 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
         TypeError, ValueError: for other patterns, or such as do not fit the model's heads and layers.
     """
     config = _text_config(model)
+    if isinstance(model, nn.Module):
+        refuse_other_code(model)
     if pattern is None:
         if hasattr(config, ENTRY):
             delattr(config, ENTRY)
@@ -57,13 +62,15 @@ def _text_config(model: Any) -> Any:
 
 
 def layer_pattern(config: Any, layer: int) -> DilatedPattern:
-    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window."""
-    patterns, types = getattr(config, ENTRY, None), getattr(config, "layer_types", None)
-    if patterns:
+    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window.
+
+    Raises:
+        ValueError: for a layer that attends within chunks.
+    """
+    if patterns := getattr(config, ENTRY, None):
         return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
-    window = getattr(config, "sliding_window", None)
-    if types is not None and types[layer] != "sliding_attention":
-        window = None
+    refuse_chunks(config, layer)
+    window = getattr(config, "sliding_window", None) if layer_kind(config, layer) in (None, SLIDING) else None
     return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 

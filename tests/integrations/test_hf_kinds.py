@@ -1,0 +1,125 @@
+"""Decoders whose layers are more than attention, or other attention: exact, or refused before a wrong number."""
+
+import re
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+import transformers
+
+from ..distributed.calls import positions, sequence
+from .decoders import close, config, decoder, tokens
+from .test_transformers_ranks import LLAMA4
+
+HFCausalLM, set_pattern = ld.integrations.transformers.HFCausalLM, ld.integrations.transformers.set_pattern
+N = 24
+STATES = {
+    "states": ("BambaConfig", {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}),
+    "filters": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "linear attention": ("RecurrentGemmaConfig", {"num_hidden_layers": 3, "lru_width": 32, "head_dim": 8}),
+}
+BOUNDS = torch.tensor([0, 9, N], dtype=torch.int32)
+
+
+def batch(**more):
+    inputs = tokens(1, N)
+    return {"tokens": inputs, "labels": inputs.roll(-1, 1), **more}
+
+
+def states(name):
+    family, options = STATES[name]
+    return HFCausalLM(config(family, **options))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_documents_of_layers_with_states(name):
+    model = states(name)
+    assert torch.isfinite(model(batch())).all()
+    model(batch(cu_seqlens=torch.tensor([0, N], dtype=torch.int32)))
+    with pytest.raises(ValueError, match=r"documents would see each other.*data.pack_tokens: 1"):
+        model(batch(cu_seqlens=BOUNDS))
+    with pytest.raises(ValueError, match=r"documents would see each other|where position_ids do not"):
+        model.decoder(tokens(1, N), position_ids=torch.arange(N)[None] % 9, use_cache=False)
+
+
+def states_on_ranks(rank, group, name, plain):
+    with sequence(group) as ours, ours.active():
+        model, at = states(name), torch.tensor(positions(ours, N))
+        model.configure_model()
+        if plain:
+            return model.decoder(tokens(1, N)[:, at], position_ids=at[None], use_cache=False)
+        return model({key: value[:, at] for key, value in batch().items()})
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_states_on_ranks(pools, plain):
+    for answer in pools(2).answers(2, states_on_ranks, "filters", plain):
+        assert answer.error == "ValueError" and "each would begin anew" in answer.message, answer.trace
+
+
+@pytest.mark.parametrize("length", [6, N])
+def test_chunks(length):
+    model = HFCausalLM(config("Llama4TextConfig", **LLAMA4))
+    with pytest.raises(ValueError, match="within chunks"):
+        model({key: value[:, :length] for key, value in batch().items()})
+    with pytest.raises(ValueError, match="within chunks"):
+        ld.integrations.transformers.dilated_cache(model.config)
+
+
+def chunks_on_ranks(rank, group):
+    """Shards that are no longer than a chunk, so that no rank's mask begins anew."""
+    with sequence(group) as ours, ours.active():
+        at = torch.tensor(positions(ours, 16))
+        decoder("Llama4TextConfig", dtype=torch.float32, **LLAMA4)(
+            tokens(1, 16)[:, at], position_ids=at[None], use_cache=False
+        )
+
+
+def test_short_chunks_on_ranks(pools):
+    for answer in pools(2).answers(2, chunks_on_ranks):
+        assert answer.error == "ValueError" and "within chunks" in answer.message, answer.trace
+
+
+def test_other_restarts_than_the_documents():
+    from lightning_dilated.integrations.transformers.masks import known_documents, visible_keys
+
+    chunked = transformers.masking_utils.chunked_causal_mask_function(8, torch.zeros(1))
+    for bounds in (None, BOUNDS):
+        with known_documents(bounds), pytest.raises(ValueError, match=re.escape("[8, 16]")):
+            visible_keys(1, N, N, mask_function=chunked, local_size=8)
+
+
+OTHER_CODE = {
+    "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "xlm": ("XLMConfig", {"emb_dim": 32, "n_layers": 2, "n_heads": 4}),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CODE)
+def test_code_that_does_not_take_the_attention(name):
+    family, options = OTHER_CODE[name]
+    own = getattr(transformers, family)(vocab_size=61, **options)
+    with pytest.raises(ValueError, match="attention by code of its own"):
+        HFCausalLM(own).configure_model()
+    with pytest.raises(ValueError, match="attention by code of its own"):
+        set_pattern(transformers.AutoModelForCausalLM.from_config(own), ld.DilatedPattern.dense())
+
+
+def test_layers_without_attention_heads():
+    for kind in ("MambaConfig", "RwkvConfig"):
+        with pytest.raises(ValueError, match="num_attention_heads"):
+            HFCausalLM(getattr(transformers, kind)(vocab_size=61, hidden_size=32, num_hidden_layers=2))
+
+
+def test_a_pattern_takes_the_place_of_chunks():
+    made = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern([ld.Window(100)]))
+    dense = HFCausalLM(config("Llama4TextConfig", **LLAMA4), ld.DilatedPattern.dense())
+    for model in (made, dense):
+        torch.manual_seed(0)
+        model.configure_model()
+    short = {key: value[:, :8] for key, value in batch().items()}
+    close({"logits": made(short)}, {"logits": dense(short)}, 1e-5)
