@@ -197,6 +197,13 @@ class HFCausalLM(DilatedModule):
         if not is_fake(tokens):  # of a plan
             self._check_length(length)
         shared = group is not None and group.ranks > 1
+        if agreed is not None and 0 in agreed.lengths:
+            raise ValueError(
+                f"a sequence of {agreed.seq_len} tokens on {len(agreed.lengths)} ranks leaves rank "
+                f"{agreed.lengths.index(0)} without any, which decoders of transformers do not compute. Pack more into a row "
+                "(data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
+                "sequence_size)."
+            )
         if shared or (bounds is not None and len(bounds) > 2):
             refuse_states(self.config.get_text_config(decoder=True))
         with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():

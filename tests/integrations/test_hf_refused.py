@@ -1,4 +1,4 @@
-"""Decoders whose layers are more than attention, or other attention: exact, or refused before a wrong number."""
+"""Decoders and batches that are not computed, refused on every rank before there is a wrong number."""
 
 import re
 
@@ -123,3 +123,14 @@ def test_a_pattern_takes_the_place_of_chunks():
         model.configure_model()
     short = {key: value[:, :8] for key, value in batch().items()}
     close({"logits": made(short)}, {"logits": dense(short)}, 1e-5)
+
+
+def empty_shard(rank, group):
+    with sequence(group) as ours, ours.active():
+        at = torch.tensor(positions(ours, 4), dtype=torch.int64)
+        HFCausalLM(config("llama"))({key: value[:, at] for key, value in batch().items()})
+
+
+def test_fewer_tokens_than_ranks_take(pools):
+    for answer in pools(3).answers(3, empty_shard):
+        assert answer.error == "ValueError" and "4 tokens on 3 ranks leaves rank 2" in answer.message, answer.trace
