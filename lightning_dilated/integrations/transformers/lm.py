@@ -200,8 +200,8 @@ class HFCausalLM(DilatedModule):
         if agreed is not None and 0 in agreed.lengths:
             raise ValueError(
                 f"a sequence of {agreed.seq_len} tokens on {len(agreed.lengths)} ranks leaves rank "
-                f"{agreed.lengths.index(0)} without any, which decoders of transformers do not compute. Pack more into a row "
-                "(data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
+                f"{agreed.lengths.index(0)} without any, which decoders of transformers do not compute. Pack more into a "
+                "row (data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
                 "sequence_size)."
             )
         if shared or (bounds is not None and len(bounds) > 2):
