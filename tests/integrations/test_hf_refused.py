@@ -134,3 +134,85 @@ def empty_shard(rank, group):
 def test_fewer_tokens_than_ranks_take(pools):
     for answer in pools(3).answers(3, empty_shard):
         assert answer.error == "ValueError" and "4 tokens on 3 ranks leaves rank 2" in answer.message, answer.trace
+
+
+def beyond(rank, group):
+    """A batch whose lengths go beyond its tokens."""
+    with sequence(group) as ours, ours.active():
+        at = torch.tensor(positions(ours, N))
+        rows = {key: value[:, at].expand(2, -1) for key, value in batch().items()}
+        HFCausalLM(config("llama"))({**rows, "lengths": torch.tensor([N, N + 1])})
+
+
+def test_lengths_beyond_the_tokens(pools):
+    for answer in pools(2).answers(2, beyond):
+        assert answer.error == "ValueError" and "from 0 to N = 24" in answer.message, answer.trace
+
+
+BATCHES = {
+    "beyond": ({"lengths": torch.tensor([N + 1])}, "from 0 to N = 24"),
+    "negative": ({"lengths": torch.tensor([-1])}, "from 0 to N = 24"),
+    "one too many": ({"lengths": torch.tensor([4, 4])}, r"\(B,\) = \(1,\)"),
+    "without a batch": ({"tokens": tokens(1, N)[0]}, r"\(B, N\), got \(24,\)"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(name):
+    more, message = BATCHES[name]
+    with pytest.raises(ValueError, match=message):
+        HFCausalLM(config("llama"))(batch(**more))
+
+
+def test_caches_of_others():
+    dilated_cache = ld.integrations.transformers.dilated_cache
+    ids = tokens(1, 8)
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    model = decoder("llama", pattern=ld.DilatedPattern([ld.Window(3)])).eval()
+    for other in ("llama", "mistral"):
+        with pytest.raises(ValueError, match=r"attends by DilatedPattern\(\[Window\(3\)\]\)"):
+            model.generate(ids, cache=dilated_cache(config(other)), **options)
+    with pytest.raises(ValueError, match="the model has another attention"):
+        decoder("llama", "sdpa").eval().generate(ids, cache=dilated_cache(config("llama")), **options)
+    with pytest.raises(ValueError, match="whose state a DilatedCache does not hold"):
+        dilated_cache(config(*STATES["states"][:1], **STATES["states"][1]))
+    with pytest.raises(TypeError, match="dilated_cache takes a model or a config"):
+        dilated_cache(7)
+    assert len(dilated_cache(model).layers) == 2
+
+
+def test_layers_that_share_keys():
+    sizes = {"num_hidden_layers": 4, "head_dim": 8, "num_kv_shared_layers": 2, "sliding_window": 5}
+    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "laurel_rank": 4, "altup_num_inputs": 2}
+    more["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    model = decoder("Gemma3nTextConfig", dtype=torch.float32, activation_sparsity_pattern=None, **sizes, **more).eval()
+    cache = ld.integrations.transformers.dilated_cache(model.config)
+    with pytest.raises(ValueError, match="keys of another layer"), torch.no_grad():
+        model(tokens(1, 8), cache=cache)
+
+
+@pytest.mark.parametrize("pattern", [None, ld.DilatedPattern.dense()])
+def test_prompts_with_padding(pattern):
+    model, ids = HFCausalLM(config("llama"), pattern), tokens(2, 8)
+    mask = (torch.arange(8)[None] < torch.tensor([[8], [5]])).long()
+    for side in (mask, mask.flip(1)):
+        with pytest.raises(ValueError, match="equally long prompts without padding"):
+            model.generate(ids, attention_mask=side, max_new_tokens=2)
+    for other in (ids[0], ids[:, :0]):
+        with pytest.raises(ValueError, match="at least one token"):
+            model.generate(other, max_new_tokens=2)
+
+
+def test_a_file_in_place_of_a_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="is a file"):
+        HFCausalLM(config("llama")).save_pretrained(tmp_path / "file")
+
+
+def test_names_in_a_config_by_hand():
+    sizes = {"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "rope_theta": 1e3, "num_hidden_layers": 1}
+    assert HFCausalLM(sizes).config.rope_parameters["rope_theta"] == 1e3
+    with pytest.raises(ValueError, match=r"hiden_size.*hidden_size"):
+        HFCausalLM({**sizes, "hiden_size": 32})
+    stored = {**HFCausalLM(sizes).config.to_dict(), "of_another_tool": 1}
+    HFCausalLM(stored)

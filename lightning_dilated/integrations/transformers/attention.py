@@ -18,7 +18,7 @@ from lightning_dilated.integrations.transformers.rotary import follows_length
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.sequence.group import active_sequence
 
-#: the attribute of keys that are to be added to a `DilatedCache`, its KVCache of the layer
+#: the attribute of keys that are to be added to a `DilatedCache`, its layer there
 CACHE = "dilated_cache"
 EAGER = 'Load the model with attn_implementation="eager" for it.'
 #: arguments of attention that change its result, and are not computed
@@ -63,6 +63,7 @@ def attend(
     """
     _refuse(module, attention_mask, is_causal, options)
     if getattr(key, CACHE, None) is not None:
+        _check_cache(module, key, attention_mask, sliding_window)
         return _decoded(module, query, key, value, attention_mask, dropout, scaling), None
     if isinstance(attention_mask, CachedStep):
         return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
@@ -152,6 +153,24 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
     return queries
 
 
+def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int | None) -> None:
+    """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
+    layer = getattr(key, CACHE)
+    if layer.rows.length + key.shape[2] != layer.handed:
+        raise ValueError(
+            f"{type(module).__name__} attends to keys of another layer, which a DilatedCache does not serve. Pass "
+            "use_cache=False; layers with their own attention take transformers' cache."
+        )
+    if layer.rows.length or not isinstance(mask, VisibleKeys):
+        return
+    pattern = own_pattern(module) or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
+    if pattern != layer.rows.pattern:
+        raise ValueError(
+            f"the DilatedCache was made for {layer.rows.pattern}, and {type(module).__name__} attends by {pattern}. Make it "
+            "by dilated_cache(model.config), after set_pattern."
+        )
+
+
 def _decoded(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
 ) -> Tensor:
@@ -171,7 +190,7 @@ def _decoded(
             "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return decode_attention(q, k, v, getattr(key, CACHE), scaling).to(query.dtype)
+    return decode_attention(q, k, v, getattr(key, CACHE).rows, scaling).to(query.dtype)
 
 
 def _cached_step(

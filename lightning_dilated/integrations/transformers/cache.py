@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lightning_dilated.attention.kv_cache import Clock, KVCache
 from lightning_dilated.integrations.transformers.attention import CACHE
-from lightning_dilated.integrations.transformers.patterns import layer_pattern
+from lightning_dilated.integrations.transformers.kinds import other_kinds
+from lightning_dilated.integrations.transformers.patterns import layer_pattern, text_config
 from lightning_dilated.integrations.transformers.rotary import follows_length
 
 
@@ -23,7 +24,12 @@ class DilatedCache(Cache):
     """See `dilated_cache`, which makes it."""
 
     def __init__(self, config: Any, max_length: int | None = None) -> None:
-        text, clock = config.get_text_config(decoder=True), Clock()
+        text, clock = text_config(config, "dilated_cache"), Clock()
+        if others := other_kinds(text):
+            raise ValueError(
+                f"layers of {text.model_type} have the kind {', '.join(others)}, whose state a DilatedCache does not hold. "
+                "Pass use_cache=False; layers with their own attention take transformers' cache."
+            )
         if follows_length(text):
             raise ValueError(
                 "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
@@ -50,14 +56,22 @@ class _Layer(CacheLayerMixin):
     def __init__(self, rows: KVCache) -> None:
         super().__init__()
         self.rows = rows
+        #: tokens whose keys were handed on to the layer's attention
+        self.handed = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: buffers are made with the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """New keys and values (B, K, n, D) as they are; they are added when the layer attends."""
+        if self.rows.length != self.handed:
+            raise ValueError(
+                f"a DilatedCache handed on {self.handed} tokens, of which ring_dilated attended to {self.rows.length}: the "
+                'model has another attention. Load it with attn_implementation="ring_dilated", or pass no DilatedCache.'
+            )
+        self.handed += key_states.shape[2]
         keys = key_states.view_as(key_states)  # a tensor of its own, whose mark nobody else sees
-        setattr(keys, CACHE, self.rows)
+        setattr(keys, CACHE, self)
         return keys, value_states
 
     def get_seq_length(self) -> int:
@@ -72,6 +86,7 @@ class _Layer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.rows.reset()
+        self.handed = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.rows.select(beam_idx)

@@ -34,13 +34,17 @@ def refuse_chunks(config: Any, layer: int | None) -> None:
         )
 
 
+def other_kinds(config: Any) -> list[str]:
+    """Kinds of layers that hand tokens on by other means than attention."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_ALONE)
+
+
 def refuse_states(config: Any) -> None:
     """Raise ValueError for a decoder whose layers hand tokens on by other means than attention, such as a state or filters.
 
     They run from the first token of a row to the last: documents would see each other, and each rank would begin anew.
     """
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_ALONE)
-    if others:
+    if others := other_kinds(config):
         raise ValueError(
             f"layers of {config.model_type} are of the kind {', '.join(others)}, which hands tokens on by other means than "
             "attention: packed documents would see each other, and on ranks that share a sequence each would begin anew. "

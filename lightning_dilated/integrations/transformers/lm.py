@@ -196,6 +196,7 @@ class HFCausalLM(DilatedModule):
             length = int(bounds.diff().max())
         if not is_fake(tokens):  # of a plan
             self._check_length(length)
+            _check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
         if agreed is not None and 0 in agreed.lengths:
             raise ValueError(
@@ -226,6 +227,8 @@ class HFCausalLM(DilatedModule):
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}: give a batch, also of one sample.")
         if bounds is None:
             positions = token_positions(0, tokens.shape[1], tokens.device)
             options: dict[str, Any] = {}
@@ -289,6 +292,13 @@ class HFCausalLM(DilatedModule):
         """
         self.configure_model()
         refuse_sharded(self, "generation takes whole ones")
+        if tokens.ndim != 2 or not tokens.numel():
+            raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
+        if not bool(torch.as_tensor(options.get("attention_mask", True)).all()):
+            raise ValueError(
+                "generate takes equally long prompts without padding, and attention_mask has zeros: generate for one prompt "
+                "at a time, or for equally long ones."
+            )
         if (
             has_pattern(self.decoder)
             and options.get("use_cache", True)
@@ -344,9 +354,12 @@ class HFCausalLM(DilatedModule):
             merge: add the updates to the weights, in a copy, and write the whole model.
 
         Raises:
+            FileExistsError: for a file.
             ValueError: for parameters that are sharded over ranks.
         """
         flag(merge, "merge")
+        if Path(folder).is_file():
+            raise FileExistsError(f"save_pretrained writes a folder, and {folder} is a file. Give another name.")
         self.configure_model()
         refuse_sharded(self, "a folder holds whole ones")
         if self._adapted:
@@ -403,6 +416,33 @@ def with_depth(config: Any, depth: int) -> Any:
     return type(config).from_dict(values)
 
 
+def _check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
+    """Raise ValueError for other lengths than those of samples."""
+    if lengths is None:
+        return
+    values = torch.as_tensor(lengths)
+    if values.shape != tokens.shape[:1] or not bool(((values >= 0) & (values <= most)).all()):
+        raise ValueError(
+            f"lengths must be (B,) = ({len(tokens)},) numbers of tokens from 0 to N = {most}, got {values.tolist()}."
+        )
+
+
+#: names of values that transformers reads, and keeps under others
+_FORMER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version")
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that a config written by hand does not have: transformers would ignore it."""
+    from transformers import AutoConfig
+
+    if "transformers_version" in values:  # a config that transformers wrote may hold entries of others
+        return
+    default = AutoConfig.for_model(values["model_type"])
+    unknown = {x for x in values if not hasattr(default, x)} - {*_FORMER_NAMES, ENTRY}
+    names = [x for x in values if x not in unknown]
+    known_keys(values, f"model of model_type {values['model_type']}", [*names, *default.to_dict()])
+
+
 def _read_config(model: Any) -> tuple[str | None, Any]:
     """(folder or repository of the weights, None for random ones; config)."""
     from transformers import AutoConfig, PreTrainedConfig
@@ -415,6 +455,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
             raise ValueError(
                 f"model as a mapping is a config of transformers and needs model_type, such as llama; got {sorted(model)}."
             )
+        _check_names(model)
         model = AutoConfig.for_model(**model)
     if not isinstance(model, PreTrainedConfig):
         raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")

@@ -34,7 +34,7 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
         TypeError: for what is neither model nor config.
         TypeError, ValueError: for other patterns, or such as do not fit the model's heads and layers.
     """
-    config = _text_config(model)
+    config = text_config(model)
     if isinstance(model, nn.Module):
         refuse_other_code(model)
     if pattern is None:
@@ -47,16 +47,16 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
     setattr(config, ENTRY, patterns if isinstance(patterns, list) else [patterns])
 
 
-def _text_config(model: Any) -> Any:
-    """The config that the attention layers of a model hold."""
+def text_config(model: Any, caller: str = "set_pattern") -> Any:
+    """The config that the attention layers of a model hold. Raises: TypeError for no model, and no decoder."""
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"set_pattern takes a model or a config of transformers, got {type(model).__name__}.")
+        raise TypeError(f"{caller} takes a model or a config of transformers, got {type(model).__name__}.")
     config = config.get_text_config(decoder=True)
     missing = [n for n in ("num_hidden_layers", "num_attention_heads") if not hasattr(config, n)]
     if missing:
         raise TypeError(
-            f"set_pattern needs a decoder whose config has {' and '.join(missing)}; {type(config).__name__} has not."
+            f"{caller} needs a decoder whose config has {' and '.join(missing)}; {type(config).__name__} has not."
         )
     return config
 
