@@ -100,7 +100,7 @@ def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     options = {"vocab_size": vocabulary, "initial_alphabet": alphabet, "show_progress": False}
-    text = ["The code of a thing is 1234567890. What is the code? In these lines variables"] * 9
+    text = [f" {number}" for number in range(10000, 100000, 37)]
     tokenizer.train_from_iterator(text, tokenizers.trainers.BpeTrainer(**options))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     torch.manual_seed(1)
