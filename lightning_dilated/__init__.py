@@ -13,7 +13,7 @@ from lightning_dilated.models import (
     SlidePretrainer,
 )
 from lightning_dilated.models.export import Exported, export
-from lightning_dilated.pattern import Branch, DilatedPattern, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
@@ -25,6 +25,7 @@ __all__ = [
     "DilatedModule",
     "DilatedPattern",
     "Exported",
+    "Global",
     "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",

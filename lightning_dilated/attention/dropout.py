@@ -103,9 +103,11 @@ class BlockDropout(PairDropout):
         arange = lambda n: torch.arange(n, device=device)  # noqa: E731
         group, j = arange(s.batches * b.segments)[groups][:, None], arange(b.heads)
         first = s.origin + s.start + b.first + group % b.segments * b.segment_stride + j * b.position_step
-        position = first[..., None] + arange(b.rows) * b.row_stride
+        queries = keys = first[..., None] + arange(b.rows) * b.row_stride
+        if b.keys is not None:
+            keys = (first - b.first + b.keys[0])[..., None] + arange(b.keys[1]) * b.row_stride
         sample, head = s.batch + group // b.segments, self.first_head + b.head + j * b.head_step
-        return sample.expand(first.shape), head.expand(first.shape), position, position
+        return sample.expand(first.shape), head.expand(first.shape), queries, keys
 
 
 @dataclass(frozen=True)

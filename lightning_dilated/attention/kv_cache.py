@@ -26,7 +26,7 @@ from lightning_dilated.attention.backends.base import merge
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
-from lightning_dilated.pattern import DilatedPattern, Window
+from lightning_dilated.pattern import DilatedPattern, Global, Window
 from lightning_dilated.pattern.branch import LARGEST, AnyBranch
 from lightning_dilated.pattern.rows import check_padding, head_rows, windowed
 from lightning_dilated.sequence.shard import DealtRows
@@ -58,6 +58,7 @@ class _BranchSlots:
         width, shift, rate: w (None: the whole sequence), t and r.
         window: rows of a window, whose slots hold the latest ones in turns; None: a segment, whose slots hold its rows in
             order.
+        limit: global tokens, the only positions that are kept; None: no such limit.
         users: (residue, kv head) of each slot -> the query heads that use it.
         lanes: residue -> its lane, for every residue that any head uses.
     """
@@ -66,6 +67,7 @@ class _BranchSlots:
     shift: int
     rate: int
     window: int | None
+    limit: int | None
     users: dict[tuple[int, int], tuple[int, ...]]
     lanes: dict[int, _Lane] = field(default_factory=dict)
 
@@ -82,7 +84,7 @@ class _BranchSlots:
             most = max(len(users[slots[i]]) for i in numbers)
             heads = tuple(h for i in numbers for h in (users[slots[i]] * most)[:most])
             lanes[residue] = _Lane(slice(numbers[0], numbers[-1] + 1), tuple(slots[i][1] for i in numbers), heads)
-        sizes = branch.segment_length, branch.shift, branch.dilation_rate, branch.width
+        sizes = branch.segment_length, branch.shift, branch.dilation_rate, branch.width, branch.tokens
         return cls(*sizes, {slot: tuple(users[slot]) for slot in slots}, lanes)
 
     def first(self, position: int) -> int:
@@ -91,6 +93,7 @@ class _BranchSlots:
 
     def positions(self, residue: int, first: int, stop: int) -> range:
         """The positions below `stop` of a residue in the segment whose index 0 is `first`."""
+        stop = stop if self.limit is None else min(stop, self.limit)
         return head_rows(max(first, 0), stop, first, self.rate, residue)
 
     def count(self, residue: int, first: int, stop: int) -> int:
@@ -101,6 +104,8 @@ class _BranchSlots:
     @property
     def longest(self) -> int | None:
         """The length from which on a sequence has no more rows in a slot; None: every token adds some."""
+        if self.limit is not None:
+            return self.limit
         return self.width if self.window is None else self.window * self.rate
 
     def rows(self, length: int) -> int:
@@ -120,7 +125,7 @@ class _BranchSlots:
     def grown(self, capacity: int, stop: int) -> int:
         """The capacity of a slot that takes all rows below `stop`: as it is, or doubled up to ceil(w / r)."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
-        rows = rows if self.window is None else min(rows, self.window)
+        rows = min(x for x in (rows, self.window, self.limit) if x is not None)
         if rows <= capacity:
             return capacity
         larger = max(rows, 2 * capacity, SMALLEST)
@@ -621,7 +626,7 @@ def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ..
         width = branch.width or LARGEST["segment_length"]
         for i, ((residue, kv_head), heads) in enumerate(branch.users.items()):
             skipped = len(range(residue, branch.shift, branch.rate))
-            window = branch.window or NO_WINDOW
+            window = branch.window or NO_WINDOW if branch.limit is None else -branch.limit
             place = branch.rate, branch.shift, window, residue, skipped, base + i * capacity, capacity
             slots.append(Slot(number, width, *place, kv_head, heads))
     return tuple(slots)
@@ -680,8 +685,10 @@ def decode_attention(
     elif start == 0:
         out = dilated_attention(q, k, v, cache.pattern, **options)
     else:
-        part, lse = dilated_attention(q, k, v, _continued(cache.pattern, start), return_lse=True, **options)
-        merged, lse = part.to(wide), lse.transpose(1, 2).contiguous()
+        merged, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        if (pattern := _continued(cache.pattern, start)) is not None:
+            part, part_lse = dilated_attention(q, k, v, pattern, return_lse=True, **options)
+            merged, lse = part.to(wide), part_lse.transpose(1, 2).contiguous()
         cache.attend(q.to(wide) * scale, merged, lse, start)
         out = merged.to(q.dtype)
     cache.append(k, v)
@@ -689,16 +696,22 @@ def decode_attention(
 
 
 @functools.lru_cache(maxsize=256)
-def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern:
-    """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding."""
+def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
+    """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding.
+
+    None where they do not see each other: none is a global token, and there are no other branches.
+    """
 
     def continued(b: AnyBranch) -> AnyBranch:
+        if isinstance(b, Global):
+            return replace(b, tokens=b.tokens - start)
         if isinstance(b, Window):
             return b if b.offset is None else replace(b, offset=(b.offset - start) % b.dilation_rate)
         width = b.segment_length or LARGEST["segment_length"]  # the whole sequence: an endless segment
         return replace(b, segment_length=width, shift=(b.shift + start) % width)
 
-    return replace(pattern, branches=tuple(map(continued, pattern.branches)), padding="masked")
+    seen = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
+    return replace(pattern, branches=tuple(map(continued, seen)), padding="masked") if seen else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -124,9 +124,9 @@ def _read(lengths: Tensor) -> Tensor:
     if captured(lengths.device):
         raise ValueError(
             "lengths and cu_seqlens on the GPU are read by the grouped Triton kernels alone, and these do not serve this "
-            "call, so a CUDA graph cannot record it. They take one rank, engine 'auto' or 'triton', and samples (with "
-            f"cu_seqlens a row) of up to {grouped.LIMIT:,} (token, head, feature) triples. Record the call without lengths "
-            "and cu_seqlens, or call it without a graph."
+            "call, so a CUDA graph cannot record it. They take one rank, engine 'auto' or 'triton', patterns without "
+            f"Global, and samples (with cu_seqlens a row) of up to {grouped.LIMIT:,} (token, head, feature) triples. Record "
+            "the call without lengths and cu_seqlens, or call it without a graph."
         )
     return lengths.cpu()
 

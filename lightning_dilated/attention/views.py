@@ -72,8 +72,12 @@ def joined(span: Span, block: Block, *tensors: Tensor) -> Iterator[Span]:
         yield replace(span, batch=span.batch + i, batches=1)
 
 
-def _origin(x: Tensor, span: Span, block: Block, head: int) -> int:
-    return x.storage_offset() + span.batch * x.stride(0) + (span.start + block.first) * x.stride(1) + head * x.stride(2)
+def _sides(block: Block, kv: bool) -> tuple[int, int, int, int]:
+    """(first head, step of heads, first position, rows) of a block's queries, or of its keys."""
+    if not kv:
+        return block.head, block.head_step, block.first, block.rows
+    first, rows = block.keys or (block.first, block.rows)
+    return block.kv_head, block.kv_head_step, first, rows
 
 
 def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
@@ -87,21 +91,21 @@ def _row_geometry(
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """(sizes, strides, offset) of a row view: cached, because computing them takes longer than a short call."""
     sb, sn, sh, sd = strides
-    head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
+    head, step, position, rows = _sides(block, kv)
     outer = block.segment_stride * sn if block.segments > 1 else sb
-    sizes = span.batches * block.segments, block.heads, block.rows, dim
-    first = offset + span.batch * sb + (span.start + block.first) * sn + head * sh
+    sizes = span.batches * block.segments, block.heads, rows, dim
+    first = offset + span.batch * sb + (span.start + position) * sn + head * sh
     return sizes, (outer, step * sh + block.position_step * sn, block.row_stride * sn, sd), first
 
 
 def cell_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
     """(b, S, J, n, D) view of a (B, N, H, D) tensor, or (b, S, J, n) of a (B, N, H) one: exists for every stride."""
     sb, sn, sh = x.stride()[:3]
-    head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
+    head, step, position, rows = _sides(block, kv)
     return x.as_strided(
-        (span.batches, block.segments, block.heads, block.rows, *x.shape[3:]),
+        (span.batches, block.segments, block.heads, rows, *x.shape[3:]),
         (sb, block.segment_stride * sn, step * sh + block.position_step * sn, block.row_stride * sn, *x.stride()[3:]),
-        _origin(x, span, block, head),
+        x.storage_offset() + span.batch * sb + (span.start + position) * sn + head * sh,
     )
 
 

@@ -152,6 +152,8 @@ def _sample_counts(
             if branch.width is not None:
                 reach = (branch.width - 1) * rate
                 first, last = max(first, p - reach), min(last, p + reach)
+            if branch.tokens is not None and p >= branch.tokens:
+                last = min(last, branch.tokens - 1)
             keys = slice(start + first, start + last + 1, rate)
             counts[using, i, keys] += 1
             if not causal:

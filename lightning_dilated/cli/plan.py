@@ -58,8 +58,12 @@ def run(argv: list[str]) -> None:
 
 
 def _only_windows(model: Any) -> bool:
-    """Whether every branch of every layer is a window."""
-    return all(b.width is not None for pattern in getattr(model, "patterns", ()) for b in pattern.branches)
+    """Whether every branch of every layer is a window, or has global tokens: each query then has as many keys."""
+    return all(
+        b.width is not None or b.tokens is not None
+        for pattern in getattr(model, "patterns", ())
+        for b in pattern.branches
+    )
 
 
 def layout_hint(request: Request, time: Time | None, only_windows: bool = False) -> str | None:

@@ -46,7 +46,8 @@ class Slot(NamedTuple):
     Attributes:
         branch: its number.
         width: of its segments; for one segment over the whole sequence any number that no position reaches.
-        window: rows that are kept, the latest ones in turns; `NO_WINDOW` of a segment.
+        window: rows that are kept, the latest ones in turns; `NO_WINDOW` of a segment; below 0 so many are kept, the first
+            ones.
         skipped: rows that a shift cuts off the first segment.
         base: its first row in the cache, of `capacity`.
         heads: the query heads that use it.
@@ -207,8 +208,10 @@ def _attend(
     count, size = tl.load(slot + 4, mask=used, other=1).to(tl.int32), tl.load(slot + 7, mask=used, other=0).to(tl.int32)
     row = row - tl.where(in_first, tl.load(slot + 1, mask=used, other=0), 0)
     window = tl.load(branch + 5)
-    rows = tl.minimum(row + 1, window).to(tl.int32)
-    row = (row % window).to(tl.int32)  # of a window the new row takes the place of the oldest
+    room = tl.abs(window)
+    rows = tl.minimum(row + 1, room).to(tl.int32)
+    # of a window the new row takes the place of the oldest; behind global tokens it is not kept
+    row = tl.where(window > 0, row % room, tl.where(row < room, row, -1)).to(tl.int32)
     each = tl.cdiv(tl.cdiv(rows, KEYS), count) * KEYS
     begin = share * each
     end = tl.minimum(begin + each, rows)

@@ -1,4 +1,4 @@
-"""Branch and Window: what a query head sees in one branch of a pattern; validated and immutable.
+"""Branch, Window and Global: what a query head sees in one branch of a pattern; validated and immutable.
 
 Shape letters: w segment length, r dilation rate, t shift, o offset.
 """
@@ -42,6 +42,8 @@ class Branch:
     offset: int | None = None
     #: only windows have one
     width: ClassVar[None] = None
+    #: only global branches have some
+    tokens: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
@@ -117,6 +119,7 @@ class Window:
     #: the window moves within one segment, the whole document
     segment_length: ClassVar[None] = None
     shift: ClassVar[int] = 0
+    tokens: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
@@ -157,17 +160,66 @@ class Window:
         return f"Window({', '.join(parts)})"
 
 
-AnyBranch: TypeAlias = Branch | Window
+@dataclass(frozen=True)
+class Global:
+    """Global tokens: query p sees key j of its document where p or j is one of the first `tokens`; causal, j <= p.
+
+    So the first tokens of a document, such as the class token of a slide, see all others and are seen by all, in O(N).
+
+    Args:
+        tokens: g, the global tokens of a document; of a shorter one all of its tokens.
+        heads: the query heads that this branch serves; None means all of them.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
+    """
+
+    tokens: int
+    heads: tuple[int, ...] | None = None
+    #: one segment, the whole document, of which every token is used
+    segment_length: ClassVar[None] = None
+    dilation_rate: ClassVar[int] = 1
+    shift: ClassVar[int] = 0
+    offset: ClassVar[None] = None
+    width: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", integer(self.tokens, "tokens", 1))
+        if self.tokens > LARGEST["segment_length"]:
+            raise ValueError(f"tokens must be at most 2^62, got {self.tokens}.")
+        _fix_heads(self)
+
+    def residues(self) -> tuple[Global]:
+        """The branch itself."""
+        return (self,)
+
+    def serves(self, head: int) -> bool:
+        """Whether a query head takes this branch."""
+        return self.heads is None or head in self.heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON, without fields at their defaults."""
+        return {"tokens": self.tokens} if self.heads is None else {"tokens": self.tokens, "heads": list(self.heads)}
+
+    def __repr__(self) -> str:
+        return f"Global({self.tokens}{'' if self.heads is None else f', heads={_ranges(self.heads)}'})"
+
+
+AnyBranch: TypeAlias = Branch | Window | Global
 #: what a pattern takes as a branch
 BranchLike: TypeAlias = AnyBranch | tuple[int | None, int] | Mapping[str, Any]
 
 
 def read_branch(value: Any, name: str = "branch") -> AnyBranch:
-    """A branch or window as it is, or one from a mapping of its fields or a (segment_length, dilation_rate) pair."""
-    if isinstance(value, (Branch, Window)):
+    """A branch of any kind as it is, or one from a mapping of its fields or a (segment_length, dilation_rate) pair."""
+    if isinstance(value, AnyBranch):
         return value
     if isinstance(value, Mapping):
-        kind, required = (Window, ["width"]) if "width" in value else (Branch, ["segment_length", "dilation_rate"])
+        kind: type[AnyBranch]
+        kind, required = Branch, ["segment_length", "dilation_rate"]
+        for other, name_of_first in ((Window, "width"), (Global, "tokens")):
+            if name_of_first in value:
+                kind, required = other, [name_of_first]
         known_keys(value, name, [f.name for f in fields(kind)])
         missing = [n for n in required if n not in value]
         if missing:
@@ -176,7 +228,7 @@ def read_branch(value: Any, name: str = "branch") -> AnyBranch:
     if isinstance(value, (tuple, list)) and len(value) == 2:
         return _named(name, Branch, *value)
     raise TypeError(
-        f"{name} must be a Window, a Branch, a mapping or a (segment_length, dilation_rate) pair, got {value!r}."
+        f"{name} must be a Branch, Window, Global, a mapping or a (segment_length, dilation_rate) pair, got {value!r}."
     )
 
 
@@ -195,10 +247,15 @@ def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
     return out
 
 
-def _fix_heads_and_offset(branch: AnyBranch) -> None:
-    """Check the heads and the offset, and store the heads as a sorted tuple."""
+def _fix_heads(branch: AnyBranch) -> None:
+    """Check the heads, and store them as a sorted tuple."""
     if branch.heads is not None:
         object.__setattr__(branch, "heads", _checked_heads(branch.heads))
+
+
+def _fix_heads_and_offset(branch: Branch | Window) -> None:
+    """The same, and check the offset."""
+    _fix_heads(branch)
     if branch.offset is not None:
         object.__setattr__(branch, "offset", integer(branch.offset, "offset", 0))
         if branch.offset >= branch.dilation_rate:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from lightning_dilated._validation import integer
-from lightning_dilated.pattern.rows import in_turns, segment_index, shortest_cycle, used_index, window_reach
+from lightning_dilated.pattern.branch import Branch
+from lightning_dilated.pattern.rows import in_turns, seen_within, segment_index, shortest_cycle, used_index
 from lightning_dilated.pattern.rows import pairs as count_pairs
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def plot(
         axes.set_ylabel("query")
         axes.tick_params(labelsize=7)
     branches = ", ".join(
-        f"({b.segment_length}, {b.dilation_rate})" if b.width is None else repr(b) for b in pattern.branches
+        f"({b.segment_length}, {b.dilation_rate})" if isinstance(b, Branch) else repr(b) for b in pattern.branches
     )
     figure.suptitle(
         f"branches (segment, dilation): {branches}; {'causal' if causal else 'both directions'}", fontsize=9
@@ -92,8 +93,7 @@ def picture(
     for i in range(len(pattern.branches)):
         segment, used = used_index(pattern, i, seq_len, num_heads, num_kv_heads)
         together = segment[query][:, None] == segment[None, :]
-        if (reach := window_reach(pattern.branches[i])) is not None:
-            together &= (query[:, None] - torch.arange(seq_len)[None, :]).abs() < reach
+        together &= seen_within(pattern.branches[i], query[:, None], torch.arange(seq_len)[None, :])
         for h in heads:
             seen += together & used[h][query][:, None] & used[h][None, :]
     if causal:
@@ -317,7 +317,9 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
     steps: list[Step] = []
     for b in pattern.branches if seq_len <= REACH_LIMIT else ():
         used = _residues(pattern, b, num_heads, num_kv_heads)
-        if b.width is None:
+        if b.tokens is not None:
+            steps.append(functools.partial(_global_sources, tokens=b.tokens, causal=causal))
+        elif b.width is None:
             group, size = _classes(b, used, seq_len)
             steps.append(functools.partial(_sources, group=group, size=size, causal=causal))
         else:
@@ -389,6 +391,17 @@ def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int,
     return sources
 
 
+def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.Tensor:
+    """The same for the first `tokens` positions as global ones."""
+    sources = torch.zeros_like(reached)
+    numbers = reached.nonzero()[:, 0]
+    if len(numbers) and causal:
+        sources[: min(tokens, int(numbers[-1]) + 1)] = True
+    elif len(numbers):
+        sources[: len(reached) if int(numbers[0]) < tokens else tokens] = True
+    return sources
+
+
 # -- sight -------------------------------------------------------------------------------------------------------------
 #: (query, key) pairs sampled from an octave; octaves with fewer are counted whole
 SAMPLES = 1 << 12
@@ -455,8 +468,7 @@ def _seen(
     seen = torch.zeros(num_heads, len(query), dtype=torch.bool)
     for branch in pattern.branches:
         residue = _common_residue(branch, query, key, seq_len)
-        if (reach := window_reach(branch)) is not None:
-            residue = torch.where((query - key).abs() < reach, residue, -1)
+        residue = torch.where(torch.as_tensor(seen_within(branch, query, key)), residue, -1)
         for head in filter(branch.serves, range(num_heads)):
             seen[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
     return seen

@@ -31,8 +31,8 @@ class DilatedPattern:
     """Branches of dilated attention; immutable, hashable, and free of the sequence length.
 
     Args:
-        branches: `Branch` and `Window` objects, (segment_length, dilation_rate) pairs, or mappings of their fields. A
-            window of rate r becomes r windows, one for each residue.
+        branches: `Branch`, `Window` and `Global` objects, (segment_length, dilation_rate) pairs, or mappings of their
+            fields. A window of rate r becomes r windows, one for each residue.
         offsets: how a head's offset follows from its number in a branch of rate r: "interleaved" is h mod r (the LongNet
             paper), "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's own `offset` wins.
         offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
@@ -60,9 +60,10 @@ class DilatedPattern:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if isinstance(self.branches, (str, bytes, Mapping, Branch, Window)) or not isinstance(self.branches, Iterable):
+        if isinstance(self.branches, (str, bytes, Mapping, AnyBranch)) or not isinstance(self.branches, Iterable):
             raise TypeError(
-                f"branches must be a list of Branch, Window or (segment_length, dilation_rate), got {self.branches!r}."
+                "branches must be a list of Branch, Window, Global or (segment_length, dilation_rate), "
+                f"got {self.branches!r}."
             )
         listed = [read_branch(b, f"branches[{i}]") for i, b in enumerate(self.branches)]
         branches = tuple(x for b in listed for x in b.residues())
@@ -78,10 +79,10 @@ class DilatedPattern:
                         f"branches[{i}]: padding='attended' reproduces unshifted releases, so shift={branch.shift} "
                         "is not defined for it. Use shift=0, or padding='masked'."
                     )
-                if branch.width is not None:
+                if not isinstance(branch, Branch):
                     raise ValueError(
-                        f"branches[{i}]: padding='attended' reproduces releases without windows, so it is not defined for "
-                        f"{branch}. Use padding='masked'."
+                        f"branches[{i}]: padding='attended' reproduces releases without windows and global tokens, so it is "
+                        f"not defined for {branch}. Use padding='masked'."
                     )
         object.__setattr__(self, "code", json.dumps(self.to_dict(), separators=(",", ":")))
 
@@ -121,7 +122,8 @@ class DilatedPattern:
         branches, start = [], 0
         for i, branch in enumerate(plain):
             stop = start + share + (i < more)
-            branches.append(replace(branch, heads=tuple(range(start, stop)), offset=i % branch.dilation_rate))
+            length, rate, heads = branch.segment_length, branch.dilation_rate, tuple(range(start, stop))
+            branches.append(Branch(length, rate, heads=heads, offset=i % rate))
             start = stop
         return cls(tuple(branches), **kwargs)
 
@@ -212,7 +214,9 @@ class DilatedPattern:
             below = integer(below, "below", 1)
         branches = (
             b
-            if isinstance(b, Window) or b.segment_length is None or (below is not None and b.segment_length >= below)
+            if not isinstance(b, Branch)
+            or b.segment_length is None
+            or (below is not None and b.segment_length >= below)
             else replace(b, shift=math.floor(fraction * b.segment_length))
             for b in self.branches
         )
@@ -257,7 +261,7 @@ class DilatedPattern:
         return DilatedPattern.from_dict(json.loads(code))
 
     def __repr__(self) -> str:
-        plain = lambda b: not (b.shift or b.heads or b.offset is not None or b.width is not None)  # noqa: E731
+        plain = lambda b: isinstance(b, Branch) and not (b.shift or b.heads or b.offset is not None)  # noqa: E731
         inner = ", ".join(
             f"({b.segment_length}, {b.dilation_rate})" if plain(b) else repr(b) for b in join_residues(self.branches)
         )

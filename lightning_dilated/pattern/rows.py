@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,6 +64,17 @@ def window_band(branch: AnyBranch, causal: bool) -> tuple[int, int] | None:
 def windowed(pattern: DilatedPattern) -> list[AnyBranch]:
     """The windows among the branches as they were given."""
     return list(dict.fromkeys(pattern.listed(i)[1] for i, b in enumerate(pattern.branches) if b.width is not None))
+
+
+def global_tokens(pattern: DilatedPattern) -> list[AnyBranch]:
+    """The branches with global tokens."""
+    return [b for b in pattern.branches if b.tokens is not None]
+
+
+def without_global(pattern: DilatedPattern) -> DilatedPattern | None:
+    """The pattern without its branches of global tokens; None where it has no others."""
+    others = tuple(b for b in pattern.branches if b.tokens is None)
+    return None if not others else pattern if others == pattern.branches else replace(pattern, branches=others)
 
 
 def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
@@ -133,6 +144,13 @@ def used_index(pattern: DilatedPattern, branch_index: int, seq_len: int, num_hea
     return segment, used
 
 
+def seen_within(branch: AnyBranch, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | bool:
+    """Which positions of queries see which of keys, of those in one segment: all but in windows and global branches."""
+    if (reach := window_reach(branch)) is not None:
+        return (query - key).abs() < reach
+    return True if branch.tokens is None else (query < branch.tokens) | (key < branch.tokens)
+
+
 def check_bounds(bounds: list[int], seq_len: int) -> list[int]:
     """`bounds` of packed documents, or an error unless they rise from 0 to the number of tokens."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in itertools.pairwise(bounds)):
@@ -161,9 +179,8 @@ def counts(
         for i in range(len(pattern.branches)):
             segment, used = used_index(pattern, i, stop - start, num_heads, num_kv_heads)
             together = (segment[:, None] == segment[None, :]) & used[:, :, None] & used[:, None, :]
-            if (reach := window_reach(pattern.branches[i])) is not None:
-                position = torch.arange(stop - start)
-                together &= (position[:, None] - position[None, :]).abs() < reach
+            position = torch.arange(stop - start)
+            together &= seen_within(pattern.branches[i], position[:, None], position[None, :])
             total[:, start:stop, start:stop] += together
     return total.tril() if causal else total
 
@@ -204,7 +221,8 @@ class Block:
     Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride: in a strided
     view of (B, N, H, D) the head stride may move along the sequence too, so heads of different offsets share a call.
     `pads` zero keys are attended next to the rows (padding="attended"). With a `width` row i sees row j only where
-    |i - j| < width.
+    |i - j| < width. With `keys` = (first, rows) the keys are these positions and not the rows themselves, and every row sees
+    all of them; where they come after the rows, only if attention is not causal.
     """
 
     branch: int
@@ -221,9 +239,18 @@ class Block:
     position_step: int
     pads: int
     width: int | None = None
+    keys: tuple[int, int] | None = None
+
+    @property
+    def key_rows(self) -> int:
+        """Key rows of a head in a segment."""
+        return self.rows if self.keys is None else self.keys[1]
 
     def pairs(self, causal: bool) -> int:
         """(query, key) pairs of the block."""
+        if self.keys is not None:
+            later = causal and self.keys[0] > self.first
+            return 0 if later else self.segments * self.heads * self.rows * self.keys[1]
         return self.segments * self.heads * row_pairs(self.rows, self.width, causal)
 
 
@@ -262,6 +289,11 @@ def blocks(
     group = num_heads // num_kv_heads
     out: list[Block] = []
     for i, branch in enumerate(pattern.branches):
+        if branch.tokens is not None:
+            of_head = [(h - window.start, h // group - window.start // group) for h in window if branch.serves(h)]
+            cut = whole and (start, stop) != (0, seq_len)
+            out += () if cut else _global_blocks(i, branch.tokens, (start, stop), of_head, num_heads, num_kv_heads)
+            continue
         width, rate = segment_width(branch, seq_len), branch.dilation_rate
         offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in window if branch.serves(h)]
         strides, attended = _head_strides(num_heads, num_kv_heads, rate), pattern.padding == "attended"
@@ -280,6 +312,22 @@ def blocks(
             runs = _runs(tuple(all_rows), strides)
             out += (_block(i, run, number, width, rate, branch.width) for run in runs)
     return tuple(out)
+
+
+def _global_blocks(
+    branch: int, tokens: int, part: tuple[int, int], heads: list[tuple[int, int]], num_heads: int, num_kv_heads: int
+) -> Iterator[Block]:
+    """The global tokens among themselves, the other positions of `part` with these as keys, and the other way round.
+
+    `heads`: (head, kv head) of those that the branch serves.
+    """
+    length, edge = part[1] - part[0], min(max(tokens - part[0], 0), part[1] - part[0])
+    first, rest = (0, edge), (edge, length - edge)
+    for rows, keys in ((first, None), (rest, first), (first, rest)):
+        if rows[1] and (keys is None or keys[1]):
+            of_head = tuple(_HeadRows(h, kv_head, rows[0], rows[1], 0) for h, kv_head in heads)
+            for run in _runs(of_head, _head_strides(num_heads, num_kv_heads, 1)):
+                yield replace(_block(branch, run, 1, length, 1, None), keys=keys)
 
 
 def pairs(

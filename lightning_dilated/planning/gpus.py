@@ -214,14 +214,16 @@ def dense_yardstick(
     sizes = []
     for b in blocks(pattern, seq_len, heads, heads):
         rows = b.rows if b.width is None else min(b.rows, 2 * b.width - (not causal))
-        sizes.append((b.segments * round(b.rows / rows), b.heads, rows, head_dim))
+        outer = b.segments * round(b.rows / rows), b.heads
+        if b.pairs(causal):
+            sizes.append(((*outer, rows, head_dim), (*outer, rows if b.keys is None else b.keys[1], head_dim)))
     make = lambda size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
-    inputs = [[make(size).requires_grad_() for _ in range(3)] for size in sizes]
-    grads = [make(size) for size in sizes]
+    inputs = [[make(size).requires_grad_() for size in (rows, keys, keys)] for rows, keys in sizes]
+    grads = [make(rows) for rows, _ in sizes]
 
     def run() -> None:
         for (q, k, v), grad in zip(inputs, grads, strict=True):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal and q.shape == k.shape)
             torch.autograd.grad(out, (q, k, v), grad)
 
     return run

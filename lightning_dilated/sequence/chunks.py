@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
-from lightning_dilated.sequence.ranges import common, remove, size, union
+from lightning_dilated.sequence.ranges import clip, common, remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
 from lightning_dilated.sequence.shard import ChunkShard
 
@@ -166,6 +166,8 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
                 offset = problem.offset(number, head)
                 rows = head_rows(max(begin, piece.start), piece.stop, first, branch.dilation_rate, offset)
                 after = head_rows(later, end, first, branch.dilation_rate, offset)
+                if branch.tokens is not None:
+                    rows = clip(rows, rows.start, begin + branch.tokens)
                 if not rows or not after:
                     continue
                 parts = [(after[-1], rows)]

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import row_pairs, windowed
+from lightning_dilated.pattern.rows import global_tokens, row_pairs, windowed
 from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
 from lightning_dilated.sequence.exchange.switch import Switched, tasks_by_owner, windows
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.ranges import intersect
+from lightning_dilated.sequence.ranges import clip, intersect
 from lightning_dilated.sequence.requirements import (
     Document,
     Problem,
@@ -98,7 +98,8 @@ class Plan:
         lines += [f"links: {self.links}"] if self.links else []
         lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
         waits = max((p.waiting for p in self.prices if p.exchange != "switch"), default=0.0)
-        grows = any(b.width is None for b in self.problem.pattern.branches)  # all ranks have windows of the same width
+        # windows and global tokens give every query as many keys
+        grows = any(b.width is None and b.tokens is None for b in self.problem.pattern.branches)
         late = grows and self.problem.causal and self.problem.shard.layout == "contiguous"
         if late and self.prices and waits > min(p.seconds for p in self.prices):
             lines.append(
@@ -166,8 +167,13 @@ def _local_pairs(problem: Problem, rank: int) -> int:
     for piece in problem.shard.ranges(rank):
         for segment in wide_segments(problem, piece) if piece.step == 1 else ():
             for head in served(problem, segment.branch):
-                n = len(intersect(segment_rows(problem, segment, head), piece))
-                width = problem.pattern.branches[segment.branch].width
+                branch, rows = problem.pattern.branches[segment.branch], segment_rows(problem, segment, head)
+                rows, width = intersect(rows, piece), branch.width
+                n = len(rows)
+                if branch.tokens is not None:
+                    others = len(clip(rows, max(piece.start, segment.start + branch.tokens), piece.stop))
+                    n, crossing = n - others, (n - others) * others
+                    pairs += segment.document.samples * (crossing if problem.causal else 2 * crossing)
                 pairs += segment.document.samples * row_pairs(n, width, problem.causal)
     return pairs
 
@@ -310,10 +316,11 @@ def plan(
     check_exchange(exchange)
     if not crosses(problem):
         return Plan(problem, None)
-    if problem.shard.interleaved and windowed(problem.pattern):
+    refused = [*windowed(problem.pattern), *global_tokens(problem.pattern)]
+    if problem.shard.interleaved and refused:
         raise ValueError(
-            f"layout='strided' does not serve {windowed(problem.pattern)[0]}: the neighbours of every token lie on other "
-            "ranks. Use layout='contiguous' or 'zigzag', where a rank needs the rows within a window of its ends."
+            f"layout='strided' does not serve {refused[0]}: the neighbours of every token lie on other ranks, and so do the "
+            "first tokens of a document. Use layout='contiguous' or 'zigzag', where a rank has runs of tokens."
         )
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
     if exchange != "auto":

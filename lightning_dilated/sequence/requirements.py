@@ -202,8 +202,11 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
             queries = intersect(rows, piece)
             if not queries:
                 continue
-            if (width := problem.pattern.branches[segment.branch].width) is not None:
-                yield from _window_requests(problem, segment, head, (rows, queries), width)
+            branch = problem.pattern.branches[segment.branch]
+            if branch.width is not None:
+                yield from _window_requests(problem, segment, head, (rows, queries), branch.width)
+            elif branch.tokens is not None:
+                yield from _global_requests(problem, segment, head, queries, branch.tokens)
             elif piece.step == 1:
                 after = range(0) if problem.causal else clip(rows, piece.stop, segment.stop)
                 keys = tuple(x for x in (clip(rows, segment.start, piece.start), after) if x)
@@ -236,6 +239,20 @@ def _window_requests(
     if after and some:  # key j lies len(some) - i + j rows after query i
         upper = width - 1 - len(some)
         yield request(some, (after,), band=(-len(some), upper) if upper < len(after) - 1 else None, slot=1)
+
+
+def _global_requests(
+    problem: Problem, segment: BranchSegment, head: int, queries: range, tokens: int
+) -> Iterator[RowRequest]:
+    """What the queries of a run of a rank's positions see outside of it: the first `tokens` of a document all of it, causal
+    what stands before; the others these tokens."""
+    edge = min(segment.start + tokens, segment.stop)
+    before, after = range(segment.start, queries.start), range(queries.stop, 0 if problem.causal else segment.stop)
+    first, others = clip(queries, queries.start, edge), clip(queries, max(edge, queries.start), queries.stop)
+    for slot, (some, seen) in enumerate(((first, (before, after)), (others, (clip(before, segment.start, edge),)))):
+        keys = tuple(x for x in seen if x)
+        if some and keys:
+            yield RowRequest(segment.document, segment.branch, head, some, keys, slot=slot)
 
 
 def _triangles(segment: BranchSegment, head: int, rows: range, queries: range) -> Iterator[RowRequest]:

@@ -8,7 +8,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES as registry
 from lightning_dilated.pattern import DilatedPattern
 
-from ..examples import examples
+from ..examples import examples, scale
 from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, oracle, plain
 from .strategies import LAYOUTS, Case, cases
 
@@ -55,7 +55,8 @@ def test_random(engine, dtype, tol, number):
         covered_rows.append(int((~bare).sum()))
 
     random()
-    assert sum(bare_rows) > 1000 and sum(covered_rows) > 1000
+    enough = 1000 * min(1, scale())
+    assert sum(bare_rows) > enough and sum(covered_rows) > enough
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -63,7 +64,7 @@ def test_random_attended(engine):
     refused, with_pads = [], []
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=examples(150))
+    @settings(max_examples=max(60, examples(150)))  # of fewer none may have pads
     @given(cases(padding="attended"))
     def random(case):
         refused.append(case.refused())

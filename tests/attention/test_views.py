@@ -18,10 +18,11 @@ from .recorder import record
 from .strategies import LAYOUTS, Case, cases
 
 
-def positions(span: Span, block) -> torch.Tensor:
-    """(b, S, J, n) positions in the row of a sample."""
-    b, s, j, i = (torch.arange(n) for n in (span.batches, block.segments, block.heads, block.rows))
-    first = span.start + block.first
+def positions(span: Span, block, kv: bool) -> torch.Tensor:
+    """(b, S, J, n) positions of queries, or of keys, in the row of a sample."""
+    first, rows = block.keys if kv and block.keys else (block.first, block.rows)
+    b, s, j, i = (torch.arange(n) for n in (span.batches, block.segments, block.heads, rows))
+    first += span.start
     place = s[:, None, None] * block.segment_stride + j[:, None] * block.position_step + i * block.row_stride
     return (first + place).expand(len(b), -1, -1, -1)
 
@@ -30,7 +31,7 @@ def picked(x: torch.Tensor, span: Span, block, kv: bool) -> torch.Tensor:
     """(b, S, J, n, D) by fancy indexing, which copies."""
     head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
     sample = span.batch + torch.arange(span.batches)[:, None, None, None]
-    return x[sample, positions(span, block), (head + torch.arange(block.heads) * step)[:, None]]
+    return x[sample, positions(span, block, kv), (head + torch.arange(block.heads) * step)[:, None]]
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -66,13 +67,14 @@ def test_add_rows_adds_every_head(case):
         want = got.clone()
         for span in spans(case.batch, case.seq_len, options["lengths"], options["cu_seqlens"]):
             for block in blocks(case.pattern, span.length, case.heads, case.kv_heads):
-                shape = (span.batches * block.segments, block.heads, block.rows, case.head_dim)
+                rows = block.key_rows if kv else block.rows
+                shape = (span.batches * block.segments, block.heads, rows, case.head_dim)
                 part = torch.randn(shape, dtype=torch.float64)
                 add_rows(got, part, span, block, kv)
                 head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
                 index = (
                     (span.batch + torch.arange(span.batches))[:, None, None, None],
-                    positions(span, block),
+                    positions(span, block, kv),
                     (head + torch.arange(block.heads) * step)[:, None],
                 )
                 want.index_put_(index, part.unflatten(0, (span.batches, block.segments)), accumulate=True)

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.rows import windowed
+from lightning_dilated.pattern.rows import global_tokens, windowed
 
 from ..attention.strategies import LAYOUTS as STRIDES
 from ..attention.strategies import Case
@@ -84,6 +84,8 @@ class Sharded:
             "window": bool(windowed(pattern)) and call.seq_len > per_rank,
             "dilated window": any(b.dilation_rate > 1 for b in windowed(pattern)),
             "window beyond a shard": any(b.width * b.dilation_rate > per_rank + 1 for b in windowed(pattern)),
+            "global tokens": bool(global_tokens(pattern)) and call.seq_len > per_rank,
+            "global tokens on several ranks": any(b.tokens > per_rank for b in global_tokens(pattern)),
             "subsets": any(b.heads for b in pattern.branches),
             "offsets": any(b.offset is not None for b in pattern.branches),
             "uneven windows": call.heads % self.head_size > 0,
@@ -173,8 +175,8 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 
 
 def layout_for(pattern: DilatedPattern, layout: str) -> str:
-    """The layout, or another for windows, which the strided one refuses."""
-    return "zigzag" if layout == "strided" and windowed(pattern) else layout
+    """The layout, or another for windows and global tokens, which the strided one refuses."""
+    return "zigzag" if layout == "strided" and (windowed(pattern) or global_tokens(pattern)) else layout
 
 
 @st.composite

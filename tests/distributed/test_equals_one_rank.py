@@ -56,6 +56,7 @@ def required(ranks: int, exchange: str) -> set[str]:
     wanted = FEATURES
     if "butterfly" not in exchange:
         wanted = wanted | {"window", "dilated window", "window beyond a shard"}
+        wanted = wanted | {"global tokens", "global tokens on several ranks"}
     if ranks > 2:
         wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
     wanted = BUTTERFLIES if "butterfly" in exchange else wanted | {"no tokens", "definition"}
@@ -106,16 +107,22 @@ def test_random(pool, ranks, exchange, times):
 def test_more_ranks_than_heads(pool, ranks, exchange):
     """Some ranks of a head group hold no head, and some no token."""
     seen = Counter()
+    # of two ranks one is empty only where there is one token
+    wanted = {"rank without a head"} | ({"empty rank of head groups"} if ranks > 2 else set())
 
-    @seed(ranks + 10 * ANY.index(exchange))
-    @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
-    @given(larger_groups(ranks, exchange))
-    def random(case):
-        assume(not case.call.refused())
-        check(pool, case, seen)
+    def sample(number: int) -> None:
+        """Check random cases."""
 
-    random()
-    assert seen["cases"] >= 30 and seen["rank without a head"], seen
-    assert ranks == 2 or seen["empty rank of head groups"], (
-        seen
-    )  # of two ranks one is empty only where there is one token
+        @seed(number)
+        @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+        @given(larger_groups(ranks, exchange))
+        def random(case):
+            assume(not case.call.refused())
+            check(pool, case, seen)
+
+        random()
+
+    sample(ranks + 10 * ANY.index(exchange))
+    if not all(seen[feature] for feature in wanted):  # what a seed draws differs between versions of hypothesis
+        sample(ranks + 10 * ANY.index(exchange) + 1000)
+    assert seen["cases"] >= 30 and all(seen[feature] for feature in wanted), seen

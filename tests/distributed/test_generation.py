@@ -113,7 +113,10 @@ def cases(draw):
     heads, kv = draw(st.sampled_from(HEADS))
     layout = draw(st.sampled_from(["contiguous", "zigzag", "strided"]))
     return Case(
-        [draw(patterns(heads, kv, windows=False)) for _ in range(draw(st.integers(1, 2)))],
+        [
+            draw(patterns(heads, kv, windows=False, global_tokens=layout != "strided"))
+            for _ in range(draw(st.integers(1, 2)))
+        ],
         ranks,
         tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))),
         draw(st.sampled_from([0, 0, 3])),

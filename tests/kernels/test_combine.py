@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated import Branch, DilatedPattern, Window, dilated_attention
+from lightning_dilated import Branch, DilatedPattern, Global, Window, dilated_attention
 from lightning_dilated.attention import resolve
 from lightning_dilated.attention.executors import fused
 from lightning_dilated.attention.executors import fused as stretches
@@ -40,6 +40,8 @@ def drawn(chosen):
     rows = lambda b: 1 if isinstance(b, Window) else len(b.heads or range(heads)) / heads / b.dilation_rate  # noqa: E731
     while sum(map(rows, branches)) > fused.OVERLAP:  # parts of so many rows are not made at once
         branches.pop()
+    if chosen.random() < 0.2:  # anywhere: with dropout it matters whether the others come first
+        branches.insert(chosen.randint(0, len(branches)), Global(chosen.choice([1, 3, n // 2 + 1])))
     pattern = DilatedPattern(branches, offsets=chosen.choice(["interleaved", "blocked"]))
     packed, padded = batch == 1 and chosen.random() < 0.4, batch == 2 and chosen.random() < 0.5
     return Case(

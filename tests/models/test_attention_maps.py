@@ -13,6 +13,7 @@ from lightning_dilated.pattern.rows import counts, pads
 from .slides import encoder, slides
 
 WAYS = {"masked": {}, "attended": {"padding": "attended"}, "mean pool": {"pool": "mean"}, "one branch": {}}
+WAYS["global class token"] = {"global_class_token": True}
 WAYS["one branch"] |= {"segment_lengths": [8], "dilation_rates": [2]}  # heads of offset 1 never see the class token
 same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa: E731
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_dilated import DilatedModule, DilatedPattern, LongNetLM
+from lightning_dilated.data.text import tokenizer_files
 
 from . import PATTERN, SIZES, tiny
 from .test_longnet_lm import MADE, plain
@@ -191,7 +192,7 @@ def test_from_the_hub(tmp_path, monkeypatch):
     )
     twin = LongNetLM.from_pretrained("some-one/longnet.v1", revision="main", token="t")
     assert torch.equal(twin.eval()(TOKENS), model(TOKENS))
-    files = ["config.json", "model.safetensors"]
+    files = ["config.json", "model.safetensors", *tokenizer_files.PATTERNS]
     assert asked == [
         ("some-one/longnet.v1", {"allow_patterns": files, "revision": "main", "token": "t", "cache_dir": None})
     ]

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_dilated import SlideEncoder, SlidePretrainer
+from lightning_dilated import Global, SlideEncoder, SlidePretrainer
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 from lightning_dilated.models.slides.backbone import released_segments
 
@@ -14,6 +14,7 @@ from .slides import SIZES, batch, encoder, slides
 
 TASK = {"task": "classification", "num_classes": 2}
 WAYS = {"masked": {}, "attended": {"padding": "attended"}, "mean": {"pool": "mean"}}
+WAYS["global class token"] = {"global_class_token": True}
 same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa: E731
 
 
@@ -78,6 +79,30 @@ def test_tile_size_alone_does_not_change_the_segments():
     """Level-0 coordinates need a larger tile_size; the weights were trained with the same segments."""
     segments = lambda **o: [b.segment_length for b in SlideEncoder(**o).pattern.branches]  # noqa: E731
     assert segments(tile_size=512) == segments() != segments(max_wsi_size=131072)
+
+
+@torch.no_grad()
+def test_a_global_class_token_sees_every_tile():
+    """In one layer, also those that its head's segments do not hold; and a checkpoint keeps that."""
+    features, coords, _ = slides(60)
+    short = {"depth": 1, "segment_lengths": [4], "dilation_rates": [1]}
+    for options, sees in (({}, False), ({"global_class_token": True}, True)):
+        model = encoder(**short, **options).eval()
+        moved = features.clone()
+        moved[:, -1] += 1.0
+        assert torch.equal(model(features, coords), model(moved, coords)) is not sees
+    assert model.pattern.branches[-1] == Global(1)
+
+
+def test_a_checkpoint_keeps_the_global_class_token(tmp_path):
+    model = encoder(global_class_token=True, **TASK)
+    run = trainer()
+    run.strategy.connect(model)
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    twin = SlideEncoder.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True).double().eval()
+    assert twin.pattern == model.pattern and torch.equal(twin.embed(batch(20)), model.eval().embed(batch(20)))
+    with pytest.warns(UserWarning, match=r"was trained with .*Global\(1\)"):
+        SlideEncoder(**SIZES, pretrained=str(tmp_path / "x.ckpt")).configure_model()
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -172,6 +197,17 @@ REFUSED = {
     "dim": (made(dim=18, num_heads=2), ValueError, "multiple of 4"),
     "pool": (made(pool="max"), ValueError, "pool must be class or mean"),
     "padding": (made(padding="zero"), ValueError, "padding must be one of masked, attended"),
+    "global and attended": (
+        made(global_class_token=True, padding="attended"),
+        ValueError,
+        "global_class_token=True needs padding='masked'",
+    ),
+    "global and a pattern": (
+        made(global_class_token=True, segment_lengths=None, dilation_rates=None, pattern={"branches": [[8, 1]]}),
+        ValueError,
+        "pattern takes the place of global_class_token",
+    ),
+    "global of another type": (made(global_class_token=1), TypeError, "global_class_token must be"),
     "drop_path": (made(drop_path=1.0), ValueError, "drop_path must be a number in"),
     "task": (made(task="cluster"), ValueError, "task must be one of classification, regression, ordinal, survival"),
     "no classes": (made(task="ordinal"), ValueError, "needs num_classes"),

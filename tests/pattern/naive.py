@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern.branch import AnyBranch
 
 
 def offset(pattern: DilatedPattern, branch: Branch, head: int, heads: int, kv_heads: int) -> int:
@@ -30,6 +31,11 @@ def segment_of(
     return segment if index % branch.dilation_rate == offset(pattern, branch, head, heads, kv_heads) else None
 
 
+def global_pair(branch: AnyBranch, p: int, j: int) -> bool:
+    """Whether one of two positions is a global token, where the branch has some."""
+    return branch.tokens is None or p < branch.tokens or j < branch.tokens
+
+
 def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int, causal: bool) -> list:
     """c[h][p][j] over packed documents."""
     n = bounds[-1]
@@ -43,6 +49,7 @@ def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int
                         sees = at[p] is not None and at[p] == at[j] and (j <= p or not causal)
                         if branch.width is not None:
                             sees = sees and abs(p - j) < branch.width * branch.dilation_rate
+                        sees = sees and global_pair(branch, p, j)
                         c[h][start + p][start + j] += sees
     return c
 

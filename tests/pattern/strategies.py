@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 
 
 @st.composite
@@ -24,10 +24,24 @@ def subsets(draw, heads: int, group: int, whole_groups: bool):
 
 @st.composite
 def branches(
-    draw, heads: int, group: int, whole_groups: bool, shifts: bool = True, widest: int = 70, windows: bool = True
+    draw,
+    heads: int,
+    group: int,
+    whole_groups: bool,
+    shifts: bool = True,
+    widest: int = 70,
+    windows: bool = True,
+    global_tokens: bool | None = None,
 ):
-    """One branch, or a window; `whole_groups` where a kv head's query heads must stay together."""
-    if windows and draw(st.integers(0, 3)) == 3:
+    """One branch, or a window or global tokens (None: where windows may be, too); `whole_groups` where a kv head's query
+    heads must stay together."""
+    kinds = (
+        ["segments"] * 3 + ["window"] * 2 * windows + ["global"] * (windows if global_tokens is None else global_tokens)
+    )
+    kind = draw(st.sampled_from(kinds))
+    if kind == "global":
+        return Global(draw(st.integers(1, widest)), heads=draw(subsets(heads, group, whole_groups)))
+    if kind == "window":
         served, r = draw(subsets(heads, group, whole_groups)), draw(st.sampled_from([1, 1, 2, 3]))
         offset = draw(st.one_of(st.none(), st.none(), st.integers(0, r - 1)))
         return Window(draw(st.integers(1, max(1, widest // 2))), r, heads=served, offset=offset)
@@ -40,13 +54,20 @@ def branches(
 
 
 @st.composite
-def patterns(draw, heads: int, kv_heads: int, padding: str = "masked", widest: int = 70, windows: bool = True):
+def patterns(
+    draw,
+    heads: int,
+    kv_heads: int,
+    padding: str = "masked",
+    widest: int = 70,
+    windows: bool = True,
+    global_tokens: bool | None = None,
+):
     """A pattern for these heads."""
     offset_heads = draw(st.sampled_from(["query", "kv"]))
     masked = padding == "masked"
-    one = branches(
-        heads, heads // kv_heads, offset_heads == "kv", shifts=masked, widest=widest, windows=masked and windows
-    )
+    kinds = {"windows": masked and windows, "global_tokens": global_tokens if masked else False}
+    one = branches(heads, heads // kv_heads, offset_heads == "kv", shifts=masked, widest=widest, **kinds)
     return DilatedPattern(
         draw(st.lists(one, min_size=1, max_size=4)),
         offsets=draw(st.sampled_from(["interleaved", "blocked"])),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.pattern.rows import counts, pads
 
 from ..examples import examples
@@ -26,6 +26,9 @@ CORNERS = {
     "blocked kv offsets": (DilatedPattern([(8, 3)], offsets="blocked", offset_heads="kv"), 9, 8, 4),
     "kv offsets": (DilatedPattern([(6, 2)], offset_heads="kv"), 9, 6, 3),
     "the same branch twice counts twice": (DilatedPattern([(4, 2), (4, 2)]), 9, 2, 2),
+    "global tokens": (DilatedPattern([(4, 1), Global(2)]), 9, 2, 2),
+    "global tokens of one head": (DilatedPattern([Global(3, heads=[1])]), 7, 4, 2),
+    "more global tokens than tokens": (DilatedPattern([Global(9)]), 5, 2, 2),
     "window": (DilatedPattern([Window(3)]), 9, 2, 2),
     "window of one": (DilatedPattern([Window(1, 3)]), 5, 2, 2),
     "dilated window": (DilatedPattern([Window(2, 3, heads=[1])]), 11, 2, 2),

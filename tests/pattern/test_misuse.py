@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_dilated.pattern import Branch, DilatedPattern, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 
 PAIR = DilatedPattern.longnet([4, 8], [1, 2])
 SPLIT = DilatedPattern([Branch(8, 2, heads=[0, 1, 2])], offset_heads="kv")
@@ -38,7 +38,11 @@ BRANCH = {
         ["'segment_lenght'", "Did you mean 'segment_length'", "Allowed"],
     ),
     "missing key": (lambda: Branch.of({"segment_length": 8}), ValueError, ["lacks dilation_rate"]),
-    "triple": (lambda: Branch.of((8, 1, 0)), TypeError, ["Branch, a mapping or a .*pair", r"\(8, 1, 0\)"]),
+    "triple": (
+        lambda: Branch.of((8, 1, 0)),
+        TypeError,
+        ["Branch, Window, Global, a mapping or a .*pair", r"\(8, 1, 0\)"],
+    ),
 }
 
 PATTERN = {
@@ -76,6 +80,18 @@ PATTERN = {
         lambda: DilatedPattern([Window(4, 5000)]),
         ValueError,
         ["dilation_rate of a Window must be at most 1024, got 5000"],
+    ),
+    "global tokens with padding": (
+        lambda: DilatedPattern([(8, 1), Global(4)], padding="attended"),
+        ValueError,
+        [r"branches\[1\]", r"not defined for Global\(4\)", "padding='masked'"],
+    ),
+    "no global token": (lambda: Global(0), ValueError, ["tokens must be at least 1, got 0"]),
+    "heads of global tokens": (lambda: Global(4, heads=[0, 0]), ValueError, ["heads names a head twice"]),
+    "shift of global tokens": (
+        lambda: DilatedPattern([{"tokens": 4, "shift": 2}]),
+        ValueError,
+        [r"branches\[0\]", "'shift'", "tokens"],
     ),
     "offset of a window": (lambda: Window(4, 2, offset=2), ValueError, ["offset must be below dilation_rate=2"]),
     "heads of a window": (lambda: Window(4, heads=[]), ValueError, ["heads is empty"]),

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern, Window
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 
 from .strategies import branches, head_counts, patterns
 
@@ -36,7 +36,7 @@ ROUND_TRIPS = {
     "to_dict": lambda p: DilatedPattern.from_dict(p.to_dict()),
     "json": lambda p: DilatedPattern.from_dict(json.loads(json.dumps(p.to_dict()))),
     "yaml": lambda p: DilatedPattern.from_dict(yaml.safe_load(yaml.safe_dump(p.to_dict()))),
-    "repr": lambda p: eval(repr(p), {"Branch": Branch, "Window": Window, "DilatedPattern": DilatedPattern}),
+    "repr": lambda p: eval(repr(p), {x.__name__: x for x in (Branch, Global, Window, DilatedPattern)}),
     "pickle": lambda p: pickle.loads(pickle.dumps(p)),
     "deepcopy": copy.deepcopy,
     "replace": lambda p: dataclasses.replace(p, branches=list(p.branches)),
@@ -61,7 +61,9 @@ def test_to_dict_is_plain(pattern):
 
 @given(branches(8, 1, False))
 def test_branch_round_trip(branch):
-    assert Branch.of(branch.to_dict()) == branch == eval(repr(branch), {"Branch": Branch, "Window": Window})
+    assert (
+        Branch.of(branch.to_dict()) == branch == eval(repr(branch), {x.__name__: x for x in (Branch, Global, Window)})
+    )
 
 
 SAME = {

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +36,8 @@ def test_blocks_cover_the_definition_once(data):
     seen = Counter()
     for block in blocks(pattern, n, heads, kv):
         branch = pattern.branches[block.branch]
+        if branch.tokens is not None:  # rows of several blocks: see the pairs below
+            continue
         assert block.rows > 0 and block.position_step >= 0
         for head, kv_head, positions in cells(block):
             assert kv_head == head // (heads // kv)
@@ -49,6 +52,7 @@ def test_blocks_cover_the_definition_once(data):
         for i, branch in enumerate(pattern.branches)
         for h in range(heads)
         for p in range(n)
+        if branch.tokens is None
         if naive.segment_of(pattern, branch, h, p, n, heads, kv) is not None
     }
 
@@ -61,11 +65,31 @@ def test_a_cell_holds_the_whole_segment(data):
     pattern = data.draw(patterns(heads, kv))
     n = data.draw(st.integers(1, 64))
     cells_of = Counter()
-    for block in blocks(pattern, n, heads, kv):
+    for block in (b for b in blocks(pattern, n, heads, kv) if pattern.branches[b.branch].tokens is None):
         for head, _, positions in cells(block):
             at = naive.segment_of(pattern, pattern.branches[block.branch], head, positions[0], n, heads, kv)
             cells_of[block.branch, head, at] += 1
     assert set(cells_of.values()) <= {1}
+
+
+@given(st.data())
+@settings(max_examples=examples(40))
+def test_blocks_hold_every_pair_once(data):
+    heads, kv = data.draw(head_counts(7))
+    pattern, causal = data.draw(patterns(heads, kv)), data.draw(st.booleans())
+    n = data.draw(st.integers(1, 40))
+    counts = torch.zeros(heads, n, n, dtype=torch.int64)
+    for block in blocks(pattern, n, heads, kv):
+        pairs_of_block = 0
+        for head, _, rows in cells(block):
+            keys = rows if block.keys is None else [block.keys[0] + i for i in range(block.keys[1])]
+            for i, p in enumerate(rows):
+                for m, j in enumerate(keys):
+                    if (j <= p or not causal) and (block.width is None or abs(i - m) < block.width):
+                        counts[head, p, j] += 1
+                        pairs_of_block += 1
+        assert block.pairs(causal) == pairs_of_block
+    assert torch.equal(counts, pattern.counts(n, heads, causal, kv))
 
 
 @given(st.data())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated.attention.executors import fused
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Global
 from lightning_dilated.planning.counting.workspace import OpCall, engine_of, workspace
 
 GIB = 2**30
@@ -47,6 +47,20 @@ def test_by_hand():
     assert workspace(call)[0] == rows // 2 * (row + 4) + 0 * own
     assert workspace(call)[1] == rows // 2 * (3 * row + 4 * 64 + 8)
     assert call.results == (rows * (row + 4), 3 * rows * row)
+
+
+@pytest.mark.parametrize("engine", ["triton", "cudnn"])
+def test_global_tokens(engine):
+    """fp32 results of the other branches and the blocks of global tokens, one at a time; the others' own room if that is
+    more."""
+    pattern, n = DilatedPattern([(64, 1), (128, 2), Global(4)]), 1024
+    call = OpCall(pattern, 2, 2, 64, False, n, engine=engine)
+    others = replace(call, pattern=DilatedPattern([(64, 1), (128, 2)]), final=False)
+    rows, row = 2 * n, 64 * 2
+    crossing = (rows - 2 * 4) * (row + 2 * 4 * 64 + 4 * 4)  # the later tokens as queries, the four as keys
+    assert workspace(call)[0] == max(workspace(others)[0], rows * 2 * 64 + crossing)
+    part = (rows - 2 * 4) * (3 * row + 2 * 4 + (4 * 64 if engine == "cudnn" else 0))
+    assert workspace(call)[1] == 3 * rows * row + max(workspace(others)[1], part, 3 * rows * row)
 
 
 def test_stretches_bound_it(monkeypatch):

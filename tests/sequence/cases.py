@@ -57,6 +57,7 @@ class Case:
             for p in positions
             for j in positions
             if (j <= p or not self.causal) and abs(p - j) < reach(self.pattern.branches[branch])
+            if naive.global_pair(self.pattern.branches[branch], p - document.start, j - document.start)
         }
 
     @property

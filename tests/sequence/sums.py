@@ -16,7 +16,8 @@ Requests = Callable[[Problem, int], Iterable[RowRequest]]
 
 
 def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
-    """(document, branch, head, positions, pads) of every segment, or part of one, that a rank computes alone."""
+    """(document, branch, head, positions, those of the keys, pads) of every segment, or part of one, that a rank computes
+    alone."""
     for span in local_spans(list(case.documents), problem.shard.ranges(rank)):
         start = span.origin + span.start - span.offset
         document = Document(span.batch, span.batches, start, start + span.document)
@@ -27,12 +28,14 @@ def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
         for block in blocks(*arguments):
             for s in range(block.segments):
                 for j in range(block.heads):
-                    first = block.first + s * block.segment_stride + j * block.position_step
-                    rows = [start + span.offset + first + i * block.row_stride for i in range(block.rows)]
+                    first = start + span.offset + block.first + s * block.segment_stride + j * block.position_step
+                    rows = keys = [first + i * block.row_stride for i in range(block.rows)]
+                    if block.keys is not None:
+                        keys = [start + span.offset + block.keys[0] + i for i in range(block.keys[1])]
                     head = problem.heads[0] + block.head + j * block.head_step
                     kv_head = problem.kv_heads[0] + block.kv_head + j * block.kv_head_step
                     assert kv_head == head // (case.heads // case.kv_heads)
-                    yield document, block.branch, head, rows, 0 if case.causal else block.pads
+                    yield document, block.branch, head, rows, keys, 0 if case.causal else block.pads
 
 
 def triangle(queries: list[int], keys: list[int], causal: bool, band: tuple[int, int] | None = None):
@@ -52,9 +55,12 @@ def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Coun
     pairs, pads = Counter(), Counter()
     for problem in case.problems():
         for rank in range(case.shard.ranks):
-            for document, branch, head, rows, pad in local_cells(case, problem, rank, whole):
+            for document, branch, head, rows, keys, pad in local_cells(case, problem, rank, whole):
                 band = window_band(case.pattern.branches[branch], case.causal)
-                pairs.update((document, branch, head, p, j) for p, j in triangle(rows, rows, case.causal, band))
+                if case.causal and keys[0] > rows[0]:
+                    continue
+                causal = case.causal and keys is rows
+                pairs.update((document, branch, head, p, j) for p, j in triangle(rows, keys, causal, band))
                 pads.update({(document, branch, head, p): pad for p in rows})
             for request in requests(problem, rank):
                 keys = [j for piece in request.keys for j in piece]

@@ -32,7 +32,7 @@ def patterns() -> ld.DilatedPattern:
     pattern = ld.DilatedPattern.longnet([2048, 8192], [1, 4])
     assert_type(pattern, ld.DilatedPattern)
     assert_type(pattern.shifted(0.5), ld.DilatedPattern)
-    assert_type(pattern.branches, tuple[ld.Branch | ld.Window, ...])
+    assert_type(pattern.branches, tuple[ld.Branch | ld.Window | ld.Global, ...])
     found = pattern.explain(65536, num_heads=8, depth=12, causal=True)
     assert_type(found, Explanation)
     assert_type(found.reach, float | None)

@@ -17,7 +17,7 @@ from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Call:
     """What every block of one call shares.
 
     `heads` = (first, stop) are the query heads in the tensors, of `num_heads` in all; with `whole` only segments that a
-    span holds whole are computed (other ranks compute the rest). Rows that arrive from other ranks are merged by triton's
-    forward itself up to `chained` (query, key) pairs of a head.
+    span holds whole are computed (other ranks compute the rest); with `branches` only those of these numbers. Rows that
+    arrive from other ranks are merged by triton's forward itself up to `chained` (query, key) pairs of a head.
     """
 
     engine: Engine
@@ -39,11 +39,17 @@ class Call:
     mask: Dropout | None = None
     whole: bool = False
     chained: float = 0.0
+    branches: frozenset[int] | None = None
 
     def blocks(self, span: Span) -> tuple[Block, ...]:
         """Those of a span, branch by branch in a fixed order."""
         of = self.pattern, span.document, self.num_heads, self.num_kv_heads
-        return blocks(*of, span.part, self.heads, self.whole)
+        every = blocks(*of, span.part, self.heads, self.whole)
+        if self.branches is not None:
+            every = tuple(b for b in every if b.branch in self.branches)
+        if self.causal and global_tokens(self.pattern):
+            every = tuple(b for b in every if b.pairs(True))
+        return every
 
 
 class Layout(NamedTuple):

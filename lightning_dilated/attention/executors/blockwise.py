@@ -35,10 +35,14 @@ class Blockwise:
     @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         out, lse = empty_state(inputs[0])
+        self.merge(inputs, out, lse)
+        return out, lse, None
+
+    def merge(self, inputs: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
+        """Merge every block into a running out (B, N, H, D) and lse (B, H, N), in place."""
         tensors = suited(self.call.engine, *inputs)
         for span, block in self._walk(tensors):
             merge_block(out, lse, *block_forward(self.call, tensors, span, block), span, block)
-        return out, lse, None
 
     @with_room
     def backward(
@@ -76,7 +80,7 @@ def merge_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, span: 
 def engine_of(call: Call, block: Block, q: Tensor) -> tuple[Engine, tuple[Band, ...]]:
     """The engine of a block, and what it takes as last arguments: the band of a window."""
     if block.width is None:
-        return for_rows(call.engine, block.rows), ()
+        return for_rows(call.engine, min(block.rows, block.key_rows)), ()
     band = window_band(call.pattern.branches[block.branch], call.causal)
     return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), (Band(*band),)
 
@@ -86,7 +90,7 @@ def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block
     q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
     keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
     engine, band = engine_of(call, block, q)
-    part, part_lse = engine.forward(q, k, v, call.causal, call.scale, keep, *band)
+    part, part_lse = engine.forward(q, k, v, call.causal and block.keys is None, call.scale, keep, *band)
     if block.pads and not call.causal:
         part, part_lse = attend_pads(part, part_lse, block.pads)
     return part, part_lse
@@ -100,7 +104,7 @@ def block_backward(
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
     keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
     engine, band = engine_of(call, block, views[1])
-    return engine.backward(*views, rows_lse, call.causal, call.scale, keep, *band)
+    return engine.backward(*views, rows_lse, call.causal and block.keys is None, call.scale, keep, *band)
 
 
 def _add(total: Sequence[Tensor], parts: Sequence[Tensor], span: Span, block: Block) -> None:

@@ -10,7 +10,7 @@ shift, S segments, J heads that it serves, m rows of a head in a segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ class _Places:
 
     Attributes:
         rows: m.
-        window: of rows, or None.
+        branch: whose windows or global tokens, if it has any, say which rows see which.
         parts: for heads that are computed at once, J of them: which of the N H queries and of the N K keys the rows are,
             (S J m,) each; whether a row is a token (S J m,), None where all are; and zero keys next to them, (S J, 1, 1) or
             None.
@@ -111,7 +111,7 @@ class _Places:
     """
 
     rows: Any
-    window: int | None
+    branch: AnyBranch
     parts: tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], ...]
     back: Tensor
     used: Tensor | None
@@ -128,7 +128,7 @@ class _Places:
         for of_query, of_key, seen, pads in self.parts:
             indexed = (q, of_query), (k, of_key), (v, of_key)
             rows = (x.index_select(1, index).reshape(-1, self.rows, head_dim) for x, index in indexed)
-            out, lse = _softmax(*rows, seen, pads, batch, spec, self.window)
+            out, lse = _softmax(*rows, seen, pads, batch, spec, self.branch)
             outs.append(out.reshape(batch, -1, head_dim))
             lses.append(lse.reshape(batch, -1))
         out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
@@ -202,7 +202,7 @@ class _Rows:
                 for each in (1, group)
             )
             parts.append((of_query, of_key, seen, self._pads(seen, spec)))
-        return _Places(self.rows, self.branch.width, tuple(parts), *self._back())
+        return _Places(self.rows, self.branch, tuple(parts), *self._back())
 
     def _head(self, number: int) -> Tensor:
         """(S J m,) which of J heads a row is of, 0 to J - 1."""
@@ -251,6 +251,16 @@ class _Rows:
         return row, used
 
 
+def _near(branch: AnyBranch, causal: bool, at: Tensor) -> Iterator[Tensor]:
+    """Masks (m, m) of which rows see which in a segment; `at` numbers them."""
+    if causal:
+        yield at <= at[:, None]
+    if branch.width is not None:
+        yield (at < at[:, None] + branch.width) & (at > at[:, None] - branch.width)
+    if branch.tokens is not None:
+        yield (at < branch.tokens) | (at[:, None] < branch.tokens)
+
+
 def _softmax(
     q: Tensor,
     k: Tensor,
@@ -259,17 +269,14 @@ def _softmax(
     pads: Tensor | None,
     batch: int,
     spec: CallSpec,
-    window: int | None,
+    branch: AnyBranch,
 ) -> tuple[Tensor, Tensor]:
     """(out (B S J, m, D), lse (B S J, m)) of dense attention within segments; rows that are no tokens have any value."""
     scores = (q * spec.scale) @ k.transpose(-1, -2)
     mask = None if seen is None else seen.reshape(-1, 1, q.shape[1])
     if batch > 1:
         mask, pads = (None if x is None else torch.cat([x] * batch) for x in (mask, pads))
-    if spec.causal or window is not None:
-        at = torch.arange(q.shape[1], device=q.device)
-        near = at <= at[:, None] if spec.causal else at < at[:, None] + window
-        near = near if window is None else near & (at > at[:, None] - window)
+    for near in _near(branch, spec.causal, torch.arange(q.shape[1], device=q.device)):
         mask = near if mask is None else mask & near
     if mask is not None:
         scores = torch.where(mask, scores, NOTHING)

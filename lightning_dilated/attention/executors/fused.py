@@ -25,7 +25,7 @@ from lightning_dilated.attention.executors.blockwise import block_backward, bloc
 from lightning_dilated.attention.executors.tables import entries
 from lightning_dilated.attention.views import Span, folds
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 Part = TypeVar("Part")
 
@@ -150,7 +150,7 @@ def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> 
     batch, tokens, heads, _ = shape
     overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
     fits = batch < 2**16 and tokens < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
-    return overlap <= OVERLAP and fits and dtype in DTYPES
+    return overlap <= OVERLAP and fits and dtype in DTYPES and not global_tokens(pattern)
 
 
 def captured(device: torch.device) -> bool:

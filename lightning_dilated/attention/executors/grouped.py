@@ -24,7 +24,7 @@ from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.executors.tables import work_of
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import blocks
+from lightning_dilated.pattern.rows import blocks, global_tokens, without_global
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.grouped import GroupedDrop, Work
@@ -39,7 +39,7 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
     """The work of a call on tensors like q, each a few launches, or None where it is not to be done so."""
     if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
         return None
-    if q.shape[3] > 256 or not spans or not fits(spans, q.shape):
+    if q.shape[3] > 256 or not spans or not fits(spans, q.shape) or global_tokens(call.pattern):
         return None
     captured = fused.captured(q.device)
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
@@ -62,8 +62,10 @@ def block_flops(of: tuple, causal: bool, spans: Sequence[Span], shape: Sequence[
 
     `of` = (pattern, query heads, kv heads, (first, stop) of the heads in the tensors, only whole segments): see `Call`.
     """
-    if not spans or not fits(spans, shape):
+    pattern = without_global(of[0])  # whose blocks are computed one by one
+    if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
+    of = pattern, *of[1:]
     pairs, calls, rows = 0, 0, 0
     for span in spans:
         of_span, of_calls, of_rows = _work_of(*of, causal, span.document, span.part)

@@ -24,6 +24,7 @@ from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.models.longnet.int8 import call
 from lightning_dilated.models.longnet.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.pattern.rows import window_reach
 
 #: steps of a model that are kept for later calls, and bytes of their caches together; the latest is kept whatever its size
 KEPT, KEPT_BYTES = 4, 1 << 31
@@ -80,7 +81,7 @@ def room(model: CausalModel, length: int) -> int:
     Where no segment is wider, the widest, whatever the length.
     """
     branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
-    widths = [b.segment_length if b.width is None else b.width * b.dilation_rate for b in branches]
+    widths = [b.tokens or b.segment_length or window_reach(b) for b in branches]
     step = max(64, 1 << max((length - 1).bit_length() - 4, 0))
     rounded = -(-length // step) * step
     return rounded if None in widths else min(rounded, max(w for w in widths if w is not None))

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.documents import Documents, check_documents
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled_model import checked_by_all
 from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import DilatedPattern, Global
 
 #: coordinates of rows that are not tiles: the class token's and padding
 BLANK = -1
@@ -152,6 +153,7 @@ def released_pattern(
     max_wsi_size: int | None,
     tile_size: int,
     padding: str,
+    global_class_token: bool = False,
 ) -> DilatedPattern:
     """GigaPath's pattern for these arguments of a slide model; None is the release's. Raises ValueError."""
     rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
@@ -160,7 +162,15 @@ def released_pattern(
         segment_lengths = released_segments(size, tile_size, len(rates))
     elif max_wsi_size is not None:
         raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
-    return DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
+    pattern = DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
+    if not flag(global_class_token, "global_class_token"):
+        return pattern
+    if padding != "masked":
+        raise ValueError(
+            f"global_class_token=True needs padding='masked', got {padding!r}: released weights, whose padding that is, "
+            "were trained without it."
+        )
+    return replace(pattern, branches=(*pattern.branches, Global(1)))
 
 
 class SlideOptions(StackOptions, total=False):
@@ -172,6 +182,7 @@ class SlideOptions(StackOptions, total=False):
     tile_size: int
     grid: int
     padding: Literal["masked", "attended"]
+    global_class_token: bool
     pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None
 
 
@@ -192,8 +203,10 @@ class SlideBackbone(ReleasedModel):
         grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
         padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
             last segment take part in the softmax).
+        global_class_token: whether the class token sees all tiles of its slide, and all tiles see it, in every layer
+            (`Global(1)` next to the other branches). For new models: released weights were trained without it.
         pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
-            dilation_rates, max_wsi_size and padding.
+            dilation_rates, max_wsi_size, padding and global_class_token.
         options: see `ReleasedModel`.
     """
 
@@ -211,14 +224,15 @@ class SlideBackbone(ReleasedModel):
         tile_size: int = 256,
         grid: int = 1000,
         padding: Literal["masked", "attended"] = "masked",
+        global_class_token: bool = False,
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         **options: Any,
     ) -> None:
         integer(tile_size, "tile_size", 1)
         settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
-        own = self._own_pattern(pattern, padding, settings)
+        own = self._own_pattern(pattern, padding, {**settings, "global_class_token": global_class_token or None})
         super().__init__(
-            released_pattern(*settings.values(), tile_size, padding) if own is None else own,
+            released_pattern(*settings.values(), tile_size, padding, global_class_token) if own is None else own,
             dim=dim, depth=depth, num_heads=num_heads, **options,
         )  # fmt: skip
         self.feature_dim = integer(feature_dim, "feature_dim", 1)

@@ -224,7 +224,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 "weights, from_gigapath those of a release."
             )
         known = {name: value for name, value in without_training(settings).items() if name not in PRETRAINING}
-        segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding")
+        segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding", "global_class_token")
         replaced = segments if "pattern" in options else ("pattern",) if set(segments) & set(options) else ()
         known = {name: value for name, value in known.items() if name not in replaced}
         model = cls(**{**known, **options}, pretrained=str(path))

@@ -222,6 +222,7 @@ def _check_settings(model: Any, path: str | Path) -> None:
     theirs = settings.get("pattern") or released_pattern(
         settings.get("segment_lengths"), settings.get("dilation_rates"), settings.get("max_wsi_size"),
         settings.get("tile_size", model.tile_size), settings.get("padding", "masked"),
+        settings.get("global_class_token", False),
     )  # fmt: skip
     theirs = read_patterns(theirs, model.depth, model.num_heads)
     if theirs != model.pattern:

@@ -22,7 +22,7 @@ from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, in_turns
+from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
 
 #: bytes of a log-sum-exp
 LSE = 4
@@ -155,15 +155,40 @@ def workspace(x: OpCall) -> tuple[int, int]:
     """The most bytes that the op holds beside its inputs and results, in the forward and in the backward."""
     if not x.rows:
         return 0, 0
+    if (others := _without_global(x)) is not None:
+        return _beside_global(x, others)
     q = x.tensors()[0]
     peaks = _grouped(x) or (_fused(x) if fused.suits(x.pattern, q.shape, q.dtype) else _blockwise(x))
     return max(0, peaks[0] - x.results[0]), max(0, peaks[1] - x.results[1])
 
 
+def _without_global(x: OpCall) -> OpCall | None:
+    """The call of the other branches, where an executor computes them together, as `executors.choose` has it."""
+    others, numbers = without_global(x.pattern), [b.tokens is not None for b in x.pattern.branches]
+    if others is None or not any(numbers) or (x.dropout and numbers != sorted(numbers)):
+        return None
+    inner = replace(x, pattern=others, final=False)
+    together = _grouped(inner) is not None or fused.suits(others, x.tensors()[0].shape, x.dtype)
+    return inner if together else None
+
+
+def _beside_global(x: OpCall, others: OpCall) -> tuple[int, int]:
+    """As `executors.BesideGlobal`: fp32 results of the other branches, then the blocks of global tokens one by one."""
+    wide, (forward, backward) = max(4, x.dtype.itemsize), workspace(others)
+    crossing = {i for i, b in enumerate(x.pattern.branches) if b.tokens is not None}
+    most = max((_rows(x.spans[0], b) for b in x.call.blocks(x.spans[0]) if b.branch in crossing), default=0)
+    out, narrow = x.rows * (x.head_dim * wide + LSE), x.rows * x.row if wide != x.dtype.itemsize else 0
+    merged = out + max(most * (x.row + 2 * x.head_dim * wide + 4 * LSE), narrow)
+    sums, rounded = x.results[1] // x.dtype.itemsize * wide, x.results[1] if wide != x.dtype.itemsize else 0
+    part = 3 * x.row + 2 * LSE + (4 * x.head_dim if engine_of(x).name in SUMS_DQ else 0)
+    peak = sums + max(rounded, backward, most * part)
+    return max(forward, merged - x.results[0]), peak - x.results[1]
+
+
 # -- a few launches for all blocks -------------------------------------------------------------------------------------
 def _grouped(x: OpCall) -> tuple[int, int] | None:
     """As `executors.grouped`; None where it does not run the call."""
-    if engine_of(x).name != "triton" or x.block_flops == math.inf:
+    if engine_of(x).name != "triton" or x.block_flops == math.inf or global_tokens(x.pattern):
         return None
     out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
     rows, places = sum(x.block_rows), 8 if x.dropout else 0

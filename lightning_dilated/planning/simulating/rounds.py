@@ -178,6 +178,9 @@ def reaches(problem: Problem) -> Iterator[Reach]:
         if branch.width is not None:
             yield from _window_reaches(problem, i, low, high)
             continue
+        if branch.tokens is not None:
+            yield from _global_reaches(problem, i, low, high)
+            continue
         width, shift = segment_width(branch, length), branch.shift
         firsts = [(np.clip(x, 0, length - 1) + shift) // width * width - shift for x in (low, high - 1)]
         for head in served(problem, i):
@@ -209,6 +212,19 @@ def _window_reaches(problem: Problem, number: int, low: NDArray, high: NDArray) 
         pairs = sum(_beside(rows, x, width) for x in sides)
         share = pairs / np.maximum(queries * keys, 1)
         yield Reach(number, head, branch.dilation_rate, offset, first, start, stop, queries, keys, share)
+
+
+def _global_reaches(problem: Problem, number: int, low: NDArray, high: NDArray) -> Iterator[Reach]:
+    """`reaches` of global tokens: theirs, and those of the other positions."""
+    length, zeros = problem.shard.seq_len, np.zeros_like(low)
+    edge = min(problem.pattern.branches[number].tokens or 0, length)
+    stop = edge if problem.causal else length
+    first, others = np.clip(edge - low, 0, high - low), np.clip(high - np.maximum(low, edge), 0, None)
+    sides = (first, stop, low + (0 if problem.causal else length - high)), (others, edge, np.minimum(low, edge))
+    for head in served(problem, number):
+        for queries, end, keys in sides:
+            keys = np.where(queries > 0, keys, 0)
+            yield Reach(number, head, 1, 0, zeros, zeros, zeros + end, np.where(keys > 0, queries, 0), keys)
 
 
 def _beside(queries: NDArray, keys: NDArray, width: int) -> NDArray:

@@ -36,7 +36,7 @@ def _unfit_branch(problem: Problem, number: int) -> str | None:
     place, entry = problem.pattern.listed(number)
     local = problem.shard.seq_len // problem.shard.ranks
     width = segment_width(branch, problem.shard.seq_len)
-    if branch.width is not None:
+    if branch.width is not None or branch.tokens is not None:
         return f"needs segments, and branches[{place}] is {entry}"
     if branch.shift:
         return f"needs branches without a shift, and branches[{place}] has shift={branch.shift}"

@@ -12,8 +12,9 @@ holds m query rows (m, D) and n key rows (n, 2, D).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from lightning_dilated.sequence.exchange.row_ops import Batch, LocalRows, Packin
 from lightning_dilated.sequence.exchange.transport import Posted, Wire
 from lightning_dilated.sequence.ranges import intersect, union
 from lightning_dilated.sequence.requirements import (
+    BranchSegment,
     Document,
     Problem,
     RowRequest,
@@ -115,12 +117,22 @@ def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
             rows = segment_rows(problem, segment, head)
             if rows:
                 owner = holders[(segment.branch * problem.num_heads + head) % len(holders)]
-                pads = segment_padding(problem, segment, rows)
-                band = window_band(problem.pattern.branches[segment.branch], problem.causal)
-                of = segment.document, segment.branch, head, rows, (rows,)
-                task = RowRequest(*of, causal=problem.causal, pads=pads, band=band)
-                tasks.setdefault(owner, []).append(task)
+                tasks.setdefault(owner, []).extend(_segment_tasks(problem, segment, head, rows))
     return tasks
+
+
+def _segment_tasks(problem: Problem, segment: BranchSegment, head: int, rows: range) -> Iterator[RowRequest]:
+    """What an owner computes of a segment: its rows among themselves, or those pairs that have a global token."""
+    branch = problem.pattern.branches[segment.branch]
+    request = partial(RowRequest, segment.document, segment.branch, head)
+    if branch.tokens is None:
+        pads, band = segment_padding(problem, segment, rows), window_band(branch, problem.causal)
+        yield request(rows, (rows,), causal=problem.causal, pads=pads, band=band)
+        return
+    first, others = rows[: branch.tokens], rows[branch.tokens :]
+    yield request(first, (first if problem.causal else rows,), causal=problem.causal)
+    if others:
+        yield request(others, (first,))
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Switched:
