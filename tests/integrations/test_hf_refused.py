@@ -179,6 +179,10 @@ def test_caches_of_others():
     with pytest.raises(TypeError, match="dilated_cache takes a model or a config"):
         dilated_cache(7)
     assert len(dilated_cache(model).layers) == 2
+    shallow = config("llama", num_hidden_layers=1)
+    set_pattern(shallow, ld.DilatedPattern([ld.Window(3)]))
+    with pytest.raises(ValueError, match="made for 1 layers, and the model asks for number 1"):
+        model.generate(ids, cache=dilated_cache(shallow), **options)
 
 
 def test_layers_that_share_keys():
@@ -189,6 +193,16 @@ def test_layers_that_share_keys():
     cache = ld.integrations.transformers.dilated_cache(model.config)
     with pytest.raises(ValueError, match="keys of another layer"), torch.no_grad():
         model(tokens(1, 8), cache=cache)
+
+
+def test_new_keys_alone():
+    """A layer that attends to its new keys without giving them to the cache."""
+    from lightning_dilated.integrations.transformers.attention import attend
+    from lightning_dilated.integrations.transformers.masks import visible_keys
+
+    mask, q = visible_keys(1, 1, 1, q_offset=8, kv_offset=8), torch.randn(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="or to new ones alone"):
+        attend(torch.nn.Module(), q, q, q, mask)
 
 
 @pytest.mark.parametrize("pattern", [None, ld.DilatedPattern.dense()])

@@ -67,6 +67,8 @@ def attend(
         return _decoded(module, query, key, value, attention_mask, dropout, scaling), None
     if isinstance(attention_mask, CachedStep):
         return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
+    if attention_mask.follows:
+        raise _not_from_cache(module)
     pattern = own_pattern(module)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -157,10 +159,7 @@ def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int 
     """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
     layer = getattr(key, CACHE)
     if layer.rows.length + key.shape[2] != layer.handed:
-        raise ValueError(
-            f"{type(module).__name__} attends to keys of another layer, which a DilatedCache does not serve. Pass "
-            "use_cache=False; layers with their own attention take transformers' cache."
-        )
+        raise _not_from_cache(module)
     if layer.rows.length or not isinstance(mask, VisibleKeys):
         return
     pattern = own_pattern(module) or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
@@ -169,6 +168,13 @@ def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int 
             f"the DilatedCache was made for {layer.rows.pattern}, and {type(module).__name__} attends by {pattern}. Make it "
             "by dilated_cache(model.config), after set_pattern."
         )
+
+
+def _not_from_cache(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} attends to keys of another layer, or to new ones alone, which a DilatedCache does not "
+        "serve. Pass use_cache=False; layers with their own attention take transformers' cache."
+    )
 
 
 def _decoded(

@@ -42,6 +42,17 @@ class DilatedCache(Cache):
             layers=[_Layer(KVCache(x, heads, kv_heads, max_length=max_length, clock=clock)) for x in patterns]
         )
 
+        self._depth = len(self.layers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
+        """See `_Layer.update`. Raises: ValueError for layers that a model added, as one does that runs its own in loops."""
+        if layer_idx >= self._depth:
+            raise ValueError(
+                f"a DilatedCache was made for {self._depth} layers, and the model asks for number {layer_idx}, counted from "
+                "0. Make it of this model's config; a model that runs its layers in loops takes use_cache=False."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **options)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""

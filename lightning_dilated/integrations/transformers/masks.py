@@ -52,13 +52,20 @@ class VisibleKeys:
         starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
         known: whether `bounds` are the documents, which nothing else says; see `known_documents`.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
+        follows: whether the tokens follow those of a `DilatedCache`.
     """
 
     def __init__(
-        self, length: int, window: int | None, lengths: Tensor | None, has_padding_mask: bool, starts: Tensor
+        self,
+        length: int,
+        window: int | None,
+        lengths: Tensor | None,
+        has_padding_mask: bool,
+        starts: Tensor,
+        follows: bool = False,
     ) -> None:
         self.length, self.window, self.lengths, self.starts = length, window, lengths, starts
-        self.has_padding_mask = has_padding_mask
+        self.has_padding_mask, self.follows = has_padding_mask, follows
         self.known, self.bounds = bool(_known), _known[-1] if _known else None
         self._documents: tuple[Any, Any, Tensor | None] | None = None
 
@@ -113,7 +120,7 @@ def visible_keys(
     ):  # whose mask a sliding window may have, too
         check(_refuse_cache_on_ranks, group, q_length, kv_length)
         _check_whole(attention_mask)
-        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64))
+        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64), follows=True)
     cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
     if cached:
         check(_refuse_cache_on_ranks, group, q_length, kv_length)
