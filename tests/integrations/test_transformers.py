@@ -390,10 +390,10 @@ def test_the_package_does_not_import_transformers():
     assert 'pip install "lightning-dilated[transformers]"' in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.11.0.dev0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.17.0.dev0"])
 def test_older_releases_are_refused(monkeypatch, version):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which importing it put there
     with pytest.raises(
-        ImportError, match=rf"needs transformers 5.12 or newer, and {version} is installed: pip install"
+        ImportError, match=rf"needs transformers 5.18 or newer, and {version} is installed: pip install"
     ):
         ld.integrations.transformers.register()

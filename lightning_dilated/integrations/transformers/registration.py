@@ -8,7 +8,7 @@ from lightning_dilated.integrations.transformers.masks import visible_keys
 #: the name that `attn_implementation` takes
 NAME = "ring_dilated"
 #: the oldest release that is served: major and minor number
-OLDEST = (5, 12)
+OLDEST = (5, 18)
 
 
 def register() -> None:
@@ -19,7 +19,7 @@ def register() -> None:
 
     Raises:
         ModuleNotFoundError: without transformers, naming the extra that installs it.
-        ImportError: with a release before `OLDEST`, whose masks are asked for in another way.
+        ImportError: with a release before `OLDEST`, whose masks and caches have other methods.
     """
     try:
         import transformers
