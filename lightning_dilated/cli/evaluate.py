@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from lightning_dilated.cli.generate import check_device
 from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.cli.main import quiet
 from lightning_dilated.data import LongContextDataModule
+from lightning_dilated.data.text.tokenizer_files import MAIN, write_files
 from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.integrations.transformers.lm import PLAIN_HEADS
+from lightning_dilated.integrations.transformers.lora import refuse_folder
 from lightning_dilated.models import LongNetLM
 
 TASKS = ("needle", "multi_key", "multi_value", "tracing")
@@ -50,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=20, help="of each length and depth (default: %(default)s)")
     p.add_argument(
         "--tokenizer",
-        help="tokenizer.json, or a folder with one (default: that of a folder of transformers, else bytes)",
+        help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
     )
     p.add_argument(
         "--form",
@@ -85,8 +88,9 @@ def run(argv: list[str]) -> None:
     out = checked_folder(args.out)
     quiet()
     model = causal_model(args.ckpt_path)
-    tokenizer = tokenizer_of(args, model)
-    tasks = [data_of(args, task, tokenizer) for task in dict.fromkeys(args.task)]
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = tokenizer_of(args, model, Path(folder))
+        tasks = [data_of(args, task, tokenizer) for task in dict.fromkeys(args.task)]
     for data in tasks:
         check_fits(model, data)
     trainer = trainer_of(args, out)
@@ -117,6 +121,7 @@ def causal_model(path: str) -> LongNetLM | HFCausalLM:
         ModuleNotFoundError: for a folder of transformers without transformers.
     """
     folder = Path(path)
+    refuse_folder(folder)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(
             f"--ckpt_path {path} is a folder without config.json. Give a .ckpt, or a folder of save_pretrained; make such "
@@ -144,12 +149,19 @@ def of_transformers(folder: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) and "model_type" in config else None
 
 
-def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM) -> str | None:
-    """The tokenizer for text; None for bytes. Raises: ValueError where the model needs one that is not known."""
+def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
+    """The path of the tokenizer for text; None for bytes. One that a checkpoint holds is written into `folder`.
+
+    Raises:
+        ValueError: where the model needs one that is not known.
+    """
     if args.form == "tokens" or args.tokenizer is not None:
         return args.tokenizer
     if (Path(args.ckpt_path) / "tokenizer.json").is_file():
         return args.ckpt_path
+    if model.tokenizer_files is not None:
+        write_files(folder, model.tokenizer_files)
+        return str(folder / MAIN)
     if isinstance(model, LongNetLM) and model.vocab_size == 256:
         return None
     size = model.vocab_size if isinstance(model, LongNetLM) else model.config.get_text_config(decoder=True).vocab_size
