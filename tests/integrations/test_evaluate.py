@@ -9,7 +9,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers", minve
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import AccuracyByDepth
-from lightning_dilated.cli.evaluate import causal_model
+from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.data import LongContextDataModule
 from lightning_dilated.integrations.transformers import HFCausalLM
 
@@ -108,4 +108,4 @@ def test_a_folder_of_adapters(tmp_path):
     model = HFCausalLM(config("llama"), lora={"r": 2, "target_modules": ["q_proj"]})
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"holds adapters only.*merge=True"):
-        causal_model(str(tmp_path))
+        load_causal_model(str(tmp_path))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, 
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
+from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
@@ -274,7 +275,7 @@ class HFCausalLM(DilatedModule):
         settings = getattr(self, "transformer", None)
         if self.tile is not None or settings is None:
             return self.tile
-        return loss_tile(settings.memory.tile, self._vocab_size)
+        return loss_tile(settings.memory.tile, self.vocab_size)
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, **options: Any) -> Any:
@@ -290,10 +291,7 @@ class HFCausalLM(DilatedModule):
         Raises:
             ValueError: for parameters that are sharded over ranks, and what transformers refuses.
         """
-        self.configure_model()
-        refuse_sharded(self, "generation takes whole ones")
-        if tokens.ndim != 2 or not tokens.numel():
-            raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
+        self._check_prompts(tokens)
         if not bool(torch.as_tensor(options.get("attention_mask", True)).all()):
             raise ValueError(
                 "generate takes equally long prompts without padding, and attention_mask has zeros: generate for one prompt "
@@ -313,6 +311,58 @@ class HFCausalLM(DilatedModule):
         finally:
             self.decoder.train(training)
 
+    @torch.no_grad()
+    def generate_stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | Collection[int] | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens (B,) that continue prompts (B, N), one step after another; options as of `LongNetLM.generate_stream`.
+
+        It decodes as `generate` does, with as many tokens kept. A row that drew a token of `stop` repeats it, and the stream
+        ends with the last row.
+
+        Raises:
+            ValueError, TypeError: as `generate`, and for options that define no distribution; with the first token.
+        """
+        sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
+        self._check_prompts(tokens)
+        cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
+        ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
+        self.decoder.eval()
+        try:
+            for _ in range(integer(max_new_tokens, "max_new_tokens", 0)):
+                logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                last = torch.where(ended, last, sampling.draw(logits, generator))
+                yield last
+                ended |= torch.isin(last, torch.tensor(ends, dtype=last.dtype, device=last.device))
+                if ends and bool(ended.all()):
+                    return
+                tokens = last[:, None]
+        finally:
+            self.decoder.train(training)
+
+    def _check_prompts(self, tokens: Tensor) -> None:
+        """Raise ValueError unless prompts (B, N) can be continued; makes the weights."""
+        self.configure_model()
+        refuse_sharded(self, "generation takes whole ones")
+        if tokens.ndim != 2 or not tokens.numel():
+            raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
+
+    def _new_cache(self) -> Any:
+        """Of this package for patterns, else of transformers."""
+        if has_pattern(self.decoder):
+            return dilated_cache(self.decoder.config)
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.decoder.config)
+
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
@@ -320,7 +370,7 @@ class HFCausalLM(DilatedModule):
     # -- what planning asks --------------------------------------------------------------------------------------------
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """A random text."""
-        text = torch.randint(0, self._vocab_size, (1, tokens))
+        text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1)}
 
     def planning_copy(self, depth: int) -> Self:
@@ -334,13 +384,13 @@ class HFCausalLM(DilatedModule):
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        return (self._vocab_size,)
+        return (self.vocab_size,)
 
     def reads_logits(self) -> bool:
         return True
 
     @property
-    def _vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self.config.get_text_config(decoder=True).vocab_size
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
