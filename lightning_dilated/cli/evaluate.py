@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_dilated._validation import integer
 from lightning_dilated.callbacks.by_depth import NAME, AccuracyByDepth, check_fits
 from lightning_dilated.cli.generate import check_device
-from lightning_dilated.cli.load_model import load_module
+from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.cli.main import quiet
 from lightning_dilated.data import LongContextDataModule
+from lightning_dilated.data.text.tokenizer_files import MAIN, write_files
 from lightning_dilated.integrations.transformers import HFCausalLM
-from lightning_dilated.integrations.transformers.lm import PLAIN_HEADS
 from lightning_dilated.models import LongNetLM
 
 TASKS = ("needle", "multi_key", "multi_value", "tracing")
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--samples", type=int, default=20, help="of each length and depth (default: %(default)s)")
     p.add_argument(
         "--tokenizer",
-        help="tokenizer.json, or a folder with one (default: that of a folder of transformers, else bytes)",
+        help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
     )
     p.add_argument(
         "--form",
@@ -84,9 +83,10 @@ def run(argv: list[str]) -> None:
     integer(args.devices, "--devices", 1)
     out = checked_folder(args.out)
     quiet()
-    model = causal_model(args.ckpt_path)
-    tokenizer = tokenizer_of(args, model)
-    tasks = [data_of(args, task, tokenizer) for task in dict.fromkeys(args.task)]
+    model = load_causal_model(args.ckpt_path, _TILE)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = tokenizer_of(args, model, Path(folder))
+        tasks = [data_of(args, task, tokenizer) for task in dict.fromkeys(args.task)]
     for data in tasks:
         check_fits(model, data)
     trainer = trainer_of(args, out)
@@ -109,50 +109,22 @@ def checked_folder(path: str) -> Path:
     return out
 
 
-def causal_model(path: str) -> LongNetLM | HFCausalLM:
-    """The model of a checkpoint or folder.
+def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
+    """The path of the tokenizer for text; None for bytes. One that a checkpoint holds is written into `folder`.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_module`; for a folder of neither kind, and a model that is not causal.
-        ModuleNotFoundError: for a folder of transformers without transformers.
+        ValueError: where the model needs one that is not known.
     """
-    folder = Path(path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"--ckpt_path {path} is a folder without config.json. Give a .ckpt, or a folder of save_pretrained; make such "
-            f"a folder of a sharded checkpoint: lightning-dilated consolidate {path} --out FOLDER."
-        )
-    config = of_transformers(folder)
-    if config is not None:
-        plain = config.get("model_type") in PLAIN_HEADS and not config.get("final_logit_softcapping")
-        return HFCausalLM(path, tile=_TILE if plain else None)
-    model = load_module(path)
-    if not isinstance(model, (LongNetLM, HFCausalLM)):
-        raise ValueError(
-            f"--ckpt_path {path} holds a {type(model).__name__}, which does not predict the next token; evaluate takes a "
-            "LongNetLM or a HFCausalLM."
-        )
-    return model
-
-
-def of_transformers(folder: Path) -> dict[str, Any] | None:
-    """The config.json of a folder that transformers saved, else None."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) and "model_type" in config else None
-
-
-def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM) -> str | None:
-    """The tokenizer for text; None for bytes. Raises: ValueError where the model needs one that is not known."""
     if args.form == "tokens" or args.tokenizer is not None:
         return args.tokenizer
     if (Path(args.ckpt_path) / "tokenizer.json").is_file():
         return args.ckpt_path
+    if model.tokenizer_files is not None:
+        write_files(folder, model.tokenizer_files)
+        return str(folder / MAIN)
     if isinstance(model, LongNetLM) and model.vocab_size == 256:
         return None
-    size = model.vocab_size if isinstance(model, LongNetLM) else model.config.get_text_config(decoder=True).vocab_size
+    size = model.vocab_size
     if isinstance(model, HFCausalLM) and size == 256:
         return None
     raise ValueError(

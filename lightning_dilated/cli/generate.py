@@ -29,7 +29,10 @@ _COUNT = 256
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
     p.add_argument("--config", "-c", type=Path, help="a yaml of these options; options next to it win")
-    p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
+    p.add_argument(
+        "--ckpt_path",
+        help="checkpoint of a LongNetLM or HFCausalLM, or a folder of save_pretrained, also of transformers",
+    )
     p.add_argument(
         "--tokenizer", help="the tokenizer.json of a model over tokens (default: the checkpoint's); without, of bytes"
     )

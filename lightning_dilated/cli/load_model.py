@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
+from lightning_dilated.integrations.transformers import HFCausalLM
+from lightning_dilated.integrations.transformers.lm import PLAIN_HEADS
+from lightning_dilated.integrations.transformers.lora import refuse_folder
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.pretrained import TRAINING, current_class_path
 
@@ -80,6 +84,50 @@ def load_module(path: str | Path) -> DilatedModule:
     return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **overrides).eval()
 
 
+def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
+    """As `load_module`, also of a folder that transformers saved: a HFCausalLM, in eval mode once it is built.
+
+    Args:
+        tile: of a HFCausalLM's loss, where its kind of decoder takes one.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_module`; for folders of adapters, and such without config.json.
+        ModuleNotFoundError: for a folder of transformers without transformers.
+    """
+    folder = Path(path)
+    refuse_folder(folder)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"--ckpt_path {path} is a folder without config.json. Give a .ckpt, or a folder of save_pretrained; make such "
+            f"a folder of a sharded checkpoint: lightning-dilated consolidate {path} --out FOLDER."
+        )
+    config = _of_transformers(folder)
+    if config is None:
+        return load_module(path)
+    plain = config.get("model_type") in PLAIN_HEADS and not config.get("final_logit_softcapping")
+    return HFCausalLM(str(path), tile=tile if plain else None)
+
+
+def _of_transformers(folder: Path) -> dict[str, Any] | None:
+    """The config.json of a folder that transformers saved, else None."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) and "model_type" in config else None
+
+
+def load_causal_model(path: str | Path, tile: int | None = None) -> LongNetLM | HFCausalLM:
+    """As `load_any`. Raises: ValueError also for models that do not predict the next token."""
+    model = load_any(path, tile)
+    if not isinstance(model, (LongNetLM, HFCausalLM)):
+        raise ValueError(
+            f"--ckpt_path {path} holds a {type(model).__name__}, which does not predict the next token; evaluate takes a "
+            "LongNetLM or a HFCausalLM."
+        )
+    return model
+
+
 def stored_tokenizer(path: str | Path) -> Tokenizer | None:
     """The tokenizer that a checkpoint, or a folder of `save_pretrained`, holds; None without.
 
@@ -93,8 +141,8 @@ def stored_tokenizer(path: str | Path) -> Tokenizer | None:
     return None if files is None else tokenizer_of(files[MAIN], f"the tokenizer of ckpt_path {path}")
 
 
-def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:
-    """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
+def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM | HFCausalLM:
+    """A language model from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
     A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
     unused, or more than half, it warns, as that may be another tokenizer than the one of the training. A model over
@@ -104,16 +152,17 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Long
         ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
             with fewer tokens than the tokenizer.
     """
-    model = load_module(path)
+    model, kinds = load_any(path), (LongNetLM, HFCausalLM)
     size = getattr(model, "vocab_size", None)
     description = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {size}"
-    of_bytes = isinstance(model, LongNetLM) and size == 256 and model.bytes_per_token == 1
-    if not isinstance(model, LongNetLM) or (vocab_size is None and not of_bytes):
-        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, LongNetLM) and size == 256 else ""
+    of_bytes = isinstance(model, kinds) and size == 256 and model.bytes_per_token == 1
+    if not isinstance(model, kinds) or (vocab_size is None and not of_bytes):
+        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, kinds) and size == 256 else ""
         raise ValueError(
-            f"{description}{more}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
-            "--tokenizer with the tokenizer.json that a LongNetLM was trained with, if the checkpoint holds none."
+            f"{description}{more}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
+            "(vocab_size 256), or --tokenizer with the tokenizer.json that it was trained with, if it holds none."
         )
+    model.configure_model()  # a folder of transformers is read now
     if vocab_size is None:
         return model
     if vocab_size > size:

@@ -270,6 +270,8 @@ SEARCH_WINDOWS = 6
 GRAIN = 1024
 #: the longest length that is tried, tokens a rank
 MOST = 1 << 30
+#: on several ranks the longest length is found to within this share of it
+CLOSE = 256
 
 
 def _at_once(settings: MemorySettings) -> MemorySettings:
@@ -400,13 +402,18 @@ class Case:
         unit = GRAIN * self.setup.ranks
         up_to = lambda rows: last_true(lambda n: self.fits(settings, n * unit, rows), MOST // GRAIN)  # noqa: E731
         units = up_to(Exchanged())
-        while units and self.setup.ranks > 1:  # an exchange is priced once for each guess
-            rows = self.memory(settings, units * unit).exchange
-            fewer = min(units, up_to(rows))
-            if fewer == units or self.fits(settings, fewer * unit):
-                return fewer * unit
-            units = fewer * 99 // 100
-        return units * unit
+        if self.setup.ranks == 1:
+            return units * unit
+        # an exchange is priced once for each guess; it grows with N, so what fits beside that of more tokens fits
+        fitting, too_many, guess = 0, units + 1, units
+        while too_many - fitting > max(1, fitting // CLOSE):
+            beside = up_to(self.memory(settings, guess * unit).exchange)
+            if beside >= guess:
+                fitting = guess
+            else:
+                fitting, too_many = max(fitting, beside), guess
+            guess = (fitting + too_many) // 2
+        return fitting * unit
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:

@@ -92,6 +92,32 @@ def test_a_tokenizer(cli, tmp_path):
     )
 
 
+@pytest.mark.parametrize("vocabulary", [256, 300])
+def test_the_tokenizer_of_a_checkpoint(cli, tmp_path, vocabulary):
+    """Also where the vocabulary has the size of bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[: vocabulary - 40]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    options = {"vocab_size": vocabulary, "initial_alphabet": alphabet, "show_progress": False}
+    text = [f" {number}" for number in range(10000, 100000, 37)]
+    tokenizer.train_from_iterator(text, tokenizers.trainers.BpeTrainer(**options))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(1)
+    model = ld.LongNetLM(PATTERN, vocab_size=vocabulary, **SIZES)
+    model.tokenizer_files = {"tokenizer.json": tokenizer.to_str()}
+    run = trainer(max_steps=0, default_root_dir=tmp_path)
+    run.strategy.connect(model)
+    model.configure_model()
+    run.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    tables = []
+    for more in ((), ("--tokenizer", "tokenizer.json")):
+        result = cli("evaluate", "--ckpt_path", "x.ckpt", *GRID[:-1], f"out{len(tables)}", *more)
+        assert result.code == 0, result.err
+        tables.append(table(tmp_path / f"out{len(tables)}" / "accuracy_by_depth.csv"))
+    assert tables[0] == tables[1] and int(tables[0][0]["tokens"]) < 3 * len(" 12345")  # fewer than bytes
+
+
 @pytest.mark.slow  # starts interpreters; tests/strategy/test_accuracy_by_depth.py compares ranks in the suite
 def test_two_devices_have_the_rows_of_one(tmp_path):
     saved(tmp_path)

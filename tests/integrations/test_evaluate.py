@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="needs the extra transformers", minve
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import AccuracyByDepth
+from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.data import LongContextDataModule
 from lightning_dilated.integrations.transformers import HFCausalLM
 
@@ -100,3 +101,11 @@ def test_positions_that_the_model_does_not_have(tmp_path):
         trainer(callbacks=[AccuracyByDepth(tmp_path)]).test(model, task())
     with pytest.raises(ValueError, match=r"the model has 8 tokens, and the data .* has 9"):
         trainer(callbacks=[AccuracyByDepth(tmp_path)]).test(HFCausalLM(config("llama", vocab_size=8)), task())
+
+
+def test_a_folder_of_adapters(tmp_path):
+    pytest.importorskip("peft", reason="needs the extra lora")
+    model = HFCausalLM(config("llama"), lora={"r": 2, "target_modules": ["q_proj"]})
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds adapters only.*merge=True"):
+        load_causal_model(str(tmp_path))

@@ -128,3 +128,35 @@ def test_refused():
     scaled = config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="Pass use_cache=False, or take another rope_type"):
         dilated_cache(scaled)
+
+
+@pytest.mark.parametrize("pattern", [None, {"hybrid": {"local": 8, "global_every": 2}}], ids=["own", "hybrid"])
+def test_a_stream_draws_what_generate_does(pattern):
+    model = HFCausalLM(config("llama"), pattern)
+    model.configure_model()
+    ids = tokens(3, 20)
+    greedy = list(model.generate_stream(ids, 9, temperature=0))
+    whole = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=[])
+    assert torch.equal(torch.stack(greedy, 1), whole[:, 20:])
+    drawn = [list(model.generate_stream(ids, 9, top_k=5, generator=torch.Generator().manual_seed(3))) for _ in range(2)]
+    assert torch.equal(torch.stack(drawn[0]), torch.stack(drawn[1])) and not torch.equal(
+        torch.stack(drawn[0]), torch.stack(greedy)
+    )
+    # rows that have ended repeat their last token, and the stream ends with the last of them
+    ends = [int(row[2]) for row in whole[:, 20:]]
+    stopped = torch.stack(list(model.generate_stream(ids, 9, temperature=0, stop=ends)), 1)
+    for row, full in zip(stopped, whole[:, 20:], strict=True):
+        first = next(i for i, x in enumerate(full.tolist()) if x in ends)
+        assert row[: first + 1].tolist() == full[: first + 1].tolist() and set(row[first:].tolist()) == {
+            int(full[first])
+        }
+    assert stopped.shape[1] <= 3
+    assert list(model.generate_stream(ids, 0)) == []
+    for error, message, options in (
+        (ValueError, "temperature", {"temperature": -1.0}),
+        (ValueError, "stop must lie below", {"stop": 10**6}),
+        (ValueError, "at least one token", {"tokens": ids[:, :0]}),
+        (TypeError, "max_new_tokens", {"max_new_tokens": 2.5}),
+    ):
+        with pytest.raises(error, match=message):
+            next(model.generate_stream(**{"tokens": ids, "max_new_tokens": 2, **options}))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated.cli.generate import run as generate_command
 from lightning_dilated.cli.load_model import stored_tokenizer
 from lightning_dilated.data import ChatDataModule, TextStreamDataModule
 
@@ -83,3 +84,18 @@ def test_a_model_with_fewer_tokens(tmp_path):
     ):
         with pytest.raises(ValueError, match="vocab_size=300 is below the data's 325 tokens"):
             trainer("auto", 1, max_steps=1).fit(model, data)
+
+
+def test_generate_from_the_command_line(tmp_path, trained, capsys):
+    """A checkpoint and a folder of transformers continue a prompt alike, as `generate` of transformers does."""
+    model = trained(pattern={"hybrid": {"local": 8, "global_every": 2}})
+    model.save_pretrained(tmp_path / "plain")
+    arguments = ["--prompt", "the cat", "--max_new_tokens", "12", "--temperature", "0"]
+    texts = []
+    for path in ("run.ckpt", "plain"):
+        generate_command(["--ckpt_path", str(tmp_path / path), *arguments])
+        texts.append(capsys.readouterr().out)
+    own = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")
+    ids = own("the cat", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    whole = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=[])
+    assert texts == [own.decode(whole[0]) + "\n"] * 2

@@ -388,3 +388,12 @@ def test_the_package_does_not_import_transformers():
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
     )
     assert 'pip install "lightning-dilated[transformers]"' in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.23.0"])
+def test_older_releases_are_refused(monkeypatch, version):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which importing it put there
+    with pytest.raises(
+        ImportError, match=rf"needs transformers 5.24 or newer, and {version} is installed: pip install"
+    ):
+        ld.integrations.transformers.register()

@@ -169,6 +169,16 @@ def test_longest_fits_and_no_more():
     assert recommended(case, [MemorySettings(), settings], None) == settings
 
 
+def test_longest_with_keys_of_all_ranks():
+    """Dense attention brings a rank the keys of all others: what fits is far from both first guesses."""
+    model = lm(DilatedPattern.dense(), depth=4)
+    subject = subject_of(model, "bf16-mixed")
+    case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 8, 8), find_gpu("rtx 4090"))
+    settings = MemorySettings("block")
+    longest = case.longest(settings)
+    assert case.fits(settings, longest) and not case.fits(settings, longest + longest // 100)
+
+
 def test_the_fastest_that_fits_is_recommended():
     """Windows of heads may cost more than copies to the host, which cost nothing."""
     seconds = {MemorySettings(): 1, MemorySettings("block"): 3, MemorySettings("block", offload=1): 2, TILES: 2}

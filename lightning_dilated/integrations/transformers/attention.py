@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.kv_cache import decode_attention
+from lightning_dilated.integrations.transformers.kinds import refuse_chunks, refuse_states
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
 from lightning_dilated.integrations.transformers.patterns import fixed_pattern, has_pattern, own_pattern
 from lightning_dilated.integrations.transformers.rotary import follows_length
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.sequence.group import active_sequence
 
-#: the attribute of keys that are to be added to a `DilatedCache`, its KVCache of the layer
+#: the attribute of keys that are to be added to a `DilatedCache`, its layer there
 CACHE = "dilated_cache"
 EAGER = 'Load the model with attn_implementation="eager" for it.'
 #: arguments of attention that change its result, and are not computed
@@ -62,9 +63,12 @@ def attend(
     """
     _refuse(module, attention_mask, is_causal, options)
     if getattr(key, CACHE, None) is not None:
+        _check_cache(module, key, attention_mask, sliding_window)
         return _decoded(module, query, key, value, attention_mask, dropout, scaling), None
     if isinstance(attention_mask, CachedStep):
         return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
+    if attention_mask.follows:
+        raise _not_from_cache(module)
     pattern = own_pattern(module)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -73,11 +77,11 @@ def attend(
         )
     if pattern is None:
         pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
-    _check_lengths(module, attention_mask)
     if attention_mask.known:
         documents = attention_mask.bounds
     else:
         documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+        _check_model(module, documents)
     out = dilated_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -118,18 +122,22 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
         )
 
 
-def _check_lengths(module: nn.Module, mask: VisibleKeys) -> None:
-    """Raise where rotary frequencies were those of a part of the sequence."""
-    group = None if mask.known else active_sequence()
-    if group is not None and group.ranks > 1 and follows_length(getattr(module, "config", None)):
+def _check_model(module: nn.Module, documents: Tensor | None) -> None:
+    """Raise where anything but attention would be that of a part of the sequence, or of several documents."""
+    group, config = active_sequence(), getattr(module, "config", None)
+    shared = group is not None and group.ranks > 1
+    if shared and follows_length(config):
         raise ValueError(
             f"rotary frequencies of {type(module).__name__} follow the length of a sequence (rope_type dynamic or "
             "longrope), of which each rank has a part. Train it by HFCausalLM, or take another rope_type, such as yarn."
         )
+    if shared or documents is not None:
+        refuse_states(config)
 
 
 def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> DilatedPattern:
     """The layer's own attention: dense, or a window."""
+    refuse_chunks(getattr(module, "config", None), getattr(module, "layer_idx", None))
     if layer is not None and layer != masked:
         raise ValueError(
             f"{type(module).__name__} has sliding_window={layer}, but its mask has {masked}: which holds is not known. "
@@ -145,6 +153,28 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
     if queries.shape != keys.shape or not bool((queries == keys).all()):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, as those of cross attention do. Give equal ones.")
     return queries
+
+
+def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int | None) -> None:
+    """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
+    layer = getattr(key, CACHE)
+    if layer.rows.length + key.shape[2] != layer.handed:
+        raise _not_from_cache(module)
+    if layer.rows.length or not isinstance(mask, VisibleKeys):
+        return
+    pattern = own_pattern(module) or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
+    if pattern != layer.rows.pattern:
+        raise ValueError(
+            f"the DilatedCache was made for {layer.rows.pattern}, and {type(module).__name__} attends by {pattern}. Make it "
+            "by dilated_cache(model.config), after set_pattern."
+        )
+
+
+def _not_from_cache(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} attends to keys of another layer, or to new ones alone, which a DilatedCache does not "
+        "serve. Pass use_cache=False; layers with their own attention take transformers' cache."
+    )
 
 
 def _decoded(
@@ -166,7 +196,7 @@ def _decoded(
             "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return decode_attention(q, k, v, getattr(key, CACHE), scaling).to(query.dtype)
+    return decode_attention(q, k, v, getattr(key, CACHE).rows, scaling).to(query.dtype)
 
 
 def _cached_step(

@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lightning_dilated.attention.kv_cache import Clock, KVCache
 from lightning_dilated.integrations.transformers.attention import CACHE
-from lightning_dilated.integrations.transformers.patterns import layer_pattern
+from lightning_dilated.integrations.transformers.kinds import other_kinds
+from lightning_dilated.integrations.transformers.patterns import layer_pattern, text_config
 from lightning_dilated.integrations.transformers.rotary import follows_length
 
 
@@ -23,7 +24,12 @@ class DilatedCache(Cache):
     """See `dilated_cache`, which makes it."""
 
     def __init__(self, config: Any, max_length: int | None = None) -> None:
-        text, clock = config.get_text_config(decoder=True), Clock()
+        text, clock = text_config(config, "dilated_cache"), Clock()
+        if others := other_kinds(text):
+            raise ValueError(
+                f"layers of {text.model_type} have the kind {', '.join(others)}, whose state a DilatedCache does not hold. "
+                "Pass use_cache=False; layers with their own attention take transformers' cache."
+            )
         if follows_length(text):
             raise ValueError(
                 "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
@@ -35,6 +41,17 @@ class DilatedCache(Cache):
         super().__init__(
             layers=[_Layer(KVCache(x, heads, kv_heads, max_length=max_length, clock=clock)) for x in patterns]
         )
+
+        self._depth = len(self.layers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
+        """See `_Layer.update`. Raises: ValueError for layers that a model added, as one does that runs its own in loops."""
+        if layer_idx >= self._depth:
+            raise ValueError(
+                f"a DilatedCache was made for {self._depth} layers, and the model asks for number {layer_idx}, counted from "
+                "0. Make it of this model's config; a model that runs its layers in loops takes use_cache=False."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **options)
 
     @property
     def nbytes(self) -> int:
@@ -50,14 +67,22 @@ class _Layer(CacheLayerMixin):
     def __init__(self, rows: KVCache) -> None:
         super().__init__()
         self.rows = rows
+        #: tokens whose keys were handed on to the layer's attention
+        self.handed = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: buffers are made with the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """New keys and values (B, K, n, D) as they are; they are added when the layer attends."""
+        if self.rows.length != self.handed:
+            raise ValueError(
+                f"a DilatedCache handed on {self.handed} tokens, of which ring_dilated attended to {self.rows.length}: the "
+                'model has another attention. Load it with attn_implementation="ring_dilated", or pass no DilatedCache.'
+            )
+        self.handed += key_states.shape[2]
         keys = key_states.view_as(key_states)  # a tensor of its own, whose mark nobody else sees
-        setattr(keys, CACHE, self.rows)
+        setattr(keys, CACHE, self)
         return keys, value_states
 
     def get_seq_length(self) -> int:
@@ -72,6 +97,7 @@ class _Layer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.rows.reset()
+        self.handed = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.rows.select(beam_idx)

@@ -13,7 +13,7 @@ def dilated_cache(config: Any, max_length: int | None = None) -> Any:
     whole sequence every row. All samples are equally long: prompts have no padding.
 
     Args:
-        config: the model's.
+        config: the model's, or the model.
         max_length: most tokens of a sample; None: it grows.
 
     Returns:
@@ -21,7 +21,8 @@ def dilated_cache(config: Any, max_length: int | None = None) -> Any:
 
     Raises:
         ModuleNotFoundError: without transformers.
-        ValueError: for rotary frequencies that follow the length of a sequence.
+        TypeError: for what is neither model nor config.
+        ValueError: for rotary frequencies that follow the length of a sequence, and layers that are not attention.
     """
     from lightning_dilated.integrations.transformers.cache import DilatedCache  # which imports transformers
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.text.tokenizer_files import read_files, write_files
 from lightning_dilated.integrations.transformers import lora as adapters
 from lightning_dilated.integrations.transformers.decoding import dilated_cache
+from lightning_dilated.integrations.transformers.kinds import refuse_other_code, refuse_states, refuse_without_heads
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
@@ -33,6 +34,7 @@ from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, 
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
+from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
@@ -101,6 +103,7 @@ class HFCausalLM(DilatedModule):
         if pattern is not None:
             set_pattern(self.config, pattern)
         text = self.config.get_text_config(decoder=True)
+        refuse_without_heads(text)
         self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
         self.num_kv_heads = getattr(text, "num_key_value_heads", None)
         if stored := getattr(text, ENTRY, None):
@@ -151,6 +154,7 @@ class HFCausalLM(DilatedModule):
     def build(self) -> None:
         """The decoder, with the weights of its folder or random ones, and adapters."""
         self.decoder = self._decoder(self.source)
+        refuse_other_code(self.decoder)
         if self.lora is not None:
             self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
         whole_lengths(self.decoder)
@@ -193,7 +197,17 @@ class HFCausalLM(DilatedModule):
             length = int(bounds.diff().max())
         if not is_fake(tokens):  # of a plan
             self._check_length(length)
+            _check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
+        if agreed is not None and 0 in agreed.lengths:
+            raise ValueError(
+                f"a sequence of {agreed.seq_len} tokens on {len(agreed.lengths)} ranks leaves rank "
+                f"{agreed.lengths.index(0)} without any, which decoders of transformers do not compute. Pack more into a "
+                "row (data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
+                "sequence_size)."
+            )
+        if shared or (bounds is not None and len(bounds) > 2):
+            refuse_states(self.config.get_text_config(decoder=True))
         with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
             yield tokens, options
 
@@ -214,6 +228,8 @@ class HFCausalLM(DilatedModule):
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}: give a batch, also of one sample.")
         if bounds is None:
             positions = token_positions(0, tokens.shape[1], tokens.device)
             options: dict[str, Any] = {}
@@ -259,7 +275,7 @@ class HFCausalLM(DilatedModule):
         settings = getattr(self, "transformer", None)
         if self.tile is not None or settings is None:
             return self.tile
-        return loss_tile(settings.memory.tile, self._vocab_size)
+        return loss_tile(settings.memory.tile, self.vocab_size)
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, **options: Any) -> Any:
@@ -275,8 +291,12 @@ class HFCausalLM(DilatedModule):
         Raises:
             ValueError: for parameters that are sharded over ranks, and what transformers refuses.
         """
-        self.configure_model()
-        refuse_sharded(self, "generation takes whole ones")
+        self._check_prompts(tokens)
+        if not bool(torch.as_tensor(options.get("attention_mask", True)).all()):
+            raise ValueError(
+                "generate takes equally long prompts without padding, and attention_mask has zeros: generate for one prompt "
+                "at a time, or for equally long ones."
+            )
         if (
             has_pattern(self.decoder)
             and options.get("use_cache", True)
@@ -291,6 +311,58 @@ class HFCausalLM(DilatedModule):
         finally:
             self.decoder.train(training)
 
+    @torch.no_grad()
+    def generate_stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | Collection[int] | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens (B,) that continue prompts (B, N), one step after another; options as of `LongNetLM.generate_stream`.
+
+        It decodes as `generate` does, with as many tokens kept. A row that drew a token of `stop` repeats it, and the stream
+        ends with the last row.
+
+        Raises:
+            ValueError, TypeError: as `generate`, and for options that define no distribution; with the first token.
+        """
+        sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
+        self._check_prompts(tokens)
+        cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
+        ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
+        self.decoder.eval()
+        try:
+            for _ in range(integer(max_new_tokens, "max_new_tokens", 0)):
+                logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                last = torch.where(ended, last, sampling.draw(logits, generator))
+                yield last
+                ended |= torch.isin(last, torch.tensor(ends, dtype=last.dtype, device=last.device))
+                if ends and bool(ended.all()):
+                    return
+                tokens = last[:, None]
+        finally:
+            self.decoder.train(training)
+
+    def _check_prompts(self, tokens: Tensor) -> None:
+        """Raise ValueError unless prompts (B, N) can be continued; makes the weights."""
+        self.configure_model()
+        refuse_sharded(self, "generation takes whole ones")
+        if tokens.ndim != 2 or not tokens.numel():
+            raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
+
+    def _new_cache(self) -> Any:
+        """Of this package for patterns, else of transformers."""
+        if has_pattern(self.decoder):
+            return dilated_cache(self.decoder.config)
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.decoder.config)
+
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte, and perplexity of a token."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
@@ -298,7 +370,7 @@ class HFCausalLM(DilatedModule):
     # -- what planning asks --------------------------------------------------------------------------------------------
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """A random text."""
-        text = torch.randint(0, self._vocab_size, (1, tokens))
+        text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1)}
 
     def planning_copy(self, depth: int) -> Self:
@@ -312,13 +384,13 @@ class HFCausalLM(DilatedModule):
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        return (self._vocab_size,)
+        return (self.vocab_size,)
 
     def reads_logits(self) -> bool:
         return True
 
     @property
-    def _vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         return self.config.get_text_config(decoder=True).vocab_size
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
@@ -332,9 +404,12 @@ class HFCausalLM(DilatedModule):
             merge: add the updates to the weights, in a copy, and write the whole model.
 
         Raises:
+            FileExistsError: for a file.
             ValueError: for parameters that are sharded over ranks.
         """
         flag(merge, "merge")
+        if Path(folder).is_file():
+            raise FileExistsError(f"save_pretrained writes a folder, and {folder} is a file. Give another name.")
         self.configure_model()
         refuse_sharded(self, "a folder holds whole ones")
         if self._adapted:
@@ -391,6 +466,33 @@ def with_depth(config: Any, depth: int) -> Any:
     return type(config).from_dict(values)
 
 
+def _check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
+    """Raise ValueError for other lengths than those of samples."""
+    if lengths is None:
+        return
+    values = torch.as_tensor(lengths)
+    if values.shape != tokens.shape[:1] or not bool(((values >= 0) & (values <= most)).all()):
+        raise ValueError(
+            f"lengths must be (B,) = ({len(tokens)},) numbers of tokens from 0 to N = {most}, got {values.tolist()}."
+        )
+
+
+#: names of values that transformers reads, and keeps under others
+_FORMER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version")
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that a config written by hand does not have: transformers would ignore it."""
+    from transformers import AutoConfig
+
+    if "transformers_version" in values:  # a config that transformers wrote may hold entries of others
+        return
+    default = AutoConfig.for_model(values["model_type"])
+    unknown = {x for x in values if not hasattr(default, x)} - {*_FORMER_NAMES, ENTRY}
+    names = [x for x in values if x not in unknown]
+    known_keys(values, f"model of model_type {values['model_type']}", [*names, *default.to_dict()])
+
+
 def _read_config(model: Any) -> tuple[str | None, Any]:
     """(folder or repository of the weights, None for random ones; config)."""
     from transformers import AutoConfig, PreTrainedConfig
@@ -403,6 +505,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
             raise ValueError(
                 f"model as a mapping is a config of transformers and needs model_type, such as llama; got {sorted(model)}."
             )
+        _check_names(model)
         model = AutoConfig.for_model(**model)
     if not isinstance(model, PreTrainedConfig):
         raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")

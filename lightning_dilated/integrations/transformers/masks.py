@@ -52,13 +52,20 @@ class VisibleKeys:
         starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
         known: whether `bounds` are the documents, which nothing else says; see `known_documents`.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
+        follows: whether the tokens follow those of a `DilatedCache`.
     """
 
     def __init__(
-        self, length: int, window: int | None, lengths: Tensor | None, has_padding_mask: bool, starts: Tensor
+        self,
+        length: int,
+        window: int | None,
+        lengths: Tensor | None,
+        has_padding_mask: bool,
+        starts: Tensor,
+        follows: bool = False,
     ) -> None:
         self.length, self.window, self.lengths, self.starts = length, window, lengths, starts
-        self.has_padding_mask = has_padding_mask
+        self.has_padding_mask, self.follows = has_padding_mask, follows
         self.known, self.bounds = bool(_known), _known[-1] if _known else None
         self._documents: tuple[Any, Any, Tensor | None] | None = None
 
@@ -113,7 +120,7 @@ def visible_keys(
     ):  # whose mask a sliding window may have, too
         check(_refuse_cache_on_ranks, group, q_length, kv_length)
         _check_whole(attention_mask)
-        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64))
+        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64), follows=True)
     cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
     if cached:
         check(_refuse_cache_on_ranks, group, q_length, kv_length)
@@ -131,6 +138,8 @@ def visible_keys(
     if is_fake(none):  # in a plan, whose tensors have no values
         return VisibleKeys(q_length, local_size, None, attention_mask is not None, none)
     starts = check(_intervals, mask_function, batch_size, q_length, local_size, device, use_vmap)
+    if _known and group is None:
+        _check_known(starts, _known[-1])
     lengths = None
     if attention_mask is not None:
         check(_check_padding_mask, attention_mask, batch_size, q_length)
@@ -276,6 +285,13 @@ def _shared_documents(
     return _bounds(starts, positions.shape[1])
 
 
+def _check_known(starts: Tensor, bounds: Tensor | None) -> None:
+    """Raise where a mask begins anew elsewhere than the documents that a caller knows."""
+    others = set(starts.tolist()) - set([] if bounds is None else bounds[1:-1].tolist())
+    if others:
+        raise ValueError(_chunks(sorted(others)))
+
+
 def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> None:
     """Raise where the mask has documents that position_ids (B, L) of this rank do not have."""
     if position_ids is not None and position_ids.ndim != 2:
@@ -284,10 +300,7 @@ def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> None:
         )
     restarts = [] if position_ids is None or not len(mask.starts) else _restarts(position_ids).tolist()
     if not set(mask.starts.tolist()) <= set(restarts):
-        raise ValueError(
-            f"this model's mask begins anew at tokens {mask.starts.tolist()[:8]}, where position_ids do not: it attends "
-            f"within chunks of tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
-        )
+        raise ValueError(_chunks(mask.starts.tolist()))
 
 
 def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
@@ -319,6 +332,13 @@ def _are_each_ranks_own(positions: Tensor, group: SequenceGroup) -> bool:
     shard = group.shard(positions.shape[1])
     held = [torch.cat([torch.arange(x.start, x.stop, x.step) for x in shard.ranges(r)]) for r in range(group.ranks)]
     return all(bool((positions[:, at] == torch.arange(len(at))).all()) for at in held)
+
+
+def _chunks(starts: list[int]) -> str:
+    return (
+        f"this model's mask begins anew at tokens {starts[:8]}, where position_ids do not: it attends within chunks of "
+        f"tokens, as Llama 4 does, which ring_dilated does not compute. {SDPA}"
+    )
 
 
 def _several_rows(batch: int) -> str:

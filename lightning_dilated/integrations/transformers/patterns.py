@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch import nn
+
 from lightning_dilated._validation import integer
+from lightning_dilated.integrations.transformers.kinds import SLIDING, layer_kind, refuse_chunks, refuse_other_code
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.pattern.layers import LayersLike, plain_patterns, read_patterns
 
@@ -31,7 +34,9 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
         TypeError: for what is neither model nor config.
         TypeError, ValueError: for other patterns, or such as do not fit the model's heads and layers.
     """
-    config = _text_config(model)
+    config = text_config(model)
+    if isinstance(model, nn.Module):
+        refuse_other_code(model)
     if pattern is None:
         if hasattr(config, ENTRY):
             delattr(config, ENTRY)
@@ -42,28 +47,30 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
     setattr(config, ENTRY, patterns if isinstance(patterns, list) else [patterns])
 
 
-def _text_config(model: Any) -> Any:
-    """The config that the attention layers of a model hold."""
+def text_config(model: Any, caller: str = "set_pattern") -> Any:
+    """The config that the attention layers of a model hold. Raises: TypeError for no model, and no decoder."""
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"set_pattern takes a model or a config of transformers, got {type(model).__name__}.")
+        raise TypeError(f"{caller} takes a model or a config of transformers, got {type(model).__name__}.")
     config = config.get_text_config(decoder=True)
     missing = [n for n in ("num_hidden_layers", "num_attention_heads") if not hasattr(config, n)]
     if missing:
         raise TypeError(
-            f"set_pattern needs a decoder whose config has {' and '.join(missing)}; {type(config).__name__} has not."
+            f"{caller} needs a decoder whose config has {' and '.join(missing)}; {type(config).__name__} has not."
         )
     return config
 
 
 def layer_pattern(config: Any, layer: int) -> DilatedPattern:
-    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window."""
-    patterns, types = getattr(config, ENTRY, None), getattr(config, "layer_types", None)
-    if patterns:
+    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window.
+
+    Raises:
+        ValueError: for a layer that attends within chunks.
+    """
+    if patterns := getattr(config, ENTRY, None):
         return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
-    window = getattr(config, "sliding_window", None)
-    if types is not None and types[layer] != "sliding_attention":
-        window = None
+    refuse_chunks(config, layer)
+    window = getattr(config, "sliding_window", None) if layer_kind(config, layer) in (None, SLIDING) else None
     return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 

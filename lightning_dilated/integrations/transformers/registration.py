@@ -7,6 +7,8 @@ from lightning_dilated.integrations.transformers.masks import visible_keys
 
 #: the name that `attn_implementation` takes
 NAME = "ring_dilated"
+#: the oldest release that is served: major and minor number
+OLDEST = (5, 24)
 
 
 def register() -> None:
@@ -17,13 +19,20 @@ def register() -> None:
 
     Raises:
         ModuleNotFoundError: without transformers, naming the extra that installs it.
+        ImportError: with a release before `OLDEST`, whose masks and caches have other methods.
     """
     try:
+        import transformers
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ModuleNotFoundError(
-            "lightning_dilated.integrations.transformers needs transformers 5: "
+            f"lightning_dilated.integrations.transformers needs transformers {OLDEST[0]}.{OLDEST[1]} or newer: "
             f'pip install "lightning-dilated[transformers]". Importing it failed: {error}'
         ) from error
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ImportError(
+            f"lightning_dilated.integrations.transformers needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and "
+            f'{transformers.__version__} is installed: pip install "lightning-dilated[transformers]".'
+        )
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, visible_keys)
