@@ -32,6 +32,7 @@ LONGEST = (
     "distributed/test_exchange_script.py", "models/test_frozen.py", "models/test_generation.py", "kernels/test_decode.py",
     "integrations/test_hf_causal_lm.py", "integrations/test_transformers_ranks.py", "integrations/test_evaluate.py",
     "strategy/test_accuracy_by_depth.py",
+    "distributed/test_recurrence.py",
 )  # fmt: skip
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
