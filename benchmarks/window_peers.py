@@ -71,9 +71,9 @@ class CudnnWindow(torch.autograd.Function):
     @staticmethod
     def run(graph: tuple, tensors: dict[str, Tensor]) -> None:
         """Execute a graph."""
-        made, named, size = graph
+        plan, named, size = graph
         space = torch.empty(max(1, size), dtype=torch.uint8, device="cuda")
-        made.execute({named[name]: x for name, x in tensors.items()}, space)
+        plan.execute({named[name]: x for name, x in tensors.items()}, space)
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:

@@ -66,8 +66,8 @@ class StreamReaders:
             numbered = enumerate(_each(part.skip(start) if start else part), start)
             where = f" of reader {reader}" if self.count > 1 else ""
         else:
-            mine = ((n, x) for n, x in enumerate(_each(self.dataset)) if n % self.count == reader)
-            numbered, where = ((n, x) for n, x in mine if n // self.count >= start), ""
+            own = ((n, x) for n, x in enumerate(_each(self.dataset)) if n % self.count == reader)
+            numbered, where = ((n, x) for n, x in own if n // self.count >= start), ""
         for number, row in numbered:
             yield row, f"{self.name}, row {number:,}{where} (counted from 0)"
 

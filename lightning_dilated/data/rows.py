@@ -138,9 +138,9 @@ def load(arguments: Mapping[str, Any], name: str) -> Any:
     if split is None and len(loaded) == 1:
         return next(iter(loaded.values()))
     if split not in loaded:
-        given = "no split is chosen" if split is None else f"there is no split {split!r}"
+        lack = "no split is chosen" if split is None else f"there is no split {split!r}"
         raise ValueError(
-            f"data.{name}: of {path} {given}; it has {', '.join(loaded)}: set {{path: {path}, split: {next(iter(loaded))}}}"
+            f"data.{name}: of {path} {lack}; it has {', '.join(loaded)}: set {{path: {path}, split: {next(iter(loaded))}}}"
         )
     return loaded[split]
 

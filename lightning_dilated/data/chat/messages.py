@@ -34,20 +34,20 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is a {type(row).__name__}, but a row is an object such as {SHAPE}")
     if row.get(column) is not None:
-        given = row[column]
+        turns = row[column]
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        given = [*_turns(row["prompt"], "user"), *_turns(row["completion"], ANSWERS)]
+        turns = [*_turns(row["prompt"], "user"), *_turns(row["completion"], ANSWERS)]
     else:
         more = "" if "conversations" not in row else ' (from "conversations": rename from/value to role/content)'
         raise ValueError(
             f"{where} has neither {column!r} nor 'prompt' and 'completion', but {', '.join(map(repr, row)) or 'no key'}: a "
             f"row is {SHAPE}{more}, or set data.column to the name of the messages"
         )
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError(
-            f"{where}: {column!r} must be a list of at least one message, got {str(given)[:80]!r}: {SHAPE}"
+            f"{where}: {column!r} must be a list of at least one message, got {str(turns)[:80]!r}: {SHAPE}"
         )
-    messages = [_message(x, f"{where}, message {i}") for i, x in enumerate(given)]
+    messages = [_message(x, f"{where}, message {i}") for i, x in enumerate(turns)]
     return Conversation(messages, where, row.get("tools") or None)
 
 

@@ -73,9 +73,9 @@ class TransformersText(TextTokenizer):
     def end_token(self, name: str | None = None) -> int:
         token = self.tokenizer.eos_token_id if name is None else self.tokenizer.get_vocab().get(name)
         if token is None:
-            given = "no eos_token" if name is None else f"no token {name!r}"
+            missing = "no eos_token" if name is None else f"no token {name!r}"
             raise ValueError(
-                f"data.tokenizer {self.source} has {given}: set data.eos_token to one of its tokens, such as "
+                f"data.tokenizer {self.source} has {missing}: set data.eos_token to one of its tokens, such as "
                 f"{', '.join(self.tokenizer.all_special_tokens) or 'a special one'}"
             )
         return int(token)
