@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.kv_cache import decode_attention
 from lightning_dilated.integrations.transformers.kinds import refuse_chunks, refuse_states
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
 from lightning_dilated.integrations.transformers.patterns import fixed_pattern, has_pattern, own_pattern
@@ -82,18 +81,13 @@ def attend(
     else:
         documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
         _check_model(module, documents)
-    out = dilated_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        pattern,
-        causal=True,
-        scale=scaling,
-        dropout=dropout,
-        lengths=attention_mask.lengths,
-        cu_seqlens=documents,
-    )
-    return out.to(query.dtype), None
+    padding = attention_mask.padding
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if padding is not None:
+        q, k, v = map(padding.aligned, (q, k, v))
+    options = {"causal": True, "scale": scaling, "dropout": dropout, "cu_seqlens": documents}
+    out = dilated_attention(q, k, v, pattern, lengths=attention_mask.lengths, **options).to(query.dtype)
+    return (out if padding is None else padding.restored(out)), None
 
 
 def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[str, Any]) -> None:
@@ -158,7 +152,7 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
 def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int | None) -> None:
     """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
     layer = getattr(key, CACHE)
-    if layer.rows.length + key.shape[2] != layer.handed:
+    if layer.get_seq_length() + key.shape[2] != layer.handed:
         raise _not_from_cache(module)
     if layer.rows.length or not isinstance(mask, VisibleKeys):
         return
@@ -190,13 +184,8 @@ def _decoded(
         raise ValueError(
             f"a cache serves inference, and {type(module).__name__} has dropout={dropout}: call model.eval()."
         )
-    lengths = getattr(mask, "lengths", None)
-    if lengths is not None and bool((lengths < query.shape[2]).any()):
-        raise ValueError(
-            "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
-        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return decode_attention(q, k, v, getattr(key, CACHE).rows, scaling).to(query.dtype)
+    return getattr(key, CACHE).attend(q, k, v, getattr(mask, "padding", None), scaling).to(query.dtype)
 
 
 def _cached_step(

@@ -27,6 +27,7 @@ from lightning_dilated.integrations.transformers.decoding import dilated_cache
 from lightning_dilated.integrations.transformers.kinds import refuse_other_code, refuse_states, refuse_without_heads
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.masks import known_documents
+from lightning_dilated.integrations.transformers.padding import Padding
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
 from lightning_dilated.integrations.transformers.rotary import furthest_position, whole_lengths
@@ -285,18 +286,16 @@ class HFCausalLM(DilatedModule):
         attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
 
         Args:
-            tokens: equally long prompts, without padding.
+            tokens: prompts; shorter ones are padded on the left, by any tokens, and an `attention_mask` (B, N) is 0 there.
+                Each row is continued as it is alone.
             options: of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, num_beams, ...
 
         Raises:
-            ValueError: for parameters that are sharded over ranks, and what transformers refuses.
+            ValueError: for parameters that are sharded over ranks, padding that is not on the left, and what transformers
+                refuses.
         """
         self._check_prompts(tokens)
-        if not bool(torch.as_tensor(options.get("attention_mask", True)).all()):
-            raise ValueError(
-                "generate takes equally long prompts without padding, and attention_mask has zeros: generate for one prompt "
-                "at a time, or for equally long ones."
-            )
+        _check_padding(options.get("attention_mask"), tokens)
         if (
             has_pattern(self.decoder)
             and options.get("use_cache", True)
@@ -464,6 +463,18 @@ def with_depth(config: Any, depth: int) -> Any:
         text["layer_types"] = chosen
     text["num_hidden_layers"] = depth
     return type(config).from_dict(values)
+
+
+def _check_padding(mask: Any, tokens: Tensor) -> None:
+    """Raise ValueError for an attention_mask that does not pad prompts (B, N) on the left."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        shape = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
+        raise ValueError(f"attention_mask must be (B, N) = {tuple(tokens.shape)}, as the prompts are; got {shape}.")
+    padding = Padding.of(mask)
+    if padding is not None:
+        padding.check_prompts()
 
 
 def _check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
