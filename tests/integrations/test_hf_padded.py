@@ -135,7 +135,7 @@ def test_refused():
         for later in (None, torch.cat([mask.flip(0), mask[:, -1:]], 1)):
             cache = dilated_cache(model.config)
             model(ids, attention_mask=mask, cache=cache)
-            with pytest.raises(ValueError, match=r"have \[0, 18, 8, 11\] tokens of padding.*with ones appended"):
+            with pytest.raises(ValueError, match=r"have \[0, 18, 8, 11\] tokens of padding.*with a one appended"):
                 model(ids[:, :1], attention_mask=later, cache=cache)
     with pytest.raises(ValueError, match="samples are selected where"):
         cache.reorder_cache(torch.tensor([1, 0, 2, 3]))

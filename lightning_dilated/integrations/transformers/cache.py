@@ -125,8 +125,8 @@ class _Layer(CacheLayerMixin):
         if not torch.equal(left, ours):
             raise ValueError(
                 f"the prompts of a DilatedCache have {ours.tolist() or 'no'} tokens of padding before them, and by the "
-                f"attention_mask of later tokens it is {left.tolist() or 'none'}. Pass the prompts' mask with ones appended, "
-                "one for each token since."
+                f"attention_mask of later tokens it is {left.tolist() or 'none'}. Pass the prompts' mask with a one "
+                "appended for each token since."
             )
         if padding is not None:
             padding.check_prompts()

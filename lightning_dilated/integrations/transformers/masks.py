@@ -119,6 +119,8 @@ def visible_keys(
     Raises:
         ValueError: for masks that are not causal windows of documents and padded samples.
     """
+    if (group := active_sequence()) is not None:
+        group.guard(_refuse_none, group, q_length)
     offsets = q_offset, kv_offset
     if isinstance(q_offset, Tensor) or offsets != (0, 0) or kv_length != q_length:
         return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
@@ -181,6 +183,15 @@ def _follows(lengths: tuple[int, int], offsets: tuple[int | Tensor, int]) -> boo
 
 def _call(check: Callable[..., Any], *args: Any) -> Any:
     return check(*args)
+
+
+def _refuse_none(group: SequenceGroup, length: int) -> None:
+    """Raise for a rank without tokens, on which the code of transformers fails before the others could hear of it."""
+    if not length:
+        raise ValueError(
+            f"rank {group.rank} of {group.ranks} holds no token of this sequence, which decoders of transformers do not "
+            "compute. Give the sequence as many tokens as ranks or more (pack several into a row), or share it among fewer."
+        )
 
 
 def _refuse_cache_on_ranks(group: SequenceGroup | None, queries: int, keys: int) -> None:

@@ -44,7 +44,9 @@ class Padding:
         wrong = ((at >= 0) & (at < lengths[:, None])) != whole
         _refuse(wrong.any(1).cpu(), left.cpu(), group)
         lengths = lengths.to("cpu", torch.int32)
-        return None if bool((lengths == whole.shape[1]).all()) else cls(lengths, left.cpu(), whole.shape[1], mask.device)
+        return (
+            None if bool((lengths == whole.shape[1]).all()) else cls(lengths, left.cpu(), whole.shape[1], mask.device)
+        )
 
     @property
     def right(self) -> Tensor:
