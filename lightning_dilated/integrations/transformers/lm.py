@@ -23,15 +23,26 @@ from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.text.tokenizer_files import write_files
 from lightning_dilated.integrations.transformers import adapter_folders
+from lightning_dilated.integrations.transformers.batches import (
+    check_batch,
+    check_generation,
+    check_lengths,
+    check_positions,
+    check_prompts,
+)
 from lightning_dilated.integrations.transformers.decoding import dilated_cache
-from lightning_dilated.integrations.transformers.kinds import refuse_other_code, refuse_states, refuse_without_heads
+from lightning_dilated.integrations.transformers.kinds import (
+    other_code,
+    refuse_other_code,
+    refuse_states,
+    refuse_without_heads,
+)
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.integrations.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
 from lightning_dilated.integrations.transformers.masks import known_documents
-from lightning_dilated.integrations.transformers.padding import Padding
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
-from lightning_dilated.integrations.transformers.rotary import furthest_position, whole_lengths
+from lightning_dilated.integrations.transformers.rotary import check_rope, furthest_position, whole_lengths
 from lightning_dilated.integrations.transformers.sources import Source, changed_config, with_depth
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
@@ -134,6 +145,7 @@ class HFCausalLM(DilatedModule):
 
     def _check_fit(self) -> None:
         """Raise ValueError for options that the kind of decoder does not have."""
+        check_rope(self.config.get_text_config(decoder=True))
         if self.tile is not None and not self._is_plain():
             kind = self.config.get_text_config(decoder=True).model_type
             raise ValueError(
@@ -149,9 +161,14 @@ class HFCausalLM(DilatedModule):
         from transformers import AutoModelForCausalLM
 
         options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype()}
-        if source is None:
-            return AutoModelForCausalLM.from_config(self.config, **options)
-        return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+        try:
+            if source is None:
+                return AutoModelForCausalLM.from_config(self.config, **options)
+            return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+        except KeyError as error:
+            if error.args == (NAME,):  # a table of classes of its own
+                raise other_code(self.config.model_type) from None
+            raise
 
     def setup(self, stage: str) -> None:
         """Check that every token of the data has an embedding."""
@@ -211,7 +228,7 @@ class HFCausalLM(DilatedModule):
             length = int(bounds.diff().max())
         if not is_fake(tokens):  # of a plan
             self._check_length(length)
-            _check_lengths(batch.get("lengths"), tokens, length)
+            check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
         if agreed is not None and 0 in agreed.lengths:
             raise ValueError(
@@ -225,8 +242,14 @@ class HFCausalLM(DilatedModule):
         with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
             yield tokens, options
 
+    def _check_batch(self, batch: Any, labels: bool = False) -> None:
+        """Raise for what is no batch of tokens; on every rank of a sequence, if one has such."""
+        group, arguments = active_sequence(), (batch, self.vocab_size, labels)
+        check_batch(*arguments) if group is None else group.guard(check_batch, *arguments)
+
     def _check_length(self, length: int) -> None:
-        """Warn once of sequences that are longer than the positions that the model was trained for."""
+        """Refuse sequences that are longer than the positions that the model has, warn of more than it was trained for."""
+        check_positions(self.decoder, length)
         text = self.config.get_text_config(decoder=True)
         most = getattr(text, "max_position_embeddings", None)
         if self._length_checked or most is None or length <= most:
@@ -241,9 +264,8 @@ class HFCausalLM(DilatedModule):
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
+        self._check_batch(batch)
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}: give a batch, also of one sample.")
         if bounds is None:
             positions = token_positions(0, tokens.shape[1], tokens.device)
             options: dict[str, Any] = {}
@@ -264,12 +286,10 @@ class HFCausalLM(DilatedModule):
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
-        count = (batch["labels"] != IGNORE).sum()
-        if self.watch_losses is None:
-            return self._losses(batch, summed=True), count
-        losses = self._losses(batch)
-        self.watch_losses(batch, losses)
-        return losses.sum(), count
+        losses = self._losses(batch, summed=self.watch_losses is None)
+        if self.watch_losses is not None:
+            self.watch_losses(batch, losses)
+        return losses.sum(), (batch["labels"] != IGNORE).sum()
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
@@ -277,12 +297,8 @@ class HFCausalLM(DilatedModule):
 
     def _losses(self, batch: Mapping[str, Any], summed: bool = False) -> Tensor:
         """`token_losses`, or their sum."""
+        self._check_batch(batch, labels=True)
         labels = batch["labels"]
-        if labels.shape != batch["tokens"].shape:
-            raise ValueError(
-                f"tokens and labels must both be (B, N), got {tuple(batch['tokens'].shape)} and {tuple(labels.shape)}; "
-                "labels are the next token of each position, already shifted."
-            )
         self.configure_model()
         tile = self._loss_tile()
         if tile is None:
@@ -321,7 +337,7 @@ class HFCausalLM(DilatedModule):
                 refuses.
         """
         self._check_prompts(tokens)
-        _check_padding(options.get("attention_mask"), tokens)
+        check_generation(self.decoder, tokens, options, has_pattern(self.decoder))
         if (
             has_pattern(self.decoder)
             and options.get("use_cache", True)
@@ -358,11 +374,12 @@ class HFCausalLM(DilatedModule):
         """
         sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
         self._check_prompts(tokens)
+        check_positions(self.decoder, tokens.shape[1] + integer(max_new_tokens, "max_new_tokens", 0) - 1)
         cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
         ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
         self.decoder.eval()
         try:
-            for _ in range(integer(max_new_tokens, "max_new_tokens", 0)):
+            for _ in range(max_new_tokens):
                 logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
                 last = torch.where(ended, last, sampling.draw(logits, generator))
                 yield last
@@ -374,11 +391,10 @@ class HFCausalLM(DilatedModule):
             self.decoder.train(training)
 
     def _check_prompts(self, tokens: Tensor) -> None:
-        """Raise ValueError unless prompts (B, N) can be continued; makes the weights."""
+        """Raise unless prompts (B, N) can be continued; makes the weights."""
+        check_prompts(tokens, self.vocab_size)
         self.configure_model()
         refuse_sharded(self, "generation takes whole ones")
-        if tokens.ndim != 2 or not tokens.numel():
-            raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
 
     def _new_cache(self) -> Any:
         """Of this package for patterns, else of transformers."""
@@ -461,27 +477,4 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
         raise ValueError(
             f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
             "take the model that load_from_checkpoint makes of its file."
-        )
-
-
-def _check_padding(mask: Any, tokens: Tensor) -> None:
-    """Raise ValueError for an attention_mask that does not pad prompts (B, N) on the left."""
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
-        shape = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
-        raise ValueError(f"attention_mask must be (B, N) = {tuple(tokens.shape)}, as the prompts are; got {shape}.")
-    padding = Padding.of(mask)
-    if padding is not None:
-        padding.check_prompts()
-
-
-def _check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
-    """Raise ValueError for other lengths than those of samples."""
-    if lengths is None:
-        return
-    values = torch.as_tensor(lengths)
-    if values.shape != tokens.shape[:1] or not bool(((values >= 0) & (values <= most)).all()):
-        raise ValueError(
-            f"lengths must be (B,) = ({len(tokens)},) numbers of tokens from 0 to N = {most}, got {values.tolist()}."
         )

@@ -121,8 +121,14 @@ def visible_keys(
     """
     if (group := active_sequence()) is not None:
         group.guard(_refuse_none, group, q_length)
+    elif isinstance(q_offset, Tensor) or kv_length + kv_offset > q_length + q_offset:
+        raise ValueError(
+            f"got {kv_length} keys of {q_length} tokens, as from a cache of a fixed size (cache_implementation='static'), "
+            "whose masks ring_dilated does not make, or from prefixes. Leave it out, pass cache=dilated_cache(model.config, "
+            "max_length=N), or load the model with attn_implementation='sdpa'."
+        )
     offsets = q_offset, kv_offset
-    if isinstance(q_offset, Tensor) or offsets != (0, 0) or kv_length != q_length:
+    if offsets != (0, 0) or kv_length != q_length:
         return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
     return _mask_of_whole(batch_size, q_length, **options)
 
@@ -130,7 +136,7 @@ def visible_keys(
 def _mask_after_cache(
     batch: int,
     lengths: tuple[int, int],
-    offsets: tuple[int | Tensor, int],
+    offsets: tuple[int, int],
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **options: Any,
@@ -176,9 +182,9 @@ def _mask_of_whole(
     return VisibleKeys(length, local_size, padding, attention_mask is not None, starts)
 
 
-def _follows(lengths: tuple[int, int], offsets: tuple[int | Tensor, int]) -> bool:
+def _follows(lengths: tuple[int, int], offsets: tuple[int, int]) -> bool:
     """Whether keys are those of the queries alone, which follow others: as a `DilatedCache` says it."""
-    return not isinstance(offsets[0], Tensor) and offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
+    return offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
 
 
 def _call(check: Callable[..., Any], *args: Any) -> Any:

@@ -70,6 +70,10 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
+        if Path(model).is_absolute() and not Path(model).exists():
+            raise FileNotFoundError(
+                f"model={str(model)!r} is not there. Give a folder of transformers, or a hub repository."
+            )
         return str(model), AutoConfig.from_pretrained(model)
     if isinstance(model, Mapping):
         if "model_type" not in model:
@@ -105,14 +109,30 @@ def changed_config(config: Any, changes: Any) -> Any:
         raise TypeError(f"config must be a mapping of values of the model's config, or None; got {changes!r:.200}.")
     values = config.to_dict()
     text = values.get("text_config", values)
+    former = [x for x in ("rope_theta", "rope_scaling") if x in changes and x not in text]
+    if former:
+        raise ValueError(
+            f"config has {former[0]}, which transformers keeps in rope_parameters: give config rope_parameters, such as "
+            "{'rope_type': 'default', 'rope_theta': 500000.0}."
+        )
     known_keys(changes, f"config of {config.model_type}", text)
     fixed = [n for n in ("model_type", "num_hidden_layers", "layer_types") if n in changes]
     if fixed:
         raise ValueError(
             f"config cannot change {fixed[0]}: weights would not fit. Build a model of that config instead."
         )
+    base = (text.get("rope_parameters") or {}).get("rope_theta")
+    rope = changes.get("rope_parameters")
+    if base is not None and isinstance(rope, Mapping) and "rope_theta" not in rope and rope.get("rope_type"):
+        raise ValueError(
+            f"config.rope_parameters has no rope_theta, and would lose the model's, {base:g}. Add rope_theta: {base:g}, or "
+            "the base that you want."
+        )
     text.update(changes)
-    return type(config).from_dict(values)
+    try:
+        return type(config).from_dict(values)
+    except KeyError as error:
+        raise ValueError(f"config of {config.model_type}: {error.args[0]}. Add them.") from None
 
 
 def with_depth(config: Any, depth: int) -> Any:
