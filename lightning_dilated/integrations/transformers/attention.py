@@ -68,26 +68,39 @@ def attend(
         return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
     if attention_mask.follows:
         raise _not_from_cache(module)
+    pattern = _pattern_of(module, query, key, attention_mask, sliding_window)
+    documents = _documents(module, attention_mask, position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+    padding = attention_mask.padding
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if padding is not None:
+        q, k, v = map(padding.aligned, (q, k, v))
+    numbers = {"scale": scaling, "dropout": dropout, "lengths": attention_mask.lengths, "cu_seqlens": documents}
+    out = dilated_attention(q, k, v, pattern, causal=True, **numbers).to(query.dtype)
+    return (out if padding is None else padding.restored(out)), None
+
+
+def _pattern_of(
+    module: nn.Module, query: Tensor, key: Tensor, mask: VisibleKeys, sliding_window: int | None
+) -> DilatedPattern:
+    """What a layer of self-attention attends by."""
     pattern = own_pattern(module)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"ring_dilated is self-attention, and {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} "
             f"keys, as cross attention has them. {SDPA}"
         )
-    if pattern is None:
-        pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
-    if attention_mask.known:
-        documents = attention_mask.bounds
-    else:
-        documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
-        _check_model(module, documents)
-    padding = attention_mask.padding
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if padding is not None:
-        q, k, v = map(padding.aligned, (q, k, v))
-    options = {"causal": True, "scale": scaling, "dropout": dropout, "cu_seqlens": documents}
-    out = dilated_attention(q, k, v, pattern, lengths=attention_mask.lengths, **options).to(query.dtype)
-    return (out if padding is None else padding.restored(out)), None
+    return pattern or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
+
+
+def _documents(
+    module: nn.Module, mask: VisibleKeys, position_ids: Tensor | None, bounds: Tensor | None
+) -> Tensor | None:
+    """The global bounds of packed documents, which a caller knows, or the positions and `bounds` say."""
+    if mask.known:
+        return mask.bounds
+    documents = mask.documents(position_ids, bounds)
+    _check_model(module, documents)
+    return documents
 
 
 def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[str, Any]) -> None:
