@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +165,7 @@ def main() -> None:
     model.configure_model()
     torch.set_default_dtype(torch.float32)
     model.to(device).transformer.memory = settings
+    model.transformer.stream.watch = _report
     optimizer = optimizer_of(a, model)
     losses = []
     with active, group.trusting() if group is not None else contextlib.nullcontext():
@@ -202,6 +204,12 @@ def main() -> None:
     if group is None or group.rank == 0:
         head = HEAD if group is None else HEAD + SHARED
         print(f"| {' | '.join(head)} |\n| {' | '.join(cells)} |", flush=True)
+
+
+def _report(name: str, done: int, chunks: int) -> None:
+    """How far a pass is, now and then, on stderr."""
+    if done % max(1, chunks // 20) == 0:
+        print(f"{time.strftime('%H:%M:%S')} {name} {done}/{chunks}", file=sys.stderr, flush=True)
 
 
 def _received(group: SequenceGroup | None) -> int:
