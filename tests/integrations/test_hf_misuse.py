@@ -16,7 +16,7 @@ HFCausalLM = ld.integrations.transformers.HFCausalLM
 N = 19
 IDS = tokens(1, N)
 LEARNED = {
-    "GPT2Config": {"n_positions": 16, "num_key_value_heads": 4},
+    "GPT2Config": {"max_position_embeddings": 16, "num_key_value_heads": 4},
     "OPTConfig": {"max_position_embeddings": 16, "ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 
