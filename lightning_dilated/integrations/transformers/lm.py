@@ -347,8 +347,11 @@ class HFCausalLM(DilatedModule):
         options.setdefault("attention_mask", torch.ones_like(tokens))
         training = self.decoder.training
         self.decoder.eval()
+        # compiled layers would be compiled for each new length
+        eager = torch.compiler.set_stance("force_eager") if self.compile_blocks else contextlib.nullcontext()
         try:
-            return self.decoder.generate(tokens, **options)
+            with eager:
+                return self.decoder.generate(tokens, **options)
         finally:
             self.decoder.train(training)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def visible_keys(
             "whose masks ring_dilated does not make, or from prefixes. Leave it out, pass cache=dilated_cache(model.config, "
             "max_length=N), or load the model with attn_implementation='sdpa'."
         )
-    offsets = q_offset, kv_offset
+    offsets = cast(int, q_offset), kv_offset  # or ranks share the sequence, and a cache is refused
     if offsets != (0, 0) or kv_length != q_length:
         return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
     return _mask_of_whole(batch_size, q_length, **options)
