@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 
-gc.disable()  # until tests run: a collection goes through all that torch and the test files make as they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cores between workers
 
 os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # not what was measured on this machine
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from .examples import examples
 
+gc.disable()  # until tests run: a collection goes through all that torch and the test files make as they are imported
 # torch and the package are imported below, where tests run: the process that hands them out needs neither
 # a job that a shell starts in the background ignores SIGINT, and so do the processes that it starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -87,6 +87,11 @@ def pytest_collection_finish() -> None:
     """Leave out of every later garbage collection what was imported: those took a tenth of the processor's time."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter end as it does elsewhere: extensions report what is left as leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
