@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ..distributed.pool import Pool
+from .patched_once import patch_once
 
 
 @pytest.fixture(scope="session")  # files of this folder are run between others, and starting takes seconds
@@ -18,5 +19,6 @@ def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
         pytest.skip("Triton is not installed")
     limit = float(pytestconfig.getoption("timeout") or pytestconfig.getini("timeout"))
     pool = Pool(2, timeout=0.8 * limit, method="spawn", environment={"TRITON_INTERPRET": "1"})
+    pool.run(2, patch_once)
     yield pool
     pool.close()

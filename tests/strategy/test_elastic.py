@@ -1,6 +1,6 @@
 """Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, and the others go on.
 
-The suite's agents fork their ranks (`forking_agent.py`). Those of the slow tests are torchrun itself, whose ranks start Python anew.
+The suite's agents fork their ranks (`forking_agent.py`). Those of the slow tests are torchrun itself.
 """
 
 import os
