@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 #: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
 LONGEST = (
     "strategy/test_elastic.py", "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
+    "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
     "strategy/test_equals_one_rank.py", "planning/test_memory.py", "strategy/test_cpu_offload.py",
     "planning/test_advice.py", "distributed/test_options.py", "kernels/test_combine.py", "strategy/test_memory.py",
     "distributed/test_stream.py", "distributed/test_streamed_model.py",
@@ -33,8 +34,11 @@ LONGEST = (
     "strategy/test_first_batch.py", "strategy/test_failures.py", "strategy/test_pooled.py",
     "distributed/test_exchange_script.py", "models/test_frozen.py", "models/test_generation.py", "kernels/test_decode.py",
     "integrations/test_hf_causal_lm.py", "integrations/test_transformers_ranks.py", "integrations/test_evaluate.py",
-    "strategy/test_accuracy_by_depth.py",
-    "distributed/test_recurrence.py",
+    "strategy/test_accuracy_by_depth.py", "distributed/test_recurrence.py", "models/test_carried_streams.py",
+    "strategy/test_sampler_order.py", "strategy/test_hooks.py", "strategy/test_resume.py", "distributed/test_pooled.py",
+    "strategy/test_mlm.py", "strategy/test_loss_by_position.py", "strategy/test_fsdp.py", "distributed/test_modules.py",
+    "strategy/test_stream_data.py", "strategy/test_predictions.py", "strategy/test_evaluation.py", "data/test_packing.py",
+    "models/test_traced.py", "planning/test_recorded.py", "attention/test_stream.py",
 )  # fmt: skip
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
