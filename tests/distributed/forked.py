@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -81,11 +80,9 @@ def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, 
 class Forked:
     """`subprocess.Popen` of `python -m MODULE ARGS`, forked; what it writes goes to the file `stdout`."""
 
-    def __init__(
-        self, command: list[str], env: dict[str, str], stdout: IO[str], cwd: Path | None = None, **unused: object
-    ) -> None:
+    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], **unused: object) -> None:
         assert command[:2] == [sys.executable, "-m"], command
-        args = command[2], command[3:], env, stdout.name, os.getpid(), cwd
+        args = command[2], command[3:], env, stdout.name, os.getpid()
         self._process = context().Process(target=_run_module, args=args)
         self._process.start()
 
@@ -99,26 +96,17 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout)
+    def wait(self) -> None:
+        self._process.join()
 
 
-def _run_module(
-    module: str, args: list[str], environment: dict[str, str], output: str, parent: int, cwd: Path | None
-) -> None:
+def _run_module(module: str, args: list[str], environment: dict[str, str], output: str, parent: int) -> None:
     gc.freeze()
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.getppid = lambda: parent  # the process that asked for it, not the one that forks
-    if cwd:
-        os.chdir(cwd)
     sys.argv = [module, *args]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

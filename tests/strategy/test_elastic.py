@@ -1,7 +1,4 @@
-"""Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, and the others go on.
-
-The suite's agents fork their ranks (`forking_agent.py`). Those of the slow tests are torchrun itself.
-"""
+"""Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, and the others go on."""
 
 import os
 import subprocess
@@ -12,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ..distributed.forked import Forked, run_ranks
+from ..distributed.forked import run_ranks
 from .test_failures import JOB, LIMIT, alive, losses
 
 pytestmark = pytest.mark.full
@@ -21,19 +18,18 @@ pytestmark = pytest.mark.full
 CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
-def start_nodes(
-    folder: Path, how: str, who: int, nodes: int, fewest: int, strategy: str = "", forked: bool = False, **env: str
-):
+def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strategy: str = "", **env: str):
     """(exit status, text) of each node's agent. The agents' store is of this process, so that any of them may die."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent, start = ("tests.strategy.forking_agent", Forked) if forked else ("torch.distributed.run", subprocess.Popen)
-    command = [sys.executable, "-m", agent, f"--nnodes={fewest}:{nodes}", "--nproc-per-node=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:{nodes}", "--nproc-per-node=1"]
     command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
     command += [f"--rdzv-conf={CONF}", "--rdzv-id=job", JOB, how, str(who), "1", *([strategy] if strategy else [])]
     agents, texts = [], [folder / f"node{number}.txt" for number in range(nodes)]
     for text in texts:
         with text.open("w") as file:
-            agents.append(start(command, cwd=folder, env={**os.environ, **env}, stdout=file, stderr=subprocess.STDOUT))
+            agents.append(
+                subprocess.Popen(command, cwd=folder, env={**os.environ, **env}, stdout=file, stderr=subprocess.STDOUT)
+            )
     end = time.monotonic() + LIMIT
     try:
         for agent in agents:
@@ -71,18 +67,17 @@ def went_on(folder: Path, found, undisturbed: float, ranks: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "who, options",
+    "who, env",
     [
-        (1, {"forked": True}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
+        (1, {}),
         pytest.param(0, {}, marks=pytest.mark.slow),
         pytest.param(1, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, marks=pytest.mark.slow),
         pytest.param(0, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, options):
+def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, env):
     """The agent of the dead worker counts a restart, the other none: no number of torchrun's is common to both."""
-    found = start_nodes(tmp_path, "kill", who, 2, 2, **options)
+    found = start_nodes(tmp_path, "kill", who, 2, 2, **env)
     assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
 
 
