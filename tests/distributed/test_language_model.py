@@ -31,6 +31,8 @@ MODELS = {
     "hybrid, gqa, kv_conv": {
         "pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 2, "num_kv_heads": 2, "kv_conv": 4,
     },
+    "recurrence": {"recurrence": [{}, {"kind": "delta", "segment": 5}], "num_kv_heads": 2},
+    "recurrence, linear": {"recurrence": {"kind": "linear", "segment": 4, "conv": 0}, "kv_conv": 3},
 }  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def model(options):
     torch.manual_seed(6)
     made = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
     for name, parameter in made.named_parameters():
-        if "kv_conv" in name:  # which begins as the identity
+        if "conv" in name or name.endswith("recurrence.scale"):  # which begin as the identity, and closed
             torch.nn.init.normal_(parameter, std=0.3)
     return made
 

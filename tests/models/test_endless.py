@@ -19,6 +19,8 @@ MODELS = {
     "shifted": lm([GEOMETRIC, GEOMETRIC.shifted()], num_kv_heads=2),
     "convolution": lm(kv_conv=4),
     "dense heads": lm(HYBRID, kv_conv=3),
+    "recurrence": lm(recurrence=[{}, {"kind": "linear", "segment": 5, "conv": 0}, None], kv_conv=3),
+    "recurrence, delta": lm(recurrence={"kind": "delta", "segment": 6}, num_kv_heads=2),
 }
 
 
