@@ -77,9 +77,11 @@ class _Part:
         known = self.states.before(self.chunk)
         if known is None:
             return empty
-        start = self.span.start
-        begins = [start in starts for starts in self._starts(len(q))]
-        return known.to(q.device, dtype).where(begins, empty)
+        return known.to(q.device, dtype).where(self.begins(len(q)), empty)
+
+    def begins(self, samples: int) -> list[bool]:
+        """Of each sample, whether a document begins with the chunk."""
+        return [self.span.start in starts for starts in self._starts(samples)]
 
     @property
     def span(self) -> range:
@@ -147,7 +149,8 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
             grads += later
         results = gradients(outputs, inputs, grads)
     if part.stream.exact:
-        part.states.leave_grad(part.chunk, results[5:])
+        state = before.with_tensors(results[5:])  # that of the chunk before is not read where a document begins
+        part.states.leave_grad(part.chunk, state.where(part.begins(len(grad)), state.zeros()).floating())
     return tuple(results[:5])
 
 

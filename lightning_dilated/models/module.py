@@ -10,6 +10,7 @@ import contextlib
 import math
 import re
 import warnings
+from dataclasses import replace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -44,7 +45,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import in_turns
-from lightning_dilated.recurrence.description import plain_recurrences
+from lightning_dilated.recurrence.description import plain_recurrences, reach_in_words
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
@@ -196,7 +197,9 @@ class DilatedModule(Pretrained, LearningRate):
         """What the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
-        return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+        seen = explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+        recurrences = getattr(self, "recurrences", ())
+        return replace(seen, beyond=reach_in_words(recurrences, self.dim // self.num_heads)) if any(recurrences) else seen
 
     # -- what export asks ----------------------------------------------------------------------------------------------
     #: rows that the model adds to the length of its inputs, such as a class token's

@@ -35,6 +35,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import reach_in_words
 from lightning_dilated.sequence import SequenceSpec
 
 #: what a model takes as `rotary_base`
@@ -455,6 +456,9 @@ def advice(module: Any, seq_len: int) -> str | None:
     if at_length.walls and taps:
         reach = taps - 1 if causal else taps // 2
         hints += (f"Only kv_conv={taps} carries {reach} token(s) over a wall, in each layer.",)
+    recurrences = getattr(module, "recurrences", ())
+    if any(recurrences) and (at_length.walls or dead):
+        hints += (f"But {reach_in_words(recurrences, module.dim // heads)}",)
     others = len(seen.dead_residues) - 1
     if others > 0:
         hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)

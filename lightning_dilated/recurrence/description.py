@@ -113,6 +113,19 @@ def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple
     return in_turns(layers, depth)
 
 
+def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | None:
+    """One line about what layers with a recurrence reach; None without any."""
+    numbers = [i for i, x in enumerate(layers) if x is not None]
+    if not numbers:
+        return None
+    which = "all layers" if len(numbers) == len(layers) else f"layer(s) {', '.join(map(str, numbers))}"
+    kinds = " and ".join(dict.fromkeys(x.kind for x in layers if x is not None))
+    return (
+        f"{which} reach everything through a memory ({kinds}) of {head_dim} x {head_dim} numbers a kv head, across walls and "
+        "from positions that no head uses: compressed, so single keys of long texts may be lost."
+    )
+
+
 def plain_recurrences(layers: Sequence[Recurrence | None]) -> Any:
     """Plain values for checkpoints, which `layer_recurrences` reads."""
     cycle = [None if x is None else x.to_dict() for x in shortest_cycle(layers)]
