@@ -152,7 +152,9 @@ class RecurrentBranch(nn.Module):
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
         rows = q, k, v, *self._controls(x)
         if prompt is not None:
-            memory, cache.memory = recurrent_attention(*rows, **options, lengths=list(prompt.lengths), sequence=prompt.group)
+            memory, cache.memory = recurrent_attention(
+                *rows, **options, lengths=list(prompt.lengths), sequence=prompt.group
+            )
         else:
             before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
             kept = [b - a for a, b in zip(before, after, strict=True)]
@@ -209,4 +211,3 @@ def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The trained `RecurrentBranch.fast_parameters` of all layers of a module."""
     branches = [m for m in module.modules() if isinstance(m, RecurrentBranch)]
     return [p for branch in branches for p in branch.fast_parameters() if p.requires_grad]
-

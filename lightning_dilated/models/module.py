@@ -199,7 +199,9 @@ class DilatedModule(Pretrained, LearningRate):
         kv_heads = getattr(self, "num_kv_heads", None)
         seen = explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
         recurrences = getattr(self, "recurrences", ())
-        return replace(seen, beyond=reach_in_words(recurrences, self.dim // self.num_heads)) if any(recurrences) else seen
+        return (
+            replace(seen, beyond=reach_in_words(recurrences, self.dim // self.num_heads)) if any(recurrences) else seen
+        )
 
     # -- what export asks ----------------------------------------------------------------------------------------------
     #: rows that the model adds to the length of its inputs, such as a class token's

@@ -252,7 +252,14 @@ class DilatedTransformer(StackMemory):
         layers = [options] * len(patterns) if rotary_bases is None else [options.with_base(x) for x in rotary_bases]
         self.blocks = nn.ModuleList(
             TransformerBlock(
-                dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=layer, recurrence=memory
+                dim,
+                num_heads,
+                hidden,
+                pattern,
+                causal=causal,
+                num_kv_heads=num_kv_heads,
+                options=layer,
+                recurrence=memory,
             )
             for pattern, layer, memory in zip(patterns, layers, recurrences or [None] * len(patterns), strict=True)
         )

@@ -100,7 +100,9 @@ def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set)):
         members = value
     else:
-        raise TypeError(f"recurrence must be a Recurrence, a mapping, None, or a list of them, one a layer; got {value!r}.")
+        raise TypeError(
+            f"recurrence must be a Recurrence, a mapping, None, or a list of them, one a layer; got {value!r}."
+        )
     layers = [None if x is None else Recurrence.from_dict(x) for x in members]
     if not 1 <= len(layers) <= depth:
         raise ValueError(

@@ -24,9 +24,7 @@ _ROWS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
 _REST = "Tensor? lengths, Tensor? cu_seqlens, str spec"
 _LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
 _LIBRARY.define(f"recurrence({_ROWS}, {_REST}) -> Tensor")
-_LIBRARY.define(
-    f"recurrence_backward(Tensor grad, {_ROWS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+_LIBRARY.define(f"recurrence_backward(Tensor grad, {_ROWS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 RECURRENCE = torch.ops.lightning_dilated.recurrence.default
 RECURRENCE_BACKWARD = torch.ops.lightning_dilated.recurrence_backward.default
 

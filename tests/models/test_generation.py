@@ -30,7 +30,10 @@ MODELS = {
     "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
     "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},
     "xpos": {"position_encoding": "xpos", "xpos_scale_base": 16.0},
-    "recurrence": {"recurrence": [{"gate_init": 1.0}, {"kind": "delta", "segment": 5, "gate_init": 1.0}], "num_kv_heads": 2},
+    "recurrence": {
+        "recurrence": [{"gate_init": 1.0}, {"kind": "delta", "segment": 5, "gate_init": 1.0}],
+        "num_kv_heads": 2,
+    },
     "no positions, sub-norm": {"position_encoding": "none", "sub_layernorm": True},
 }
 

@@ -53,7 +53,10 @@ CASES = {
     ),
     "text": lambda: (built(LongNetLM, PATTERN, 11, kv_conv=4), texts(37, 12, 1, 20)),
     "text, recurrence": lambda: (built(LongNetLM, PATTERN, 11, recurrence={}, num_kv_heads=2), texts(37, 12, 1, 20)),
-    "text, delta": lambda: (built(LongNetLM, PATTERN, 11, recurrence={"kind": "delta", "segment": 5}), texts(37, 12, 9)),
+    "text, delta": lambda: (
+        built(LongNetLM, PATTERN, 11, recurrence={"kind": "delta", "segment": 5}),
+        texts(37, 12, 9),
+    ),
     "classifier, recurrence": lambda: (
         built(LongNetClassifier, PATTERN, vocab_size=11, num_classes=2, recurrence={"kind": "linear", "segment": 5}),
         texts(37, 12, 3, 1, label=True),

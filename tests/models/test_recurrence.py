@@ -77,7 +77,9 @@ def test_wrong_arguments_of_models():
         with pytest.raises(error, match=says):
             ld.LongNetLM(PATTERN, **SIZES, recurrence=value)
     for kind in ("gated_delta", "delta"):
-        with pytest.raises(ValueError, match=f"kind '{kind}' overwrites .* this layer is not causal. Take kind='linear'"):
+        with pytest.raises(
+            ValueError, match=f"kind '{kind}' overwrites .* this layer is not causal. Take kind='linear'"
+        ):
             ld.LongNetMLM(PATTERN, **SIZES, recurrence=KINDS[kind])
     with pytest.raises(TypeError, match="SlideEncoder has no argument 'recurrence'. The class sets it itself"):
         ld.SlideEncoder(recurrence={})
@@ -164,7 +166,11 @@ def test_double_backward_is_refused():
 
 
 # -- what training saves -----------------------------------------------------------------------------------------------
-RECOMPUTED = ({"policy": "block", "tile": 8}, {"policy": "attention-kept"}, {"policy": "block", "every": 2, "offload": 1.0})
+RECOMPUTED = (
+    {"policy": "block", "tile": 8},
+    {"policy": "attention-kept"},
+    {"policy": "block", "every": 2, "offload": 1.0},
+)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -186,7 +192,9 @@ def test_attention_kept_computes_each_call_once(monkeypatch):
 
     model, data, calls = lively(KINDS["gated_delta"]), batch(1, 29), []
     real = op.recurrent_attention
-    monkeypatch.setattr(op, "recurrent_attention", lambda *a, **k: calls.append(torch.is_grad_enabled()) or real(*a, **k))
+    monkeypatch.setattr(
+        op, "recurrent_attention", lambda *a, **k: calls.append(torch.is_grad_enabled()) or real(*a, **k)
+    )
     counts = {}
     for policy in ("attention-kept", "block"):
         calls.clear()

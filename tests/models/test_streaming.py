@@ -70,9 +70,19 @@ CASES = {
     "heads, dropout": ({"attention_dropout": 0.2}, {"policy": "block", "head_chunks": 4}, text(), 16),
     "frozen embedding": ({}, {}, text(), 16),
     "recurrence": ({"recurrence": {"kind": "gated_delta"}, "num_kv_heads": 2}, {}, text(61, batch=2), 16),
-    "recurrence, packed": ({"recurrence": {"kind": "gated_delta"}, "kv_conv": 3}, {"policy": "block"}, text(**PACKED), 13),
+    "recurrence, packed": (
+        {"recurrence": {"kind": "gated_delta"}, "kv_conv": 3},
+        {"policy": "block"},
+        text(**PACKED),
+        13,
+    ),
     "recurrence, a document begins with a chunk": ({"recurrence": {}}, {}, text(61, **SHORT_PACKED), 13),
-    "recurrence, padded": ({"recurrence": [None, {"conv": 0}]}, {"policy": "attention-kept"}, text(batch=2, **PADDED), 10),
+    "recurrence, padded": (
+        {"recurrence": [None, {"conv": 0}]},
+        {"policy": "attention-kept"},
+        text(batch=2, **PADDED),
+        10,
+    ),
     "recurrence, linear": ({"recurrence": {"kind": "linear", "segment": 5}}, {}, text(61, **SHORT_PACKED), 13),
     "recurrence, delta": ({"recurrence": {"kind": "delta", "segment": 6, "conv": 2}}, {"policy": "block"}, text(), 10),
 }

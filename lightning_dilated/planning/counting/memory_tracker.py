@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
+from lightning_dilated.planning.counting.recurrence import RECURRENCES, recurrence_workspace
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -316,7 +317,10 @@ class Tape(Meter):
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in RECURRENCES:
+            self.peak = max(self.peak, self.live + recurrence_workspace(func, args, Meter))
+        return results
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
