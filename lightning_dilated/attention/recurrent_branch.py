@@ -1,4 +1,4 @@
-"""RecurrentBranch: what a layer's memory adds to its heads' outputs, over whole sequences, chunks of a stream and new tokens.
+"""RecurrentBranch: what a layer's memory adds to its heads' outputs: of sequences, chunks of a stream, and new tokens.
 
 Shape letters: B batch, N tokens (of this rank), n new tokens, E embedding dim, H query heads, K kv heads, D head dim,
 W taps of the convolution.

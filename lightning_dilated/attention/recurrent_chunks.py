@@ -2,7 +2,7 @@
 
 In exact training the chunks are differentiated from the last to the first: each computes its part once more from the state
 before it, with the gradient that the chunk after it has left for the state between them.
-Shape letters: B batch, L tokens of this rank's piece of a chunk, n tokens of the chunk, H query heads, K kv heads, D head dim.
+Shape letters: B batch, L tokens of this rank's piece of a chunk, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations

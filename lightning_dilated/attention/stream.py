@@ -57,7 +57,7 @@ class ChunkLayer:
     shared: bool = False
 
     def of_recurrence(self) -> ChunkLayer:
-        """The place of the convolution of the layer's recurrence, whose layer number is below 0: -1 for layer 0, and so on."""
+        """The place of the convolution of the layer's recurrence: its layer number is -1 for layer 0, -2 for layer 1, ..."""
         layer, chunk = self.place.unbind()
         return replace(self, place=torch.stack([-1 - layer, chunk]))
 

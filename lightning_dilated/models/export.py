@@ -117,8 +117,8 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
         raise ValueError(f"linear_dtype={model.linear_dtype} cannot be exported: load the checkpoint without it.")
     if any(getattr(model, "recurrences", ())):
         raise ValueError(
-            f"recurrence={plain_recurrences(model.recurrences)!r} cannot be exported: its chunks depend on the length. Export a "
-            "model without it."
+            f"recurrence={plain_recurrences(model.recurrences)!r} cannot be exported: its chunks depend on the length. "
+            "Export a model without it."
         )
     if getattr(getattr(model, "options", None), "position_encoding", None) == "xpos":
         raise ValueError(f"position_encoding='xpos' cannot be exported. Train the {name} with 'rotary' or 'none'.")

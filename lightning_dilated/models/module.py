@@ -10,8 +10,8 @@ import contextlib
 import math
 import re
 import warnings
-from dataclasses import replace
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -367,8 +367,8 @@ class DilatedModule(Pretrained, LearningRate):
         ours = plain_recurrences(getattr(self, "recurrences", (None,)))
         if "recurrence" in hparams and hparams["recurrence"] != ours:
             raise ValueError(
-                f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has {ours!r}, with which "
-                "it would compute something else. Set recurrence to the former."
+                f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has {ours!r}, with "
+                "which it would compute something else. Set recurrence to the former."
             )
 
     def _keep_tokenizer(self, files: dict[str, str] | None) -> None:
@@ -461,8 +461,8 @@ class DilatedModule(Pretrained, LearningRate):
         self._report("test")
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without; the gates and
-        decays of recurrences without, and at `LR_SCALE` times the rate.
+        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without; the gates
+        and decays of recurrences without, and at `LR_SCALE` times the rate.
 
         A group may hold `lr_scale`, a factor of the optimizer's learning rate.
         """

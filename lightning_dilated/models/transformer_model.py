@@ -169,9 +169,9 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         engine: attention backend, "auto" for the fastest that fits.
         kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
             token then sees its neighbours before attention looks for it. None: no convolution.
-        recurrence: a memory of constant size beside the pattern, through which a layer reaches all earlier tokens, compressed:
-            a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them, None for a layer without, for
-            layers 0, 1, ..., which repeats; None: no layer has one.
+        recurrence: a memory of constant size beside the pattern, through which a layer reaches all earlier tokens,
+            compressed: a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them for layers 0, 1, ...,
+            None for a layer without, which repeats; None: no layer has one.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
             precision, where they are float32 otherwise.
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
@@ -255,8 +255,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             )
         if cuda_graphs and any(self.recurrences):
             raise ValueError(
-                "cuda_graphs cannot record layers with a recurrence, whose tables of tokens are copied from the host. Set one "
-                "of them only."
+                "cuda_graphs cannot record layers with a recurrence, whose tables of tokens are copied from the host. Set "
+                "one of them only."
             )
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding,
@@ -288,8 +288,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             sizes = self.num_heads, self.num_kv_heads or self.num_heads, self.dim // self.num_heads
             each = 3 * sum(x.flops(*sizes) for x in layers)
             notes.append(
-                f"recurrence: its memory is counted, its time is not: {each:.3g} FLOPs a token of a step for the rule itself, in "
-                "fp32 chunks whose backward computes the forward once more. Ranks exchange maps of its state, not counted."
+                f"recurrence: its memory is counted, its time is not: {each:.3g} FLOPs a token of a step for the rule, in "
+                "fp32 chunks whose backward computes the forward again. Ranks exchange maps of its state, not counted."
             )
         return notes
 

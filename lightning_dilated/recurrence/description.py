@@ -15,9 +15,9 @@ from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
 class Recurrence:
     """A memory of constant size beside a layer's dilated attention: D x D numbers a kv head, read by every later token.
 
-    The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M): A is dilated attention, M `recurrent_attention` of the layer's
-    own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. It is no branch of the
-    softmax: a pattern's walls and unused positions are reached through the memory only, which compresses what it holds.
+    The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M): A is dilated attention, M `recurrent_attention` of the
+    layer's own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. It is no branch of
+    the softmax: a pattern's walls and unused positions are reached through the memory only, which is lossy.
 
     Args:
         kind: "gated_delta" (Gated DeltaNet, arXiv 2412.06464), whose decay and write strength follow from x; "linear" or
@@ -123,8 +123,8 @@ def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | 
     which = "all layers" if len(numbers) == len(layers) else f"layer(s) {', '.join(map(str, numbers))}"
     kinds = " and ".join(dict.fromkeys(x.kind for x in layers if x is not None))
     return (
-        f"{which} reach everything through a memory ({kinds}) of {head_dim} x {head_dim} numbers a kv head, across walls and "
-        "from positions that no head uses: compressed, so single keys of long texts may be lost."
+        f"{which} reach everything through a memory ({kinds}) of {head_dim} x {head_dim} numbers a kv head, across walls "
+        "and from positions that no head uses: compressed, so single keys of long texts may be lost."
     )
 
 

@@ -1,7 +1,7 @@
 """recurrent_attention as one op of torch, which compiled blocks and recomputation know: nothing but its inputs is saved.
 
-The backward computes the call once more and differentiates that, on many ranks with the exchange of their states. FLOPs count
-the rule itself (`Recurrence.flops`), three times that with the backward.
+The backward computes the call once more and differentiates that, on many ranks with the exchange of their states. FLOPs
+count the rule itself (`Recurrence.flops`), three times that with the backward.
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
