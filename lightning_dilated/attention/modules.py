@@ -325,13 +325,15 @@ class MultiheadDilatedAttention(nn.Module):
             packed = lengths is not None or cu_seqlens is not None
             return self.join(self.decode(query, positions, cache, causal, packed)), None
         table = self.table(query, positions)
-        q, k, v, *plain = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
+        q, k, v, *unrotated = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
         out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
         if self.recurrence is not None:
-            out = out + self.recurrence(query, *plain, v, lengths, cu_seqlens, cache).to(out.dtype)
+            out = out + self.recurrence(query, *unrotated, v, lengths, cu_seqlens, cache).to(out.dtype)
         return self.join(out), None
 
-    def _projected(self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None):
+    def _projected(
+        self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
         project = Projection(self.head_dim, table, mix)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
@@ -362,8 +364,8 @@ class MultiheadDilatedAttention(nn.Module):
         table = self.table(query, positions, cache.length, furthest)
         if query.shape[1] == 1:  # rotated where they are read
             table, later = None, table
-        q, k, v, *plain = self._projected(query, table, mix)
-        added = None if self.recurrence is None else self.recurrence.continued(query, *plain, v, cache)
+        q, k, v, plain_q, plain_k = self._projected(query, table, mix)
+        added = None if self.recurrence is None else self.recurrence.continued(query, plain_q, plain_k, v, cache)
         out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine, later)
         return out if added is None else out + added.to(out.dtype)
 

@@ -198,10 +198,8 @@ class DilatedModule(Pretrained, LearningRate):
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
         seen = explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
-        recurrences = getattr(self, "recurrences", ())
-        return (
-            replace(seen, beyond=reach_in_words(recurrences, self.dim // self.num_heads)) if any(recurrences) else seen
-        )
+        recurrences, dim = getattr(self, "recurrences", ()), int(getattr(self, "dim", self.num_heads))
+        return replace(seen, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else seen
 
     # -- what export asks ----------------------------------------------------------------------------------------------
     #: rows that the model adds to the length of its inputs, such as a class token's

@@ -151,8 +151,8 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
     if it is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and a key
     takes 4 D forward and 10 D backward, likewise. Parameters are assumed to be used in the module's order. Norms,
     activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix
-    B). A recurrence takes what its rule writes and reads (`Recurrence.flops`), and twice that backward. In truncated back-propagation a pair with a
-    carried key takes 6 D backward: the key and its value get no gradient.
+    B). A recurrence takes what its rule writes and reads (`Recurrence.flops`), and twice that backward. In truncated
+    back-propagation a pair with a carried key takes 6 D backward: the key and its value get no gradient.
 
     Args:
         tokens: of all samples, padding included.

@@ -170,8 +170,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
             token then sees its neighbours before attention looks for it. None: no convolution.
         recurrence: a memory of constant size beside the pattern, through which a layer reaches all earlier tokens,
-            compressed: a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them for layers 0, 1, ...,
-            None for a layer without, which repeats; None: no layer has one.
+            compressed: a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them for layers 0, 1,
+            ..., None for a layer without, which repeats; None: no layer has one.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
             precision, where they are float32 otherwise.
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
