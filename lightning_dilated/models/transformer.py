@@ -392,7 +392,9 @@ class DilatedTransformer(StackMemory):
             trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (block.attention, inner)]
             updated = (weight.numel(), trained[0] - trained[1]) if trained[0] > trained[1] else updated
         feed_forward = sum(p.numel() for p in block.ffn.parameters())
-        return BlockSizes(weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward, updated=updated)
+        windows = inner.recurrence is None
+        sizes = weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward
+        return BlockSizes(*sizes, windows=windows, updated=updated)
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""
