@@ -16,18 +16,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.torch import below_autograd
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
-from lightning_dilated.recurrence import RecurrentState, recurrent_attention
+from lightning_dilated.recurrence import RecurrentState
 from lightning_dilated.recurrence.op import (
     RecurrenceSpec,
     Refused,
-    differentiated,
     encode,
-    gradients,
     like_inputs,
+    part_backward,
+    part_forward,
     rule_flops,
     with_graph,
 )
-from lightning_dilated.recurrence.state import empty_state
+from lightning_dilated.recurrence.parts import Part
 from lightning_dilated.sequence.group import no_sequence
 
 _ARGS = (
@@ -53,7 +53,7 @@ def chunk_recurrence(
     return CHUNK(*rows, lengths, cu_seqlens, chunk.place, chunk.stream, encode(kind, segment, True))
 
 
-class _Part:
+class _Chunk:
     """One layer's call in one chunk.
 
     Args:
@@ -61,97 +61,54 @@ class _Part:
     """
 
     def __init__(
-        self, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor, stream: str, spec: str
+        self, samples: int, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor, stream: str, spec: str
     ) -> None:
-        layer, self.chunk = place.tolist()
+        layer, self.number = place.tolist()
         self.stream: Stream = find_stream(stream)
         self.states = self.stream.states_of(layer)
-        self.lengths, self.cu_seqlens = lengths, cu_seqlens
-        kind, self.segment, *_ = RecurrenceSpec.decode(spec)
-        self.settings = {"kind": kind, "segment": self.segment, "sequence": self.stream.group, "return_state": True}
-
-    def before(self, q: Tensor, k: Tensor, v: Tensor) -> RecurrentState:
-        """The state before the chunk, without a graph: of samples that begin with it, empty."""
-        dtype, shape = torch.promote_types(q.dtype, torch.float32), (*k.shape[2:], v.shape[3])
-        empty = empty_state(self.settings["kind"], self.segment or 1, len(q), shape, q, dtype)
-        known = self.states.before(self.chunk)
-        if known is None:
-            return empty
-        return known.to(q.device, dtype).where(self.begins(len(q)), empty)
-
-    def begins(self, samples: int) -> list[bool]:
-        """Of each sample, whether a document begins with the chunk."""
-        return [self.span.start in starts for starts in self._starts(samples)]
-
-    @property
-    def span(self) -> range:
-        """Positions of the whole chunk."""
+        kind, segment, *_ = RecurrenceSpec.decode(spec)
+        self.settings = {"kind": kind, "segment": segment, "sequence": self.stream.group}
         shard = self.stream.shard
-        return range(shard.begin(self.chunk), min(shard.begin(self.chunk + 1), shard.stop))
+        span = range(shard.begin(self.number), min(shard.begin(self.number + 1), shard.stop))
+        starts = _starts(self.stream, samples, cu_seqlens)
+        self.part = Part(span, starts, None if lengths is None else lengths.tolist())
 
-    def _starts(self, samples: int) -> list[list[int]]:
-        """Of each sample, the positions at which documents begin."""
+    def before(self, tensors: Sequence[Tensor | None]) -> RecurrentState:
+        """The state before the chunk, without a graph."""
+        return self.part.before(self.states.before(self.number), tensors, self.settings)
+
+
+def _starts(stream: Stream, samples: int, cu_seqlens: Tensor | None) -> list[list[int]]:
+    """Of each sample, the positions at which documents begin."""
+    if stream.documents is not None:
         starts: list[list[int]] = [[] for _ in range(samples)]
-        if self.stream.documents is not None:
-            for document in self.stream.documents:
-                for sample in range(document.sample, document.sample + document.samples):
-                    starts[sample].append(document.start)
-        elif self.cu_seqlens is not None:
-            starts[0] = self.cu_seqlens.tolist()[:-1]
-        else:
-            starts = [[0] for _ in range(samples)]
+        for document in stream.documents:
+            for sample in range(document.sample, document.sample + document.samples):
+                starts[sample].append(document.start)
         return starts
-
-    def run(self, tensors: Sequence[Tensor | None], state: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        """(out (B, L, H, D), the state after the chunk)."""
-        with no_sequence():
-            samples, span = len(tensors[0]), self.span
-            bounds = [[x for x in starts if x in span and x > span.start] for starts in self._starts(samples)]
-            if not any(bounds):
-                limits: dict[str, Any] = {}
-                if self.lengths is not None:
-                    limits["lengths"] = [min(max(n - span.start, 0), len(span)) for n in self.lengths.tolist()]
-                return recurrent_attention(*tensors, **self.settings, **limits, state=state)
-            parts = [self._of_sample(i, tensors, state.select([i]), bounds[i]) for i in range(samples)]
-            return torch.cat([out for out, _ in parts]), RecurrentState.join([x for _, x in parts])
-
-    def _of_sample(
-        self, sample: int, tensors: Sequence[Tensor | None], state: RecurrentState, begins: list[int]
-    ) -> tuple[Tensor, RecurrentState]:
-        """Of one sample, in which documents begin."""
-        rows = [None if x is None else x[sample : sample + 1] for x in tensors]
-        cuts = [0, *(x - self.span.start for x in begins), len(self.span)]
-        fresh = state.detach().zeros()
-        every = RecurrentState.join([state, *[fresh] * len(begins)])
-        out, after = recurrent_attention(*rows, **self.settings, cu_seqlens=cuts, state=every)
-        return out, after.select([len(begins)])
+    return [[0]] * samples if cu_seqlens is None else [cu_seqlens.tolist()[:-1]]
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *rest: Any) -> Tensor:
     """(B, L, H, D); rising, the chunk leaves its state for the next one."""
-    part = _Part(*rest)
-    out, after = part.run((q, k, v, log_decay, beta), part.before(q, k, v))
-    if part.stream.rising:
-        part.states.leave(part.chunk, after, part.stream.exact)
+    tensors, chunk = (q, k, v, log_decay, beta), _Chunk(len(q), *rest)
+    with no_sequence():
+        out, after = part_forward(chunk.part, tensors, chunk.before(tensors), chunk.settings)
+    if chunk.stream.rising:
+        chunk.states.leave(chunk.number, after, chunk.stream.exact)
     return out
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, log_decay and beta; that of the state before the chunk is left for the chunk before it."""
-    tensors, part = args[:5], _Part(*args[5:])
-    before = part.before(*tensors[:3])
-    with differentiated([*tensors, *before.floating()]) as inputs:
-        out, after = part.run(inputs[:5], before.with_tensors(inputs[5:]))
-        outputs, grads = [out], [grad]
-        later = part.states.take_grad(part.chunk) if part.stream.exact else None
-        if later is not None:
-            outputs += after.floating()
-            grads += later
-        results = gradients(outputs, inputs, grads)
-    if part.stream.exact:
-        state = before.with_tensors(results[5:])  # that of the chunk before is not read where a document begins
-        part.states.leave_grad(part.chunk, state.where(part.begins(len(grad)), state.zeros()).floating())
-    return tuple(results[:5])
+    tensors, chunk = args[:5], _Chunk(len(grad), *args[5:])
+    exact, before = chunk.stream.exact, chunk.before(tensors)
+    later = chunk.states.take_grad(chunk.number) if exact else None
+    with no_sequence():
+        results, earlier = part_backward(chunk.part, tensors, before, chunk.settings, grad, later)
+    if exact:
+        chunk.states.leave_grad(chunk.number, earlier)
+    return results
 
 
 for _name, _run in (("chunk_recurrence", run_forward), ("chunk_recurrence_backward", run_backward)):
@@ -168,7 +125,7 @@ def _(grad, q, k, v, log_decay, beta, *others):
     return like_inputs(q, k, v, log_decay, beta)
 
 
-class _Chunk(torch.autograd.Function):
+class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *tensors, ctx.stream, ctx.spec = args
@@ -182,7 +139,7 @@ class _Chunk(torch.autograd.Function):
         return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), *[None] * 5
 
 
-_LIBRARY.impl("chunk_recurrence", with_graph(CHUNK, _Chunk.apply), "Autograd")
+_LIBRARY.impl("chunk_recurrence", with_graph(CHUNK, _Recurrence.apply), "Autograd")
 _LIBRARY.impl(
     "chunk_recurrence_backward",
     with_graph(CHUNK_BACKWARD, lambda *args: Refused.apply(CHUNK_BACKWARD, *args)),

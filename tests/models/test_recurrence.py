@@ -187,6 +187,34 @@ def test_recomputed_gradients_are_equal(name):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
+LIMITS = {
+    "whole": {},
+    "padded": {"lengths": torch.tensor([29, 12])},
+    "packed": {"cu_seqlens": torch.tensor([0, 7, 14, 18, 29], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("name", KINDS)
+def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
+    """Windows of 7 tokens; a document begins with one, and others within; chunks of a stream are cut, too."""
+    from lightning_dilated.recurrence import op
+
+    model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
+
+    def gradients():
+        total, _ = model.loss_terms(data)
+        return total.detach(), *torch.autograd.grad(total, list(model.parameters()))
+
+    want = gradients()
+    monkeypatch.setattr(op, "WINDOW", 7)
+    found = [gradients()]
+    model.transformer.memory = MemorySettings(stream=17)
+    for got in (*found, gradients()):
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
 def test_attention_kept_computes_each_call_once(monkeypatch):
     from lightning_dilated.recurrence import op
 

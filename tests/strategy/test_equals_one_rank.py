@@ -73,8 +73,15 @@ CASES = [("plain", way) for way in WAYS] + [
     for run in RUNS
     for way in PLAIN
     if run
-    not in ("plain", "workers", "compiled", "shifted documents", "schedule and accumulate", "fewer heads than ranks",
-                   "recurrence")
+    not in (
+        "plain",
+        "workers",
+        "compiled",
+        "shifted documents",
+        "schedule and accumulate",
+        "fewer heads than ranks",
+        "recurrence",
+    )
 ]
 CASES += [
     ("workers", "2"),

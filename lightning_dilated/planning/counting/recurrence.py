@@ -6,8 +6,8 @@ Shape letters: B batch, L tokens of a rank, H query heads, K kv heads, D head di
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,27 +16,44 @@ from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated.recurrence import op
 from lightning_dilated.recurrence.runs import CHUNK
 
-RECURRENCES = (op.RECURRENCE, op.RECURRENCE_BACKWARD)
+
+class Sized(Protocol):
+    """What a workspace depends on."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    whole: int | None
+    batch: int
+    dtype: torch.dtype
 
 
-def recurrence_workspace(func: Any, args: Sequence[Any], meter: Callable[[], Any]) -> int:
-    """Of a call of one of `RECURRENCES`; `meter` makes a `Meter`."""
-    forward = func is op.RECURRENCE
-    q, k = args[:2] if forward else args[1:3]
-    (short, low), (long, high) = _metered(forward, q.shape[2], k.shape[2], q.shape[3], q.dtype, args[-1], meter)
-    return max(0, round(low + (high - low) * (q.shape[0] * q.shape[1] - short) / (long - short)))
+#: of a piece of a step, see `memory_tracker.Piece`
+NAMES = {op.RECURRENCE: "recurrence", op.RECURRENCE_BACKWARD: "recurrence backward"}
+
+
+def recurrence_workspace(forward: bool, call: Sized, spec: str, meter: Callable[[], Any]) -> int:
+    """Of a call of L tokens in each of B samples; `meter` makes a `Meter`."""
+    described = op.RecurrenceSpec.decode(spec)
+    sizes = call.heads, call.kv_heads, call.head_dim
+    (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
+    shared = call.whole is not None and call.whole > call.tokens  # by ranks, which compute all of their tokens at once
+    tokens = min(call.tokens, op.WINDOW) if described.causal and not shared else call.tokens
+    rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
+    copied = 0 if tokens == call.tokens else call.batch * tokens * rows * call.head_dim * call.dtype.itemsize
+    return max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
 
 
 @functools.lru_cache(maxsize=64)
 def _metered(
-    forward: bool, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, spec: str, meter: Callable[[], Any]
+    forward: bool, sizes: tuple[int, int, int], dtype: torch.dtype, spec: str, meter: Callable[[], Any]
 ) -> tuple[tuple[int, int], ...]:
     """(tokens, bytes) of two calls on the CPU."""
     segment = op.RecurrenceSpec.decode(spec).segment or CHUNK
     with real_tensors():
-        return tuple(
-            (n, _held(forward, n, (heads, kv_heads, dim), dtype, spec, meter())) for n in (4 * segment, 8 * segment)
-        )
+        lengths = (4 * segment, 8 * segment)
+        return tuple((n, _held(forward, n, sizes, dtype, spec, meter())) for n in lengths)
 
 
 def _held(forward: bool, tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, spec: str, meter: Any) -> int:
