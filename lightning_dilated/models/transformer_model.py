@@ -217,7 +217,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         xpos_scale_base: float = 512.0,
         engine: str = "auto",
         kv_conv: int | None = None,
-        recurrence: Recurrence | dict[str, Any] | list[Recurrence | dict[str, Any] | None] | None = None,
+        recurrence: dict[str, Any] | Recurrence | list[dict[str, Any] | Recurrence | None] | None = None,
         residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
@@ -288,8 +288,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             sizes = self.num_heads, self.num_kv_heads or self.num_heads, self.dim // self.num_heads
             each = 3 * sum(x.flops(*sizes) for x in layers)
             notes.append(
-                f"recurrence: its memory is counted, its time is not: {each:.3g} FLOPs a token of a step for the rule, in "
-                "fp32 chunks whose backward computes the forward again. Ranks exchange maps of its state, not counted."
+                f"recurrence: its memory is counted, but for states between chunks of a stream; its time is not: {each:.3g} "
+                "FLOPs a token of a step for the rule, in fp32 chunks whose backward computes the forward again."
             )
         return notes
 

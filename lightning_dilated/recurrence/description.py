@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from lightning_dilated._validation import integer, known_keys, one_of, real
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
+from lightning_dilated.recurrence.scan import choose, received
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ class Recurrence:
         """FLOPs a token, forward, of the rule itself: what is written to each matrix, and read for each query head."""
         written = 2 if self.kind == "linear" else 4
         return (written * kv_heads + 2 * heads) * head_dim**2
+
+    def exchanged_bytes(self, ranks: int, kv_heads: int, head_dim: int) -> int:
+        """The most bytes of maps of the state that a rank receives in a forward, of one sequence in the contiguous layout.
+
+        A backward moves twice as much: the forward's once more, and gradients. Where ranks cut memory segments, keys and
+        values of less than a segment come on top, and with `conv` rows of its taps.
+        """
+        columns = {"gated_delta": 2 * head_dim, "linear": head_dim + 2, "delta": 2 * head_dim + 2}[self.kind]
+        owners = tuple(range(ranks))
+        return received(choose(owners), owners) * kv_heads * head_dim * columns * 4
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML, JSON and checkpoints, without fields at their defaults but for `kind`."""
