@@ -23,6 +23,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--text", type=Path, help="bytes to learn")
     p.add_argument("--losses", type=Path, help="where the loss of each step is written, as JSON")
     p.add_argument("--gpu", default="H200", help="that `plan` is asked for")
+    p.add_argument("--profile", action="store_true", help="kernels and host of one chunk of each pass, on stderr")
     return p.parse_args()
 
 
@@ -164,6 +166,7 @@ def main() -> None:
     model.configure_model()
     torch.set_default_dtype(torch.float32)
     model.to(device).transformer.memory = settings
+    model.transformer.stream.watch = Profile() if a.profile else _report
     optimizer = optimizer_of(a, model)
     losses = []
     with active, group.trusting() if group is not None else contextlib.nullcontext():
@@ -202,6 +205,37 @@ def main() -> None:
     if group is None or group.rank == 0:
         head = HEAD if group is None else HEAD + SHARED
         print(f"| {' | '.join(head)} |\n| {' | '.join(cells)} |", flush=True)
+
+
+def _report(name: str, done: int, chunks: int) -> None:
+    """How far a pass is, now and then, on stderr."""
+    if done % max(1, chunks // 20) == 0:
+        print(f"{time.strftime('%H:%M:%S')} {name} {done}/{chunks}", file=sys.stderr, flush=True)
+
+
+class Profile:
+    """Prints what kernels and host do in a chunk in the middle of each pass."""
+
+    def __init__(self) -> None:
+        self._running: torch.profiler.profile | None = None
+        self._begin = 0.0
+
+    def __call__(self, name: str, done: int, chunks: int) -> None:
+        _report(name, done, chunks)
+        if self._running is not None:
+            torch.cuda.synchronize()
+            milliseconds = 1e3 * (time.perf_counter() - self._begin)
+            self._running.stop()
+            events, self._running = self._running.key_averages(), None
+            kernels = sum(x.self_device_time_total for x in events) / 1e3
+            print(f"{name} {done}: {milliseconds:.0f} ms, kernels {kernels:.0f} ms", file=sys.stderr)
+            for key in ("self_device_time_total", "self_cpu_time_total"):
+                print(events.table(sort_by=key, row_limit=15, max_name_column_width=60), file=sys.stderr, flush=True)
+        elif done == chunks // 2 and chunks > 8:
+            torch.cuda.synchronize()
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            self._running, self._begin = torch.profiler.profile(activities=activities), time.perf_counter()
+            self._running.start()
 
 
 def _received(group: SequenceGroup | None) -> int:
