@@ -146,7 +146,7 @@ class RecurrentBranch(nn.Module):
                 joint = self.conv(joint)
             else:
                 joint, rows = self.conv.continued(joint, cache.recurrent_rows)
-                cache.recurrent_rows = cache.latest(rows, new)
+                cache.recurrent_rows = cache.latest(rows, new).clone()  # a view would keep all rows
             q, k, v = self._split(joint, sizes)
         kind, segment = self.description.kind, self.description.segment
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
