@@ -25,6 +25,7 @@ from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, w
 from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.cli.load_model import model_config, read_checkpoint
 from lightning_dilated.cli.parsing import Parser
+from lightning_dilated.cli.trainer import Trainer
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled_model import PooledModule
@@ -191,6 +192,7 @@ class DilatedCLI(LightningCLI):
         super().__init__(
             model_class=DilatedModule,
             datamodule_class=pl.LightningDataModule,
+            trainer_class=Trainer,
             subclass_mode_model=True,
             subclass_mode_data=True,
             auto_configure_optimizers=False,

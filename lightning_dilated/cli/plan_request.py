@@ -25,7 +25,7 @@ from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy, launched_nodes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: the default pattern, that of the measurements
@@ -309,6 +309,7 @@ def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | N
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
     """(R, ranks of a node)."""
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    nodes = launched_nodes() if nodes == "auto" else nodes
     local = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1
     ranks = args.gpus or local * (nodes if isinstance(nodes, int) else 1)
     nodes = args.nodes or -(-ranks // NODE)

@@ -8,6 +8,7 @@ Shape letters: N tokens, H query heads, r dilation rate, w segment length, t shi
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,12 +278,17 @@ def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
     ]  # such a window sees the query only
     if not branches:
         return tuple(range(1, seq_len))
-    segments = [(b.segment_length, b.shift) for b in branches if b.segment_length is not None]
-    if len(segments) < len(branches):
+    segments = {(b.segment_length, b.shift) for b in branches if b.segment_length is not None}
+    if any(b.segment_length is None for b in branches):
         return ()
-    widest, shift = max(segments, key=lambda segment: segment[0])
-    cuts = range(widest - shift, seq_len, widest)
-    return tuple(x for x in cuts if all((x + t) % w == 0 for w, t in segments))
+    first, period = 0, 1  # the walls of the segments so far: first, first + period, ...
+    for width, shift in segments:
+        common = math.gcd(period, width)
+        if (distance := -shift - first) % common:
+            return ()
+        turns = distance // common * pow(period // common, -1, width // common) % (width // common)
+        first, period = first + period * turns, math.lcm(period, width)
+    return tuple(range(first or period, seq_len, period))
 
 
 def _residues(pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv_heads: int) -> frozenset[int]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dilated.strategy.ddp import RingDilatedStrategy
+from lightning_dilated.strategy.elastic import launched_nodes
 from lightning_dilated.strategy.fsdp import RingDilatedFSDPStrategy
 
-__all__ = ["RingDilatedFSDPStrategy", "RingDilatedStrategy"]
+__all__ = ["RingDilatedFSDPStrategy", "RingDilatedStrategy", "launched_nodes"]
 
 
 def register() -> None:

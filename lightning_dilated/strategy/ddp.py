@@ -28,7 +28,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     """Every sequence on several ranks, all parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
 
     Args:
-        sequence_size: ranks that share a sequence; "auto": all of them. The others hold other samples (data parallel).
+        sequence_size: ranks that share a sequence; "auto": all of them; [8, 4, 2]: the largest of these that divides the
+            ranks that there are. The others hold other samples (data parallel).
         head_size: how many neighbours of these exchange tokens for heads.
         exchange: how rows travel between ranks; "auto" is the planner's cheapest.
         layout: which positions a rank holds. "chunked": a piece of every chunk of ActivationRecompute(stream=TOKENS), so
@@ -41,6 +42,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         check_first_batch: compare one rank with all on the head of the first batch (see `strategy.checks`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
+        global_batch: sequences of an optimizer step, whatever the number of ranks: gradients accumulate over global_batch /
+            (sequences at a time x the loader's batch size) batches. None: as `accumulate_grad_batches` of the Trainer says.
         bucket_cap_mb: MiB of gradients that are summed at a time during the backward (DDP's). None: on GPUs of one node all
             at once after it, which costs less than sums that overlap with it; else DDP's default, 25.
         cpu_offload: only False: this strategy holds all parameters on every GPU.
@@ -53,7 +56,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
 
     def __init__(
         self,
-        sequence_size: int | Literal["auto"] = "auto",
+        sequence_size: int | Literal["auto"] | list[int] = "auto",
         head_size: int = 1,
         exchange: Exchange = "auto",
         layout: Layout = "contiguous",
@@ -65,13 +68,15 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         find_unused_parameters: bool = False,
         check_first_batch: bool = False,
         links: str | None = None,
+        global_batch: int | None = None,
         bucket_cap_mb: int | None = None,
         cpu_offload: Any = False,
     ) -> None:
         _refuse_offload(type(self).__name__, cpu_offload)
         self._configure_sequence(
-            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
-        )
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
+            global_batch,
+        )  # fmt: skip
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)
         # a forkserver would share the parameters' memory between ranks on the CPU, and train something else

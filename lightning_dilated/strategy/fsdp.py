@@ -37,7 +37,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     Args:
         sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
-            links: as in `RingDilatedStrategy`.
+            links, global_batch: as in `RingDilatedStrategy`.
         save_distributed_checkpoint: False assembles one file on rank 0; not with torchao's optimizers of 4 or 8 bits.
         cpu_offload: True keeps each rank's shard of parameters, gradients and optimizer states in page-locked memory of the
             host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
@@ -56,7 +56,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     def __init__(
         self,
-        sequence_size: int | Literal["auto"] = "auto",
+        sequence_size: int | Literal["auto"] | list[int] = "auto",
         head_size: int = 1,
         exchange: Exchange = "auto",
         layout: Layout = "contiguous",
@@ -67,11 +67,13 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         check_first_batch: bool = False,
         links: str | None = None,
+        global_batch: int | None = None,
         cpu_offload: bool | CPUOffloadPolicy = False,
     ) -> None:
         self._configure_sequence(
-            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
-        )
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
+            global_batch,
+        )  # fmt: skip
         self._offload = check_offload(cpu_offload)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,

@@ -9,11 +9,11 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
@@ -24,6 +24,8 @@ from lightning_dilated._compat.torch import flatten_mesh
 from lightning_dilated._validation import integer
 
 AXES = ("data", "ring", "head")
+#: ranks that share a sequence, as users give them
+SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class MeshSizes:
 
     Args:
         world: ranks in all.
-        sequence_size: ranks that share one sequence; "auto": all of them.
+        sequence_size: ranks that share one sequence; "auto": all of them; of several numbers the largest that divides them.
         head_size: of these, ranks that exchange tokens for heads.
 
     Raises:
@@ -40,15 +42,19 @@ class MeshSizes:
     """
 
     world: int
-    sequence_size: int | str = "auto"
+    sequence_size: SequenceSize = "auto"
     head_size: int = 1
 
     def __post_init__(self) -> None:
         integer(self.head_size, "head_size", 1)
         if self.sequence_size == "auto":
             object.__setattr__(self, "sequence_size", self.world)
+        elif isinstance(self.sequence_size, (list, tuple)):
+            object.__setattr__(self, "sequence_size", self._largest(self.sequence_size))
         if isinstance(self.sequence_size, str):
-            raise ValueError(f'sequence_size must be "auto" or a number of ranks, got {self.sequence_size!r}.')
+            raise ValueError(
+                f'sequence_size must be "auto", a number of ranks or a list of numbers, got {self.sequence_size!r}.'
+            )
         integer(self.sequence_size, "sequence_size", 1)
         if self.world % self.sequence_size:
             raise ValueError(
@@ -60,6 +66,16 @@ class MeshSizes:
                 f"head_size={self.head_size} must divide sequence_size={self.sequence_size}; "
                 f"allowed: {divisors(self.sequence_size)}."
             )
+
+    def _largest(self, sizes: Sequence[int]) -> int:
+        """The largest of the sizes that divides the ranks."""
+        fitting = [size for size in sizes if self.world % integer(size, "sequence_size", 1) == 0]
+        if not fitting:
+            raise ValueError(
+                f"none of sequence_size={list(sizes)} divides the {self.world} ranks (devices x nodes); "
+                f"allowed: {divisors(self.world)}. Add 1 to the list to go on with any number of ranks."
+            )
+        return max(fitting)
 
     @property
     def data(self) -> int:

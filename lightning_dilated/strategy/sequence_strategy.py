@@ -16,15 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
-from lightning_dilated._validation import real
+from lightning_dilated._validation import integer, real
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange
 from lightning_dilated.sequence.shard import SequenceSpec, check_chunked, check_layout
 from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import check_first_batch, computed_in
+from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
-from lightning_dilated.strategy.mesh import MeshSizes, join_under_torchrun, step_seeds
+from lightning_dilated.strategy.mesh import MeshSizes, SequenceSize, join_under_torchrun, step_seeds
 from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
 
@@ -37,7 +38,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
 
     def _configure_sequence(
         self,
-        sequence_size: int | str,
+        sequence_size: SequenceSize,
         head_size: int,
         exchange: str,
         layout: str,
@@ -46,6 +47,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         allow: list[str] | None,
         check_first_batch: bool,
         links: str | None,
+        global_batch: int | None,
     ) -> None:
         real(timeout, "timeout", above=0, hint=" It is in seconds.")
         check_chunked(layout, exchange, head_size)
@@ -69,6 +71,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         self._why_unshared: dict[str, str] = {}  # {stage: why losses cannot be added over ranks there}
         self._first_step, self._shares, self._seed = True, 0, 0
         self._checks_first_batch = check_first_batch
+        self._global_batch = None if global_batch is None else GlobalBatch(integer(global_batch, "global_batch", 1))
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
@@ -114,6 +117,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
 
     @override
     def _configure_launcher(self) -> None:
+        check_launched(self.num_processes, self.num_nodes)
         _ = self.sizes  # raises in Trainer(...), before a process is launched
         super()._configure_launcher()
 
@@ -187,7 +191,8 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
                 batches where each step takes all of them.
             RuntimeError: outside of a run.
         """
-        self._stage()
+        if self._stage() == "train" and self._global_batch is not None:
+            self._global_batch.set_accumulation(self.lightning_module.trainer, dataloader, self.sizes.data)
         return parallelize(self, "process_dataloader", super().process_dataloader, dataloader)
 
     @override

@@ -100,9 +100,11 @@ STRAINS = '{"aureus": ["a.fa", "b.fa"], "pylori": ["c.fa", "d.fa"]}'
 #: what makes a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
 CHUNKS = '[{"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"stream": 16}}]'
 STREAMED = ["--trainer.callbacks", CHUNKS, "--trainer.limit_val_batches", "1", "--data.val_fraction", "0.2"]
+EVERY_BATCH = ["--trainer.check_val_every_n_epoch", "null"]
 TINY_RUNS = {
     "billion": [*TEXT, *SIZES_OF, "--model.compile_blocks", "false", *STREAMED],
     "bytes_context": [*TEXT, *SIZES_OF],
+    "elastic": [*TEXT, *SIZES_OF, "--trainer.strategy.init_args.global_batch", "2", *EVERY_BATCH],
     "far_recall": ["--data.train_size", "128", "--data.val_size", "4", "--data.test_size", "0", "--model.depth", "2"],
     "genome_mlm": ["--data.paths", "genome.fa", *TEXT[2:], *SIZES_OF],
     "longest": [*TEXT, *SIZES_OF, "--model.num_heads", "8", "--model.compile_blocks", "false"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -62,6 +63,7 @@ def run_ranks(ranks: int, script: Path, *args: str, cwd: Path, timeout: float = 
 
 def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, str], output: Path) -> None:
     """One rank."""
+    gc.freeze()  # no collection goes through what was imported, which takes 0.3 s
     for number, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
@@ -99,6 +101,7 @@ class Forked:
 
 
 def _run_module(module: str, args: list[str], environment: dict[str, str], output: str, parent: int) -> None:
+    gc.freeze()
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()

@@ -1,28 +1,24 @@
 """Processes in which Triton's interpreter runs the kernels on the CPU, which is fixed at their first import."""
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from ..distributed.pool import Pool
+from .patched_once import patch_once
 
 
 @pytest.fixture(scope="session")  # files of this folder are run between others, and starting takes seconds
-def interpreter() -> Iterator[Pool]:
-    """Two ranks under the interpreter; `run(1, ...)` takes one of them."""
+def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
+    """Two ranks under the interpreter; `run(1, ...)` takes one of them.
+
+    A call may take most of what `--timeout` allows a test.
+    """
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    pool, before = Pool(2, timeout=240, method="spawn"), os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        pool.answers(2, ready)
-    finally:
-        os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
+    limit = float(pytestconfig.getoption("timeout") or pytestconfig.getini("timeout"))
+    pool = Pool(2, timeout=0.8 * limit, method="spawn", environment={"TRITON_INTERPRET": "1"})
+    pool.run(2, patch_once)
     yield pool
     pool.close()
-
-
-def ready(rank, group):
-    """Nothing: the workers have started when it returns."""

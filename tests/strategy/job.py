@@ -46,7 +46,7 @@ def main():
         strategy=sys.argv[4] if len(sys.argv) > 4 else ld.RingDilatedStrategy(timeout=20),
         accelerator="cpu",
         devices=int(sys.argv[3]),
-        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
+        num_nodes=ld.strategy.launched_nodes(),
         max_steps=5,
         limit_val_batches=0,
         logger=False,

@@ -22,6 +22,9 @@ from .runs import trainer
         (4, 2, 2, (2, 1, 2)),
         (12, 6, 3, (2, 2, 3)),
         (8, 1, 1, (8, 1, 1)),
+        (8, [8, 4, 2], 1, (1, 8, 1)),
+        (6, [8, 4, 2], 1, (3, 2, 1)),
+        (12, [2, 4], 2, (3, 2, 2)),
     ],
 )
 def test_shape(world, sequence, head, want):
@@ -34,7 +37,12 @@ def test_shape(world, sequence, head, want):
         ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
         ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
         ({"sequence_size": 2, "head_size": 4}, "head_size=4 must divide sequence_size=2"),
-        ({"sequence_size": "all"}, 'sequence_size must be "auto" or a number of ranks'),
+        ({"sequence_size": "all"}, 'sequence_size must be "auto", a number of ranks or a list'),
+        ({"sequence_size": [8, 3]}, r"none of sequence_size=\[8, 3\] divides the 4 ranks .*\[1, 2, 4\]. Add 1"),
+        ({"sequence_size": []}, r"none of sequence_size=\[\]"),
+        ({"sequence_size": [2, 0]}, "sequence_size must be at least 1"),
+        ({"sequence_size": [4, 2], "head_size": 3}, "head_size=3 must divide sequence_size=4"),
+        ({"global_batch": 0}, "global_batch must be at least 1"),
         ({"sequence_size": 0}, "sequence_size"),
         ({"exchange": "rings"}, "exchange must be one of auto, gather"),
         ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),

@@ -1,6 +1,7 @@
 """A checkpoint of R ranks goes on with any other number: same samples, same losses, same parameters."""
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
@@ -19,11 +20,12 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, dropout):
     pl.seed_everything(1, verbose=False)
     world, record = launched(rank), Record()
     size = settings.get("sequence_size", world)
-    data = ByteDataModule(folder, seq_len=64, batch_size=2 * size // world, val_fraction=0, test_fraction=0)
+    rows = 1 if "global_batch" in settings else 2 * size // world
+    data = ByteDataModule(folder, seq_len=64, batch_size=rows, val_fraction=0, test_fraction=0)
     model = LongNetLM(pattern=PATTERN, dim=16, depth=1, attention_dropout=dropout)
     built = trainer(RingDilatedStrategy(**settings), world, max_steps=stop, callbacks=[record], precision="64-true")
     built.fit(model, data, ckpt_path=ckpt)
-    path = f"{folder}.{stop}.{world}.{size}.ckpt"
+    path = f"{folder}.{stop}.{world}.{'.'.join(map(str, np.atleast_1d(size)))}.ckpt"
     built.save_checkpoint(path)
     return record.losses, torch.cat([p.detach().flatten() for p in model.parameters()]), path
 
@@ -48,4 +50,28 @@ def test_another_number_of_ranks(pools, tmp_path, before, after):
     ranks, settings = after
     rest, got, _ = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS, path, dropout)[0]
     torch.testing.assert_close(torch.tensor(first + rest), torch.tensor(whole), rtol=1e-9, atol=0)
+    torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [(4, {"sequence_size": 1}), (2, {"sequence_size": 1})],
+        [(2, {"sequence_size": [4, 1]}), (4, {"sequence_size": [3, 2, 1]}), (1, {})],
+    ],
+    ids=["four, two", "two, four, one"],
+)
+def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
+    """With `global_batch` a step takes the same samples on any number of ranks."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    made = torch.Generator().manual_seed(0)
+    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=made).tolist()))
+    _, parameters, _ = pools(1).run(1, part_of_run, str(folder), {"global_batch": 4}, STEPS, None, 0.0)[0]
+    path, each = None, STEPS // len(ways)
+    for number, (ranks, settings) in enumerate(ways, 1):
+        settings = {"global_batch": 4, **settings}
+        losses, got, path = pools(ranks).run(ranks, part_of_run, str(folder), settings, number * each, path, 0.0)[0]
+        taken = 4 * each // (1 if ranks == 1 else ranks // (2 if settings["sequence_size"] == [3, 2, 1] else 1))
+        assert len(losses) == taken, "batches of a rank"
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
