@@ -105,7 +105,7 @@ def test_state_of_a_recurrence_can_be_saved(name):
         again, _ = model.stream(tokens[:, 100:], None, state, per_token=True)
         torch.testing.assert_close(again, want[:, 100:], rtol=1e-10, atol=1e-10)
         other = MODELS["geometric"].eval()
-        with pytest.raises(ValueError, match="the state was left by a model of .*recurrence="):
+        with pytest.raises(ValueError, match=r"the state was left by a model of .*recurrence="):
             other.stream(tokens[:, 100:], None, state)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.planning.counting import recurrence
+from lightning_dilated.planning.counting import workspace
 from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -23,14 +23,14 @@ def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
     """Counted at two short lengths, and held at a longer one, to a few percent; in windows no more than that of one and what
     passes between them."""
     spec, tokens = op.encode(kind, SPECS[kind], True), 3000
-    counted = recurrence.recurrence_workspace(forward, call(tokens), spec, Meter)
-    held = recurrence._held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
+    counted = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
+    held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert counted == pytest.approx(held, rel=0.03)
     monkeypatch.setattr(op, "WINDOW", 1000)
-    less = recurrence.recurrence_workspace(forward, call(tokens), spec, Meter)
-    held = recurrence._held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
+    less = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
+    held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert less == pytest.approx(held, rel=0.15) and less < 0.45 * counted
-    assert recurrence.recurrence_workspace(forward, call(tokens, 2 * tokens), spec, Meter) == counted  # ranks share it
+    assert workspace.recurrence_workspace(forward, call(tokens, 2 * tokens), spec, Meter) == counted  # ranks share it
 
 
 def test_layers_that_differ_are_refused():

@@ -22,8 +22,7 @@ from lightning_dilated.pattern.rows import in_turns, segment_width
 from lightning_dilated.planning.counting import dry_run
 from lightning_dilated.planning.counting.compiled import Graphs
 from lightning_dilated.planning.counting.memory_tracker import Meter, Piece, Tape
-from lightning_dilated.planning.counting.recurrence import NAMES, recurrence_workspace
-from lightning_dilated.planning.counting.workspace import OpCall, workspace
+from lightning_dilated.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.planning.simulating.simulation import moves_of
 from lightning_dilated.recurrence.op import RECURRENCE

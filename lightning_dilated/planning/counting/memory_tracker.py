@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
-from lightning_dilated.planning.counting.recurrence import NAMES
+from lightning_dilated.planning.counting.workspace import NAMES
 from lightning_dilated.recurrence.op import RECURRENCE
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
@@ -253,7 +253,7 @@ class Piece:
         part: of the step, such as ("forward", 0) for the first block's.
         peak: the most bytes at once, without the op's workspace.
         static: bytes of parameters and gradients when it began.
-        op: FORWARD or BACKWARD where the piece is one call of the op, one of `recurrence.NAMES` where it is one of a
+        op: FORWARD or BACKWARD where the piece is one call of the op, one of `workspace.NAMES` where it is one of a
             recurrence, "" elsewhere.
         heads, dtype: query heads of that call, and the dtype of q.
         spec: of a recurrence.
