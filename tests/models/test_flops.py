@@ -17,7 +17,7 @@ from . import batch, tiny
         {},
         {"num_kv_heads": 2, "ffn": "gelu", "shift_layers": "odd"},
         {"tie_embeddings": False},
-        {"recurrence": [{}, None]},
+        {"recurrence": [{"conv": 0}, None]},
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
