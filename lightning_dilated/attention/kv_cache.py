@@ -572,11 +572,17 @@ class KVCache:
     def select(self, indices: Tensor) -> None:
         """Hold the samples of these numbers (M,), int64, in their order, as beam search asks; B becomes M.
 
+        Samples of different lengths are selected in the place of such as are equally long, as beams of a prompt are.
+
         Raises:
-            ValueError: for a cache whose samples have lengths of their own, or that ranks share.
+            ValueError: for other samples of different lengths, and for a cache that ranks share.
         """
-        if self.clock.lengths is not None:
-            raise ValueError("samples are selected where all are equally long, and not of prompts that ranks share.")
+        lengths = self.clock.lengths
+        if self.shared is not None or (lengths and tuple(lengths[i] for i in indices.tolist()) != lengths):
+            raise ValueError(
+                "samples are selected where all are equally long, or in the place of such as are, and not of prompts that "
+                "ranks share."
+            )
         if self._k is None or self._v is None or self._shape is None:
             return
         self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))

@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.models.longnet.lm import LongNetLM
 from lightning_dilated.sequence import active_sequence
 
@@ -28,7 +29,7 @@ FIELDS = ("step", "part", "first", "last", "tokens", "bits")
 
 
 class LossByPosition(pl.Callback):
-    """Validation loss by octave and by eighth of the position, summed over all ranks; for a LongNetLM.
+    """Validation loss by octave and by eighth of the position, summed over all ranks; for a LongNetLM or HFCausalLM.
 
     Octave k holds positions 2^k - 1 to 2^(k + 1) - 2 of their sequence, counted from 0, or of their document where batches
     are packed; the eighths are those of the sequence's, sample's or document's length. After each validation the
@@ -44,7 +45,7 @@ class LossByPosition(pl.Callback):
             or the number of the eighth), tokens, bits (a token).
 
     Raises:
-        TypeError: as a run starts, for a model that is no LongNetLM.
+        TypeError: as a run starts, for another model.
         ValueError: as a fit or validation starts, for data that are streams.
     """
 
@@ -56,10 +57,10 @@ class LossByPosition(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that each token has a loss and a position in its sequence; find the folder, which takes all ranks."""
-        if not isinstance(pl_module, LongNetLM):
+        if not isinstance(pl_module, (LongNetLM, HFCausalLM)):
             raise TypeError(
-                f"LossByPosition needs a LongNetLM, whose tokens each have a loss; got {type(pl_module).__name__}. Remove "
-                "the callback."
+                "LossByPosition needs a causal language model, a LongNetLM or HFCausalLM, whose tokens each have a loss; "
+                f"got {type(pl_module).__name__}. Remove the callback."
             )
         if stage in ("fit", "validate"):
             _refuse_streams(trainer, "LossByPosition")
@@ -67,7 +68,7 @@ class LossByPosition(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._sums = torch.zeros(2, OCTAVES + EIGHTHS, dtype=torch.float64, device=pl_module.device)
-        pl_module.watch_losses = self.add  # type: ignore[assignment]  # a LongNetLM, by `setup`
+        pl_module.watch_losses = self.add  # type: ignore[assignment]  # a language model, by `setup`
 
     def add(self, batch: Mapping[str, Any], losses: Tensor) -> None:
         """Add a batch's losses (B, L), of this rank's positions; 0 where the label is -100."""

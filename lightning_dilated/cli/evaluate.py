@@ -29,6 +29,20 @@ accuracy_by_depth.csv and a picture of each task into --out. Nothing is download
 _TILE = 1024
 
 
+#: options of the samples: default and meaning
+_SAMPLES = {
+    "num_values": (3, "of multi_value, values of a key"),
+    "hops": (3, "of tracing, statements between the value and the variable that is asked for"),
+    "value_digits": (5, "of text, digits of a value"),
+    "vocabulary": (32, "of tokens, symbols of keys and of values"),
+    "fillers": (16, "of tokens, kinds of filler"),
+    "key_tokens": (1, "of tokens, symbols of a key"),
+    "value_tokens": (1, "of tokens, symbols of a value"),
+    "batch_size": (1, "samples computed at a time"),
+    "seed": (0, "of the samples"),
+}
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("lightning-dilated evaluate", description=ABOUT)
     p.add_argument(
@@ -37,6 +51,14 @@ def parser() -> argparse.ArgumentParser:
         help="checkpoint of a LongNetLM or HFCausalLM, or a folder of save_pretrained, also of transformers",
     )
     p.add_argument("--out", required=True, help="folder for the CSV and the pictures")
+    _add_questions(p)
+    _add_samples(p)
+    _add_machine(p)
+    return p
+
+
+def _add_questions(p: argparse.ArgumentParser) -> None:
+    """What is asked, at which lengths and depths."""
     p.add_argument("--task", nargs="+", choices=TASKS, default=["needle"], help="one or several (default: needle)")
     p.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="tokens (default: %(default)s)")
     p.add_argument(
@@ -47,6 +69,10 @@ def parser() -> argparse.ArgumentParser:
         help="where it is stated, in percent from the beginning (default: %(default)s)",
     )
     p.add_argument("--samples", type=int, default=20, help="of each length and depth (default: %(default)s)")
+
+
+def _add_samples(p: argparse.ArgumentParser) -> None:
+    """What a sample is made of."""
     p.add_argument(
         "--tokenizer",
         help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
@@ -58,22 +84,17 @@ def parser() -> argparse.ArgumentParser:
         help="text, or the vocabulary of LongContextDataModule(form='tokens') for a model that was trained on it",
     )
     p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, of multi_key 15)")
-    for name, default, meaning in (
-        ("num_values", 3, "of multi_value, values of a key"),
-        ("hops", 3, "of tracing, statements between the value and the variable that is asked for"),
-        ("value_digits", 5, "of text, digits of a value"),
-        ("vocabulary", 32, "of tokens, symbols of keys and of values"),
-        ("fillers", 16, "of tokens, kinds of filler"),
-        ("key_tokens", 1, "of tokens, symbols of a key"),
-        ("value_tokens", 1, "of tokens, symbols of a value"),
-        ("batch_size", 1, "samples computed at a time"),
-        ("seed", 0, "of the samples"),
-        ("devices", 1, "GPUs or processes, which share each sample"),
-    ):
+    for name, (default, meaning) in _SAMPLES.items():
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
+
+
+def _add_machine(p: argparse.ArgumentParser) -> None:
+    """Where it runs."""
+    p.add_argument(
+        "--devices", type=int, default=1, help="GPUs or processes, which share each sample (default: %(default)s)"
+    )
     p.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     p.add_argument("--precision", help="of the Trainer, such as bf16-true (default: 32-true, on cuda bf16-true)")
-    return p
 
 
 def run(argv: list[str]) -> None:
@@ -136,8 +157,7 @@ def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder
 
 def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongContextDataModule:
     """The samples of a task. Raises: TypeError, ValueError or FileNotFoundError, naming the option."""
-    names = ("num_values", "hops", "value_digits", "vocabulary", "fillers", "key_tokens", "value_tokens")
-    options = {name: getattr(args, name) for name in (*names, "distractors", "batch_size", "seed")}
+    options = {name: getattr(args, name) for name in (*_SAMPLES, "distractors")}
     try:
         data = LongContextDataModule(
             task, args.lengths, args.depths, args.samples, args.form, tokenizer, train_size=args.batch_size, **options

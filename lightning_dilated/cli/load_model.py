@@ -14,8 +14,8 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.integrations.transformers import HFCausalLM
+from lightning_dilated.integrations.transformers.adapter_folders import is_folder, stored_config
 from lightning_dilated.integrations.transformers.lm import PLAIN_HEADS
-from lightning_dilated.integrations.transformers.lora import refuse_folder
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.pretrained import TRAINING, current_class_path
 
@@ -85,23 +85,23 @@ def load_module(path: str | Path) -> DilatedModule:
 
 
 def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """As `load_module`, also of a folder that transformers saved: a HFCausalLM, in eval mode once it is built.
+    """As `load_module`, also of a folder of transformers or of adapters: a HFCausalLM, in eval mode once it is built.
 
     Args:
         tile: of a HFCausalLM's loss, where its kind of decoder takes one.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_module`; for folders of adapters, and such without config.json.
+        FileNotFoundError, ValueError: as `load_module`; for folders without config.json, and adapters without their model.
         ModuleNotFoundError: for a folder of transformers without transformers.
     """
     folder = Path(path)
-    refuse_folder(folder)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    adapted = is_folder(folder)
+    if folder.is_dir() and not adapted and not (folder / "config.json").is_file():
         raise ValueError(
             f"--ckpt_path {path} is a folder without config.json. Give a .ckpt, or a folder of save_pretrained; make such "
             f"a folder of a sharded checkpoint: lightning-dilated consolidate {path} --out FOLDER."
         )
-    config = _of_transformers(folder)
+    config = (stored_config(folder) or {}) if adapted else _of_transformers(folder)
     if config is None:
         return load_module(path)
     plain = config.get("model_type") in PLAIN_HEADS and not config.get("final_logit_softcapping")

@@ -87,5 +87,5 @@ def test_a_failed_validation_leaves_the_model_alone(tmp_path):
 
 
 def test_another_model_is_refused():
-    with pytest.raises(TypeError, match=r"LossByPosition needs a LongNetLM.*got LongNetMLM"):
+    with pytest.raises(TypeError, match=r"LossByPosition needs.*a LongNetLM or HFCausalLM.*got LongNetMLM"):
         trainer(callbacks=[LossByPosition()]).validate(LongNetMLM(PATTERN, **SIZES), loader(batch("whole")))

@@ -105,7 +105,11 @@ def test_positions_that_the_model_does_not_have(tmp_path):
 
 def test_a_folder_of_adapters(tmp_path):
     pytest.importorskip("peft", reason="needs the extra lora")
-    model = HFCausalLM(config("llama"), lora={"r": 2, "target_modules": ["q_proj"]})
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds adapters only.*merge=True"):
-        load_causal_model(str(tmp_path))
+    lora = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    HFCausalLM(config("llama"), lora=lora).save_pretrained(tmp_path / "alone")
+    with pytest.raises(ValueError, match=r"does not name the model that they belong to.*adapters="):
+        load_causal_model(str(tmp_path / "alone"))
+    model = HFCausalLM(HFCausalLM(config("llama")).save_pretrained(tmp_path / "base"), lora=lora)
+    model.save_pretrained(tmp_path / "named")
+    loaded, ids = load_causal_model(str(tmp_path / "named"), 64), torch.arange(9)[None]
+    assert loaded.tile == 64 and torch.equal(loaded({"tokens": ids}), model({"tokens": ids}))

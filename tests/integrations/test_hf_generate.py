@@ -116,7 +116,7 @@ def test_refused():
     options = {"max_new_tokens": 3, "do_sample": False}
     with pytest.raises(ValueError, match=r"Pass cache=.*dilated_cache\(model.config\)"):
         model.generate(ids, **options, attention_mask=torch.ones_like(ids))
-    with pytest.raises(ValueError, match="DilatedCache takes prompts without padding"):
+    with pytest.raises(ValueError, match="padding on the right"):
         model.generate(ids, **options, attention_mask=mask, cache=dilated_cache(model.config))
     with pytest.raises(ValueError, match="a cache serves inference, without gradients"):
         model(ids, cache=dilated_cache(model.config))

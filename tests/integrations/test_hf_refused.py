@@ -136,6 +136,21 @@ def test_fewer_tokens_than_ranks_take(pools):
         assert answer.error == "ValueError" and "4 tokens on 3 ranks leaves rank 2" in answer.message, answer.trace
 
 
+def plain_empty_shard(rank, group, options):
+    """As `docs/transformers.md` says it: a loop of one's own."""
+    with sequence(group) as ours, ours.active():
+        held = len(positions(ours, 4))
+        at = ours.positions(held)[None] if options.pop("positions", True) else None
+        decoder("gemma3")(tokens(1, held), position_ids=at, **options)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"positions": False}], ids=str)
+def test_a_plain_model_on_fewer_tokens_than_ranks_take(pools, options):
+    """On every rank, and at once: the one without tokens fails in transformers' code."""
+    for answer in pools(3).answers(3, plain_empty_shard, dict(options)):
+        assert answer.error == "ValueError" and "rank 2 of 3 holds no token" in answer.message, answer.trace
+
+
 def beyond(rank, group):
     """A batch whose lengths go beyond its tokens."""
     with sequence(group) as ours, ours.active():
@@ -205,13 +220,8 @@ def test_new_keys_alone():
         attend(torch.nn.Module(), q, q, q, mask)
 
 
-@pytest.mark.parametrize("pattern", [None, ld.DilatedPattern.dense()])
-def test_prompts_with_padding(pattern):
-    model, ids = HFCausalLM(config("llama"), pattern), tokens(2, 8)
-    mask = (torch.arange(8)[None] < torch.tensor([[8], [5]])).long()
-    for side in (mask, mask.flip(1)):
-        with pytest.raises(ValueError, match="equally long prompts without padding"):
-            model.generate(ids, attention_mask=side, max_new_tokens=2)
+def test_prompts_without_tokens():
+    model, ids = HFCausalLM(config("llama")), tokens(2, 8)
     for other in (ids[0], ids[:, :0]):
         with pytest.raises(ValueError, match="at least one token"):
             model.generate(other, max_new_tokens=2)

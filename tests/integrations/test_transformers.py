@@ -242,18 +242,13 @@ def test_a_pattern_travels_with_the_config(tmp_path):
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------
-def left():
-    return {"attention_mask": torch.tensor([[0] * 3 + [1] * (N - 3)])}
-
-
 def holes():
     return {"attention_mask": torch.tensor([[1] * 3 + [0] + [1] * (N - 4)])}
 
 
 FOUR = torch.ones(1, 1, N, N, dtype=torch.bool).tril()
 CALLS = {
-    "left padding": (1, left(), "padding on the left or holes.*padding_side"),
-    "holes": (1, holes(), "padding on the left or holes"),
+    "holes": (1, holes(), "has holes.*one run"),
     "longer mask": (1, {"attention_mask": torch.ones(1, N + 1)}, r"must be \(1, 23\).*got \(1, 24\)"),
     "4-D mask": (1, {"attention_mask": FOUR}, r"no mask of shape \(1, 1, 23, 23\)"),
     "output_attentions": (1, {"output_attentions": True}, "output_attentions.*eager"),

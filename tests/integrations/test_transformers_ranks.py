@@ -93,7 +93,7 @@ AT = torch.arange(N)[None]
 REFUSALS = {
     "no positions": ("llama", {}, "count from 0 on every rank"),
     "left padding": ("llama", {"position_ids": AT, "attention_mask": (AT > 2).long()}, "padding on the left"),
-    "holes": ("llama", {"position_ids": AT, "attention_mask": (AT != 12).long()}, "padding on the left or holes"),
+    "holes": ("llama", {"position_ids": AT, "attention_mask": (AT != 12).long()}, "has holes"),
     "a mask of the whole": ("llama", {"position_ids": AT, "attention_mask": torch.ones(1, N + 9)}, "rank's own part"),
     "documents with a cache": ("llama", {"position_ids": AT % 9}, "use_cache=False"),
     "documents in rows": ("llama", {"position_ids": (AT % 9).expand(2, -1), "use_cache": False}, "batch of 2 rows"),

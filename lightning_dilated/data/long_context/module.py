@@ -53,6 +53,24 @@ class LongContextSamples(RuleSamples):
         return sample
 
 
+def _task(name: str, distractors: int | None, num_values: int, hops: int) -> Task:
+    """A task, whose options others do not have."""
+    one_of(name, "data.task", TASKS)
+    return Task(
+        name,
+        DISTRACTORS[name] if distractors is None else integer(distractors, "data.distractors", 0),
+        integer(num_values, "data.num_values", 1) if name == "multi_value" else 1,
+        integer(hops, "data.hops", 1) if name == "tracing" else 0,
+    )
+
+
+def _refuse_tokenizer(tokenizer: str | None) -> None:
+    if tokenizer is not None:
+        raise ValueError(
+            f'data.tokenizer is {tokenizer}, but data.form "tokens" has a vocabulary of its own: leave one of them out'
+        )
+
+
 class LongContextDataModule(RuleDataModule):
     """Questions about a long context: a key's value stands somewhere in filler, and is asked for at the end.
 
@@ -134,21 +152,12 @@ class LongContextDataModule(RuleDataModule):
         per_cell = integer(samples_per_cell, "data.samples_per_cell", 1)
         count = per_cell * len(self.lengths) * len(self.depths)
         super().__init__(max(self.lengths), batch_size, train_size, count, count, seed, num_workers, pin_memory)
-        one_of(task, "data.task", TASKS)
         self.samples_per_cell = per_cell
-        self.task = Task(
-            task,
-            DISTRACTORS[task] if distractors is None else integer(distractors, "data.distractors", 0),
-            integer(num_values, "data.num_values", 1) if task == "multi_value" else 1,
-            integer(hops, "data.hops", 1) if task == "tracing" else 0,
-        )
+        self.task = _task(task, distractors, num_values, hops)
         one_of(form, "data.form", FORMS)
-        if form == "tokens" and tokenizer is not None:
-            raise ValueError(
-                f'data.tokenizer is {tokenizer}, but data.form "tokens" has a vocabulary of its own: leave one of them out'
-            )
         self.form: Form
         if form == "tokens":
+            _refuse_tokenizer(tokenizer)
             self.form = TokenForm(vocabulary, fillers, key_tokens, value_tokens)
             more = ("raise data.key_tokens or data.vocabulary", "raise data.value_tokens or data.vocabulary")
         else:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.kv_cache import decode_attention
 from lightning_dilated.integrations.transformers.kinds import refuse_chunks, refuse_states
 from lightning_dilated.integrations.transformers.masks import SDPA, CachedStep, VisibleKeys
 from lightning_dilated.integrations.transformers.patterns import fixed_pattern, has_pattern, own_pattern
@@ -69,31 +68,39 @@ def attend(
         return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
     if attention_mask.follows:
         raise _not_from_cache(module)
+    pattern = _pattern_of(module, query, key, attention_mask, sliding_window)
+    documents = _documents(module, attention_mask, position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+    padding = attention_mask.padding
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if padding is not None:
+        q, k, v = map(padding.aligned, (q, k, v))
+    numbers = {"scale": scaling, "dropout": dropout, "lengths": attention_mask.lengths, "cu_seqlens": documents}
+    out = dilated_attention(q, k, v, pattern, causal=True, **numbers).to(query.dtype)
+    return (out if padding is None else padding.restored(out)), None
+
+
+def _pattern_of(
+    module: nn.Module, query: Tensor, key: Tensor, mask: VisibleKeys, sliding_window: int | None
+) -> DilatedPattern:
+    """What a layer of self-attention attends by."""
     pattern = own_pattern(module)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             f"ring_dilated is self-attention, and {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} "
             f"keys, as cross attention has them. {SDPA}"
         )
-    if pattern is None:
-        pattern = fixed_pattern(module) or _own_attention(module, attention_mask.window, sliding_window)
-    if attention_mask.known:
-        documents = attention_mask.bounds
-    else:
-        documents = attention_mask.documents(position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
-        _check_model(module, documents)
-    out = dilated_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        pattern,
-        causal=True,
-        scale=scaling,
-        dropout=dropout,
-        lengths=attention_mask.lengths,
-        cu_seqlens=documents,
-    )
-    return out.to(query.dtype), None
+    return pattern or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
+
+
+def _documents(
+    module: nn.Module, mask: VisibleKeys, position_ids: Tensor | None, bounds: Tensor | None
+) -> Tensor | None:
+    """The global bounds of packed documents, which a caller knows, or the positions and `bounds` say."""
+    if mask.known:
+        return mask.bounds
+    documents = mask.documents(position_ids, bounds)
+    _check_model(module, documents)
+    return documents
 
 
 def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[str, Any]) -> None:
@@ -158,7 +165,7 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
 def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int | None) -> None:
     """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
     layer = getattr(key, CACHE)
-    if layer.rows.length + key.shape[2] != layer.handed:
+    if layer.get_seq_length() + key.shape[2] != layer.handed:
         raise _not_from_cache(module)
     if layer.rows.length or not isinstance(mask, VisibleKeys):
         return
@@ -190,13 +197,8 @@ def _decoded(
         raise ValueError(
             f"a cache serves inference, and {type(module).__name__} has dropout={dropout}: call model.eval()."
         )
-    lengths = getattr(mask, "lengths", None)
-    if lengths is not None and bool((lengths < query.shape[2]).any()):
-        raise ValueError(
-            "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
-        )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return decode_attention(q, k, v, getattr(key, CACHE).rows, scaling).to(query.dtype)
+    return getattr(key, CACHE).attend(q, k, v, getattr(mask, "padding", None), scaling).to(query.dtype)
 
 
 def _cached_step(

@@ -67,7 +67,12 @@ def refuse_other_code(decoder: nn.Module) -> None:
     """Raise ValueError for a decoder whose code does not take its attention from transformers' interface."""
     modules = (sys.modules.get(type(module).__module__) for module in decoder.modules())
     if not any(hasattr(module, _INTERFACE) for module in modules):
-        raise ValueError(
-            f"{type(decoder).__name__} computes its attention by code of its own, not by transformers' attention interface, "
-            "so ring_dilated would be ignored. Take another model, such as Llama, Qwen, Mistral, Gemma 3 or Phi."
-        )
+        raise other_code(type(decoder).__name__)
+
+
+def other_code(name: str) -> ValueError:
+    """The error for a decoder of this name that computes its own attention."""
+    return ValueError(
+        f"{name} computes its attention by code of its own, not by transformers' attention interface, so ring_dilated would "
+        "be ignored. Take another model, such as Llama, Qwen, Mistral, Gemma 3 or Phi."
+    )

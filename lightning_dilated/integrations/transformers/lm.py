@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,26 +19,40 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer, known_keys, real
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.data.text.tokenizer_files import read_files, write_files
-from lightning_dilated.integrations.transformers import lora as adapters
+from lightning_dilated.data.text.tokenizer_files import write_files
+from lightning_dilated.integrations.transformers import adapter_folders
+from lightning_dilated.integrations.transformers.batches import (
+    check_batch,
+    check_generation,
+    check_lengths,
+    check_positions,
+    check_prompts,
+)
 from lightning_dilated.integrations.transformers.decoding import dilated_cache
-from lightning_dilated.integrations.transformers.kinds import refuse_other_code, refuse_states, refuse_without_heads
+from lightning_dilated.integrations.transformers.kinds import (
+    other_code,
+    refuse_other_code,
+    refuse_states,
+    refuse_without_heads,
+)
 from lightning_dilated.integrations.transformers.layers import DecoderLayers, layers_of
+from lightning_dilated.integrations.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, register
-from lightning_dilated.integrations.transformers.rotary import furthest_position, whole_lengths
+from lightning_dilated.integrations.transformers.rotary import check_rope, furthest_position, whole_lengths
+from lightning_dilated.integrations.transformers.sources import Source, changed_config, with_depth
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
 from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 #: decoders whose logits are the output projection of the last hidden states, and nothing else
@@ -63,6 +77,9 @@ class HFCausalLM(DilatedModule):
         lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
             such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters stay fp32 where weights are
             of 16 bits. Needs the extra `lora`.
+        adapters: a folder of adapters, of `save_pretrained` or peft, which are trained on as they were trained, with the
+            patterns and config of then; `lora` need not be given. None: those of `model`, if that is such a folder, with the
+            weights that it names; else new ones.
         gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
             `callbacks.ActivationRecompute` takes its place.
         compile_blocks: compile every layer, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
@@ -79,6 +96,8 @@ class HFCausalLM(DilatedModule):
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
     causal = True
+    #: called with a batch and its losses (B, L) before they are summed, while a callback watches
+    watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def __init__(
         self,
@@ -88,6 +107,7 @@ class HFCausalLM(DilatedModule):
         config: dict[str, Any] | None = None,
         tile: int | None = None,
         lora: dict[str, Any] | None = None,
+        adapters: str | Path | None = None,
         gradient_checkpointing: bool = False,
         compile_blocks: bool = False,
         bytes_per_token: float = 1.0,
@@ -96,12 +116,25 @@ class HFCausalLM(DilatedModule):
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         register()
-        self.source, self.config = _read_config(model)
-        self.tokenizer_files = None if self.source is None else read_files(Path(self.source))
-        if config is not None:
-            self.config = _changed(self.config, config)
+        source = Source.read(model, adapters, lora)
+        self.source, self.adapters, self.lora = source.weights, source.adapters, source.lora
+        self.tokenizer_files = source.tokenizer
+        self.config = source.config if config is None else changed_config(source.config, config)
         if pattern is not None:
             set_pattern(self.config, pattern)
+        self._read_sizes()
+        self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
+        self.compile_blocks = flag(compile_blocks, "compile_blocks")
+        self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
+        self.tile = None if tile is None else integer(tile, "tile", 1)
+        self._check_fit()
+        self._length_checked = False
+        self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
+        names = ("lora", "tile", "gradient_checkpointing", "compile_blocks", "bytes_per_token")
+        self.save_hyperparameters({"model": self.config.to_dict(), **{name: getattr(self, name) for name in names}})
+
+    def _read_sizes(self) -> None:
+        """What the config says of heads, layers and their patterns."""
         text = self.config.get_text_config(decoder=True)
         refuse_without_heads(text)
         self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
@@ -109,37 +142,33 @@ class HFCausalLM(DilatedModule):
         if stored := getattr(text, ENTRY, None):
             cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
             self._patterns = layer_patterns(cycle, self.depth)
-        self.tile = None if tile is None else integer(tile, "tile", 1)
-        if tile is not None and not self._is_plain():
+
+    def _check_fit(self) -> None:
+        """Raise ValueError for options that the kind of decoder does not have."""
+        check_rope(self.config.get_text_config(decoder=True))
+        if self.tile is not None and not self._is_plain():
+            kind = self.config.get_text_config(decoder=True).model_type
             raise ValueError(
-                f"tile={tile} needs logits that are the output projection of the hidden states, as {', '.join(PLAIN_HEADS)} "
-                f"have them without a soft cap; {text.model_type} may change them. Leave tile out."
+                f"tile={self.tile} needs logits that are the output projection of the hidden states, as "
+                f"{', '.join(PLAIN_HEADS)} have them without a soft cap; {kind} may change them. Leave tile out."
             )
-        self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
-        self.compile_blocks = flag(compile_blocks, "compile_blocks")
-        self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
-        self.lora = None if lora is None else adapters.read_options(lora)
-        self._length_checked = False
-        self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
         if self.lora is not None:
             with torch.device("meta"):  # no memory, so that a wrong module is an error here
-                adapters.check_targets(self.lora, self._decoder(None))
-        options = {
-            "tile": tile,
-            "gradient_checkpointing": gradient_checkpointing,
-            "compile_blocks": compile_blocks,
-            "bytes_per_token": bytes_per_token,
-        }
-        self.save_hyperparameters({"model": self.config.to_dict(), "lora": self.lora, **options})
+                check_targets(self.lora, self._decoder(None))
 
     def _decoder(self, source: str | None) -> Any:
         """A decoder of transformers with the weights of a folder or repository, or random ones."""
         from transformers import AutoModelForCausalLM
 
         options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype()}
-        if source is None:
-            return AutoModelForCausalLM.from_config(self.config, **options)
-        return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+        try:
+            if source is None:
+                return AutoModelForCausalLM.from_config(self.config, **options)
+            return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+        except KeyError as error:
+            if error.args == (NAME,):  # a table of classes of its own
+                raise other_code(self.config.model_type) from None
+            raise
 
     def setup(self, stage: str) -> None:
         """Check that every token of the data has an embedding."""
@@ -156,7 +185,9 @@ class HFCausalLM(DilatedModule):
         self.decoder = self._decoder(self.source)
         refuse_other_code(self.decoder)
         if self.lora is not None:
-            self._adapted = (adapters.add_adapters(self.decoder, self.lora),)
+            self._adapted = (add_adapters(self.decoder, self.lora),)
+            if self.adapters is not None:
+                adapter_folders.load(self._adapted[0], self.adapters)
         whole_lengths(self.decoder)
         layers = layers_of(self.decoder.base_model, self.depth)
         if layers is not None:
@@ -181,9 +212,9 @@ class HFCausalLM(DilatedModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """nn.Module's; adapters are not rounded to 16 bits, in which small steps are lost."""
-        before = adapters.wide_adapters(self._built_outside())
+        before = wide_adapters(self._built_outside())
         result = super()._apply(*args, **kwargs)
-        adapters.keep_wide(self, before)
+        keep_wide(self, before)
         return result
 
     @contextlib.contextmanager
@@ -197,7 +228,7 @@ class HFCausalLM(DilatedModule):
             length = int(bounds.diff().max())
         if not is_fake(tokens):  # of a plan
             self._check_length(length)
-            _check_lengths(batch.get("lengths"), tokens, length)
+            check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
         if agreed is not None and 0 in agreed.lengths:
             raise ValueError(
@@ -211,8 +242,14 @@ class HFCausalLM(DilatedModule):
         with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
             yield tokens, options
 
+    def _check_batch(self, batch: Any, labels: bool = False) -> None:
+        """Raise for what is no batch of tokens; on every rank of a sequence, if one has such."""
+        group, arguments = active_sequence(), (batch, self.vocab_size, labels)
+        check_batch(*arguments) if group is None else group.guard(check_batch, *arguments)
+
     def _check_length(self, length: int) -> None:
-        """Warn once of sequences that are longer than the positions that the model was trained for."""
+        """Refuse sequences that are longer than the positions that the model has, warn of more than it was trained for."""
+        check_positions(self.decoder, length)
         text = self.config.get_text_config(decoder=True)
         most = getattr(text, "max_position_embeddings", None)
         if self._length_checked or most is None or length <= most:
@@ -227,9 +264,8 @@ class HFCausalLM(DilatedModule):
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""
+        self._check_batch(batch)
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}: give a batch, also of one sample.")
         if bounds is None:
             positions = token_positions(0, tokens.shape[1], tokens.device)
             options: dict[str, Any] = {}
@@ -250,25 +286,32 @@ class HFCausalLM(DilatedModule):
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
+        losses = self._losses(batch, summed=self.watch_losses is None)
+        if self.watch_losses is not None:
+            self.watch_losses(batch, losses)
+        return losses.sum(), (batch["labels"] != IGNORE).sum()
+
+    def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        return self._losses(batch)
+
+    def _losses(self, batch: Mapping[str, Any], summed: bool = False) -> Tensor:
+        """`token_losses`, or their sum."""
+        self._check_batch(batch, labels=True)
         labels = batch["labels"]
-        if labels.shape != batch["tokens"].shape:
-            raise ValueError(
-                f"tokens and labels must both be (B, N), got {tuple(batch['tokens'].shape)} and {tuple(labels.shape)}; "
-                "labels are the next token of each position, already shifted."
-            )
-        count = (labels != IGNORE).sum()
         self.configure_model()
         tile = self._loss_tile()
         if tile is None:
-            return token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks).sum(), count
+            nats = token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks)
+            return nats.sum() if summed else nats.view(labels.shape)
         with self._call(batch) as (tokens, options):
             states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
 
-        def nats(x: Tensor, y: Tensor) -> Tensor:
+        def nats_of(x: Tensor, y: Tensor) -> Tensor:
             return token_nats(head(x).flatten(0, 1), y.flatten(), self.compile_blocks).view(y.shape)
 
-        return tiled_sum(nats, (head,), tile, states, labels), count
+        return (tiled_sum if summed else tiled)(nats_of, (head,), tile, states, labels)
 
     def _loss_tile(self) -> int | None:
         """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
@@ -285,18 +328,16 @@ class HFCausalLM(DilatedModule):
         attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
 
         Args:
-            tokens: equally long prompts, without padding.
+            tokens: prompts; shorter ones are padded on the left, by any tokens, and an `attention_mask` (B, N) is 0 there.
+                Each row is continued as it is alone.
             options: of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, num_beams, ...
 
         Raises:
-            ValueError: for parameters that are sharded over ranks, and what transformers refuses.
+            ValueError: for parameters that are sharded over ranks, padding that is not on the left, and what transformers
+                refuses.
         """
         self._check_prompts(tokens)
-        if not bool(torch.as_tensor(options.get("attention_mask", True)).all()):
-            raise ValueError(
-                "generate takes equally long prompts without padding, and attention_mask has zeros: generate for one prompt "
-                "at a time, or for equally long ones."
-            )
+        check_generation(self.decoder, tokens, options, has_pattern(self.decoder))
         if (
             has_pattern(self.decoder)
             and options.get("use_cache", True)
@@ -306,8 +347,11 @@ class HFCausalLM(DilatedModule):
         options.setdefault("attention_mask", torch.ones_like(tokens))
         training = self.decoder.training
         self.decoder.eval()
+        # compiled layers would be compiled for each new length
+        eager = torch.compiler.set_stance("force_eager") if self.compile_blocks else contextlib.nullcontext()
         try:
-            return self.decoder.generate(tokens, **options)
+            with eager:
+                return self.decoder.generate(tokens, **options)
         finally:
             self.decoder.train(training)
 
@@ -333,11 +377,12 @@ class HFCausalLM(DilatedModule):
         """
         sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
         self._check_prompts(tokens)
+        check_positions(self.decoder, tokens.shape[1] + integer(max_new_tokens, "max_new_tokens", 0) - 1)
         cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
         ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
         self.decoder.eval()
         try:
-            for _ in range(integer(max_new_tokens, "max_new_tokens", 0)):
+            for _ in range(max_new_tokens):
                 logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
                 last = torch.where(ended, last, sampling.draw(logits, generator))
                 yield last
@@ -349,11 +394,10 @@ class HFCausalLM(DilatedModule):
             self.decoder.train(training)
 
     def _check_prompts(self, tokens: Tensor) -> None:
-        """Raise ValueError unless prompts (B, N) can be continued; makes the weights."""
+        """Raise unless prompts (B, N) can be continued; makes the weights."""
+        check_prompts(tokens, self.vocab_size)
         self.configure_model()
         refuse_sharded(self, "generation takes whole ones")
-        if tokens.ndim != 2 or not tokens.numel():
-            raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
 
     def _new_cache(self) -> Any:
         """Of this package for patterns, else of transformers."""
@@ -378,7 +422,7 @@ class HFCausalLM(DilatedModule):
         if hasattr(copy, "transformer"):
             del copy.transformer
         copy.config = with_depth(self.config, depth)
-        copy.source, copy._adapted = None, ()
+        copy.source, copy.adapters, copy._adapted = None, None, ()
         if self.lora is not None:
             copy.lora = {**self.lora, "init_lora_weights": False}  # others read the values of weights
         return copy
@@ -397,8 +441,9 @@ class HFCausalLM(DilatedModule):
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
 
-        With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and no
-        pattern. The tokenizer of the data is written, too, where there is one. On several ranks, only one calls it.
+        With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and a
+        `decoder_config.json` for `HFCausalLM(folder)`, which trains them on. The tokenizer of the data is written, too,
+        where there is one. On several ranks, only one calls it.
 
         Args:
             merge: add the updates to the weights, in a copy, and write the whole model.
@@ -412,8 +457,10 @@ class HFCausalLM(DilatedModule):
             raise FileExistsError(f"save_pretrained writes a folder, and {folder} is a file. Give another name.")
         self.configure_model()
         refuse_sharded(self, "a folder holds whole ones")
-        if self._adapted:
-            adapters.save(self._adapted[0], folder, merge)
+        if self._adapted and merge:
+            adapter_folders.save_merged(self._adapted[0], folder)
+        elif self._adapted:
+            adapter_folders.save(self._adapted[0], folder, self.config)
         else:
             self.decoder.save_pretrained(folder)
         write_files(Path(folder), self.current_tokenizer())
@@ -427,22 +474,6 @@ class HFCausalLM(DilatedModule):
         return module
 
 
-def _changed(config: Any, changes: Any) -> Any:
-    """A config with other values."""
-    if not isinstance(changes, Mapping):
-        raise TypeError(f"config must be a mapping of values of the model's config, or None; got {changes!r:.200}.")
-    values = config.to_dict()
-    text = values.get("text_config", values)
-    known_keys(changes, f"config of {config.model_type}", text)
-    fixed = [n for n in ("model_type", "num_hidden_layers", "layer_types") if n in changes]
-    if fixed:
-        raise ValueError(
-            f"config cannot change {fixed[0]}: weights would not fit. Build a model of that config instead."
-        )
-    text.update(changes)
-    return type(config).from_dict(values)
-
-
 def refuse_sharded(module: nn.Module, why: str) -> None:
     """Raise ValueError for parameters that are sharded over ranks."""
     if any(isinstance(p, DTensor) for p in module.parameters()):
@@ -450,63 +481,3 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
             f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
             "take the model that load_from_checkpoint makes of its file."
         )
-
-
-def with_depth(config: Any, depth: int) -> Any:
-    """A config with another number of layers, of the same kinds in turns, and of all kinds where there is room."""
-    values = config.to_dict()
-    text = values.get("text_config", values)
-    if types := text.get("layer_types"):
-        chosen = list(in_turns(shortest_cycle(types), depth))
-        missing = [x for x in dict.fromkeys(types) if x not in chosen]
-        if len(missing) < depth:
-            chosen[depth - len(missing) :] = missing
-        text["layer_types"] = chosen
-    text["num_hidden_layers"] = depth
-    return type(config).from_dict(values)
-
-
-def _check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
-    """Raise ValueError for other lengths than those of samples."""
-    if lengths is None:
-        return
-    values = torch.as_tensor(lengths)
-    if values.shape != tokens.shape[:1] or not bool(((values >= 0) & (values <= most)).all()):
-        raise ValueError(
-            f"lengths must be (B,) = ({len(tokens)},) numbers of tokens from 0 to N = {most}, got {values.tolist()}."
-        )
-
-
-#: names of values that transformers reads, and keeps under others
-_FORMER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version")
-
-
-def _check_names(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name that a config written by hand does not have: transformers would ignore it."""
-    from transformers import AutoConfig
-
-    if "transformers_version" in values:  # a config that transformers wrote may hold entries of others
-        return
-    default = AutoConfig.for_model(values["model_type"])
-    unknown = {x for x in values if not hasattr(default, x)} - {*_FORMER_NAMES, ENTRY}
-    names = [x for x in values if x not in unknown]
-    known_keys(values, f"model of model_type {values['model_type']}", [*names, *default.to_dict()])
-
-
-def _read_config(model: Any) -> tuple[str | None, Any]:
-    """(folder or repository of the weights, None for random ones; config)."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    if isinstance(model, (str, Path)):
-        adapters.refuse_folder(model)
-        return str(model), AutoConfig.from_pretrained(model)
-    if isinstance(model, Mapping):
-        if "model_type" not in model:
-            raise ValueError(
-                f"model as a mapping is a config of transformers and needs model_type, such as llama; got {sorted(model)}."
-            )
-        _check_names(model)
-        model = AutoConfig.for_model(**model)
-    if not isinstance(model, PreTrainedConfig):
-        raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")
-    return None, type(model).from_dict(model.to_dict())  # transformers keeps the attention implementation in it

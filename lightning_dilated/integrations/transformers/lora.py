@@ -1,11 +1,9 @@
-"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections, by peft: its options, layers and folders."""
+"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections, by peft: its options and layers."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -122,27 +120,3 @@ def keep_wide(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
         p = module.get_parameter(name)
         if p.dtype in (torch.bfloat16, torch.float16):
             p.data = values.to(p.device)
-
-
-def save(adapted: Any, folder: str | Path, merge: bool) -> None:
-    """Write a folder of peft's, or with `merge` one of transformers whose weights hold the updates.
-
-    Merging copies the decoder.
-    """
-    if not merge:
-        adapted.save_pretrained(folder)
-        return
-    with torch.no_grad():
-        copy.deepcopy(adapted).merge_and_unload(safe_merge=True).save_pretrained(folder)
-
-
-def refuse_folder(folder: str | Path) -> None:
-    """Raise ValueError for a folder of adapters without the model that they belong to."""
-    path = Path(folder) / "adapter_config.json"
-    if not path.is_file() or (Path(folder) / "config.json").is_file():
-        return
-    base = json.loads(path.read_text()).get("base_model_name_or_path")
-    raise ValueError(
-        f"{folder} holds adapters only, of {base}. To train on, load a checkpoint; to use them, save the model by "
-        "save_pretrained(folder, merge=True), or take peft.PeftModel.from_pretrained."
-    )

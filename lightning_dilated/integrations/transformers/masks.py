@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_dilated._compat.torch import is_fake
+from lightning_dilated.integrations.transformers.padding import Padding
 from lightning_dilated.sequence.collectives import sequence_gather
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -47,7 +48,7 @@ class VisibleKeys:
     Attributes:
         length: L.
         window: keys that a token sees, itself among them; None: all before it.
-        lengths: (B,) int32 on the CPU, real tokens of right-padded samples; None: no padding.
+        padding: of samples; None: none.
         has_padding_mask: whether the caller gave an `attention_mask`, for which transformers ignores documents.
         starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
         known: whether `bounds` are the documents, which nothing else says; see `known_documents`.
@@ -59,15 +60,20 @@ class VisibleKeys:
         self,
         length: int,
         window: int | None,
-        lengths: Tensor | None,
+        padding: Padding | None,
         has_padding_mask: bool,
         starts: Tensor,
         follows: bool = False,
     ) -> None:
-        self.length, self.window, self.lengths, self.starts = length, window, lengths, starts
+        self.length, self.window, self.padding, self.starts = length, window, padding, starts
         self.has_padding_mask, self.follows = has_padding_mask, follows
         self.known, self.bounds = bool(_known), _known[-1] if _known else None
         self._documents: tuple[Any, Any, Tensor | None] | None = None
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """(B,) int32 on the CPU, real tokens of padded samples; None: no padding."""
+        return None if self.padding is None else self.padding.lengths
 
     @torch.compiler.disable  # it reads values
     def documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
@@ -101,67 +107,97 @@ def visible_keys(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
+    **options: Any,
+) -> VisibleKeys | CachedStep:
+    """The mask of a forward, as transformers' AttentionMaskInterface asks for it.
+
+    Args:
+        batch_size, q_length, kv_length: B, new tokens, and their keys with those of a cache.
+        q_offset, kv_offset: positions of the first of both.
+        options: `mask_function`, `attention_mask`, `local_size`, `use_vmap` and `device`; others are those of "sdpa".
+
+    Raises:
+        ValueError: for masks that are not causal windows of documents and padded samples.
+    """
+    if (group := active_sequence()) is not None:
+        group.guard(_refuse_none, group, q_length)
+    elif isinstance(q_offset, Tensor) or kv_length + kv_offset > q_length + q_offset:
+        raise ValueError(
+            f"got {kv_length} keys of {q_length} tokens, as from a cache of a fixed size (cache_implementation='static'), "
+            "whose masks ring_dilated does not make, or from prefixes. Leave it out, pass cache=dilated_cache(model.config, "
+            "max_length=N), or load the model with attn_implementation='sdpa'."
+        )
+    offsets = cast(int, q_offset), kv_offset  # or ranks share the sequence, and a cache is refused
+    if offsets != (0, 0) or kv_length != q_length:
+        return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
+    return _mask_of_whole(batch_size, q_length, **options)
+
+
+def _mask_after_cache(
+    batch: int,
+    lengths: tuple[int, int],
+    offsets: tuple[int, int],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **options: Any,
+) -> VisibleKeys | CachedStep:
+    """The mask of (queries, keys), at positions from `offsets` on, that follow those of a cache."""
+    group = active_sequence()
+    check = _call if group is None else group.guard  # on ranks the others raise, too
+    check(_refuse_cache_on_ranks, group, *lengths)
+    if _follows(lengths, offsets) and local_size != 1:  # whose mask a sliding window may have, too
+        padding = None if attention_mask is None else Padding.of(attention_mask)
+        none = torch.empty(0, dtype=torch.int64)
+        return VisibleKeys(lengths[0], local_size, padding, attention_mask is not None, none, follows=True)
+    from transformers import AttentionMaskInterface
+
+    options |= {"attention_mask": attention_mask, "local_size": local_size, "q_offset": offsets[0]}
+    sizes = {"batch_size": batch, "q_length": lengths[0], "kv_length": lengths[1], "kv_offset": offsets[1]}
+    return CachedStep(AttentionMaskInterface()["sdpa"](**sizes, **options))
+
+
+def _mask_of_whole(
+    batch: int,
+    length: int,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> VisibleKeys | CachedStep:
-    """The mask of a forward, as transformers' AttentionMaskInterface asks for it.
-
-    Raises:
-        ValueError: for masks that are not causal windows of documents and right-padded samples.
-    """
+) -> VisibleKeys:
+    """The mask of tokens that follow none."""
     group = active_sequence()
     check = _call if group is None else group.guard  # on ranks the others raise, too
-    if (
-        _follows(q_length, kv_length, q_offset, kv_offset) and local_size != 1
-    ):  # whose mask a sliding window may have, too
-        check(_refuse_cache_on_ranks, group, q_length, kv_length)
-        _check_whole(attention_mask)
-        return VisibleKeys(q_length, local_size, None, False, torch.empty(0, dtype=torch.int64), follows=True)
-    cached = isinstance(q_offset, Tensor) or q_offset != 0 or kv_offset != 0 or kv_length != q_length
-    if cached:
-        check(_refuse_cache_on_ranks, group, q_length, kv_length)
-        from transformers import AttentionMaskInterface
-
-        make = AttentionMaskInterface()["sdpa"]
-        return CachedStep(
-            make(
-                batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-                mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap,
-                device=device, **options,
-            )
-        )  # fmt: skip
     none = torch.empty(0, dtype=torch.int64)
     if is_fake(none):  # in a plan, whose tensors have no values
-        return VisibleKeys(q_length, local_size, None, attention_mask is not None, none)
-    starts = check(_intervals, mask_function, batch_size, q_length, local_size, device, use_vmap)
+        return VisibleKeys(length, local_size, None, attention_mask is not None, none)
+    starts = check(_intervals, mask_function, batch, length, local_size, device, use_vmap)
     if _known and group is None:
         _check_known(starts, _known[-1])
-    lengths = None
+    padding = None
     if attention_mask is not None:
-        check(_check_padding_mask, attention_mask, batch_size, q_length)
-        lengths = _lengths(attention_mask, group)
-    return VisibleKeys(q_length, local_size, lengths, attention_mask is not None, starts)
+        check(_check_padding_mask, attention_mask, batch, length)
+        padding = Padding.of(attention_mask, group)
+    return VisibleKeys(length, local_size, padding, attention_mask is not None, starts)
 
 
-def _follows(queries: int, keys: int, query_offset: int | Tensor, key_offset: int) -> bool:
+def _follows(lengths: tuple[int, int], offsets: tuple[int, int]) -> bool:
     """Whether keys are those of the queries alone, which follow others: as a `DilatedCache` says it."""
-    return not isinstance(query_offset, Tensor) and query_offset == key_offset > 0 and queries == keys
-
-
-def _check_whole(mask: Tensor | None) -> None:
-    """Raise for a padding mask with padding."""
-    if mask is not None and not bool(mask.all()):
-        raise ValueError(
-            "a DilatedCache takes prompts without padding: generate for one prompt at a time, or for equally long ones."
-        )
+    return offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
 
 
 def _call(check: Callable[..., Any], *args: Any) -> Any:
     return check(*args)
+
+
+def _refuse_none(group: SequenceGroup, length: int) -> None:
+    """Raise for a rank without tokens, on which the code of transformers fails before the others could hear of it."""
+    if not length:
+        raise ValueError(
+            f"rank {group.rank} of {group.ranks} holds no token of this sequence, which decoders of transformers do not "
+            "compute. Give the sequence as many tokens as ranks or more (pack several into a row), or share it among fewer."
+        )
 
 
 def _refuse_cache_on_ranks(group: SequenceGroup | None, queries: int, keys: int) -> None:
@@ -221,24 +257,6 @@ def _check_padding_mask(mask: Tensor, batch: int, length: int) -> None:
             f"attention_mask must be {(batch, length)}, as the tokens are; got {tuple(mask.shape)}. On ranks that share a "
             "sequence it is each rank's own part."
         )
-
-
-def _lengths(mask: Tensor, group: SequenceGroup | None) -> Tensor | None:
-    """(B,) real tokens of each sample by a mask (B, L) of this rank's tokens; None where all are."""
-    whole = mask.to(torch.bool)
-    if group is not None:
-        whole = sequence_gather(whole.to(torch.int32), 1, group).to(torch.bool)
-    lengths = whole.sum(1)
-    right = torch.arange(whole.shape[1], device=whole.device)[None] < lengths[:, None]
-    wrong = (right != whole).any(1).cpu()
-    if bool(wrong.any()):
-        row = int(wrong.int().argmax())
-        raise ValueError(
-            f"attention_mask of sample {row} has padding on the left or holes: ring_dilated takes padding on the right "
-            'only, ones and then zeros. Set tokenizer.padding_side = "right", or pass samples one by one without padding.'
-        )
-    lengths = lengths.to("cpu", torch.int32)
-    return None if bool((lengths == whole.shape[1]).all()) else lengths
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -314,9 +332,11 @@ def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
 
 def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
     """Raise for positions (B, N) that begin anew among real tokens, where transformers makes a mask of one document."""
-    lengths = torch.tensor([positions.shape[1]]) if mask.lengths is None else mask.lengths
-    real = torch.arange(1, positions.shape[1])[None] < lengths[:, None]
-    if bool(((positions.diff(dim=1) < 1) & real).any()):
+    restarts = positions.diff(dim=1) < 1
+    if mask.padding is not None:
+        real = mask.padding.real()
+        restarts = restarts & real[:, :-1] & real[:, 1:]
+    if bool(restarts.any()):
         why = "an attention_mask" if mask.has_padding_mask else "a cache"
         remedy = (
             "Leave attention_mask out, and pass use_cache=False" if mask.has_padding_mask else "Pass use_cache=False"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_dilated._compat.transformers import look_for_documents_in_tokens_only
 from lightning_dilated.integrations.transformers.attention import attend
 from lightning_dilated.integrations.transformers.masks import visible_keys
 
@@ -34,5 +35,6 @@ def register() -> None:
             f"lightning_dilated.integrations.transformers needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and "
             f'{transformers.__version__} is installed: pip install "lightning-dilated[transformers]".'
         )
+    look_for_documents_in_tokens_only()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, visible_keys)

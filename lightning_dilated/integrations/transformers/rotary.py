@@ -1,4 +1,4 @@
-"""Rotary positions of decoders whose frequencies follow the length of a sequence ("dynamic" and "longrope"), on ranks.
+"""Rotary positions: their options, and frequencies that follow the length of a sequence ("dynamic", "longrope") on ranks.
 
 transformers takes the length from the positions that it is given, which on ranks are a part of them. The furthest position
 of the whole is therefore appended to those of a rank, and its angles are removed again.
@@ -21,11 +21,36 @@ BY_LENGTH = ("dynamic", "longrope")
 _furthest: list[int] = []
 
 
+def _each_parameters(config: Any) -> list[dict[str, Any]]:
+    """`rope_parameters` of a config, or those of each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    inner = [x for x in parameters.values() if isinstance(x, dict)]
+    return inner or [parameters]
+
+
 def follows_length(config: Any) -> bool:
     """Whether rotary frequencies of a config follow the length of a sequence."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    each = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]
-    return any(x.get("rope_type") in BY_LENGTH for x in each)
+    return any(x.get("rope_type") in BY_LENGTH for x in _each_parameters(config))
+
+
+def check_rope(config: Any) -> None:
+    """Raise ValueError for rotary options that transformers only warns of, or finds wrong when the model is made."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for x in _each_parameters(config):
+        kind, factor = x.get("rope_type", "default"), x.get("factor", 1.0)
+        if kind not in (allowed := {"default", *ROPE_INIT_FUNCTIONS}):
+            raise ValueError(f"rope_parameters has rope_type={kind!r}; it is one of {', '.join(sorted(allowed))}.")
+        if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor <= 0):
+            raise ValueError(f"rope_parameters of rope_type {kind} needs a number above 0 as factor, got {factor!r}.")
+        pairs = int(head_dim * x.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            if name in x and len(x[name]) != pairs:
+                raise ValueError(
+                    f"rope_parameters has {len(x[name])} numbers as {name}, and this model takes {pairs}, one for each "
+                    "pair of rotated features of a head."
+                )
 
 
 @contextlib.contextmanager

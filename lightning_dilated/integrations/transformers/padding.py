@@ -1,0 +1,104 @@
+"""Padding: where the real tokens of padded samples stand in their rows, one run of them in each.
+
+Attention takes rows that begin with their first real token: `aligned` moves them there, `restored` puts outputs back.
+
+Shape letters: B batch, L tokens of this rank, N tokens of the sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.sequence.collectives import sequence_gather
+from lightning_dilated.sequence.group import SequenceGroup
+
+
+class Padding:
+    """Padding of samples, by their attention mask.
+
+    Attributes:
+        lengths: (B,) int32 on the CPU, real tokens of each sample.
+        left: (B,) int64 on the CPU, padding before them; 0 for samples without real tokens.
+        columns: N.
+    """
+
+    def __init__(self, lengths: Tensor, left: Tensor, columns: int, device: torch.device) -> None:
+        self.lengths, self.left, self.columns = lengths, left, columns
+        self.has_left = bool(left.any())
+        # made here, and not where layers move rows: a compiled layer takes them as they are
+        self._aligned, self._restored = (self._rows(x).to(device) for x in (left, -left))
+
+    @classmethod
+    def of(cls, mask: Tensor, group: SequenceGroup | None = None) -> Padding | None:
+        """Of a mask (B, L) of this rank's tokens, 1 or True for real ones; None where all are. A collective call in a group.
+
+        Raises:
+            ValueError: for holes, and for padding on the left of a sequence that ranks share.
+        """
+        whole = mask.to(torch.bool)
+        if group is not None:
+            whole = sequence_gather(whole.to(torch.int32), 1, group).to(torch.bool)
+        lengths, left = whole.sum(1), whole.to(torch.uint8).argmax(1) if whole.shape[1] else whole.sum(1)
+        at = torch.arange(whole.shape[1], device=whole.device)[None] - left[:, None]
+        wrong = ((at >= 0) & (at < lengths[:, None])) != whole
+        _refuse(wrong.any(1).cpu(), left.cpu(), group)
+        lengths = lengths.to("cpu", torch.int32)
+        return (
+            None if bool((lengths == whole.shape[1]).all()) else cls(lengths, left.cpu(), whole.shape[1], mask.device)
+        )
+
+    @property
+    def right(self) -> Tensor:
+        """(B,) int64 on the CPU, padding behind the real tokens."""
+        return self.columns - self.left - self.lengths
+
+    def real(self) -> Tensor:
+        """(B, N) bool on the CPU, which tokens are real."""
+        at = torch.arange(self.columns)[None] - self.left[:, None]
+        return (at >= 0) & (at < self.lengths[:, None])
+
+    def check_prompts(self) -> None:
+        """Raise ValueError unless new tokens may come behind the samples: padding is on the left, before a token."""
+        if not bool(self.right.any()):
+            return
+        row = int(self.right.bool().int().argmax())
+        if not self.lengths[row]:
+            raise ValueError(
+                f"attention_mask of sample {row} has no real token among the first {self.columns}, so there is nothing to "
+                "continue. Give each prompt at least one token, and leave prefill_chunk_size out."
+            )
+        raise ValueError(
+            f"attention_mask of sample {row} has padding on the right, and new tokens would come behind it. To generate, "
+            'pad on the left: tokenizer.padding_side = "left".'
+        )
+
+    def aligned(self, x: Tensor) -> Tensor:
+        """(B, N, ...) whose rows begin with their first real token; padding on the left comes behind."""
+        return self._moved(x, self._aligned)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """(B, N, ...) of aligned rows, as they were."""
+        return self._moved(x, self._restored)
+
+    def _moved(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, rows.to(x.device)).view(x.shape) if self.has_left else x
+
+    def _rows(self, by: Tensor) -> Tensor:
+        """(B N,) where each row of a flat (B N, ...) comes from, if samples are rolled to the left by (B,) tokens."""
+        at = (torch.arange(self.columns) + by[:, None]) % max(1, self.columns)
+        return (at + self.columns * torch.arange(len(by))[:, None]).flatten()
+
+
+def _refuse(wrong: Tensor, left: Tensor, group: SequenceGroup | None) -> None:
+    """Raise for samples that have holes, (B,) bool, or padding on the left, (B,), where ranks share them."""
+    if bool(wrong.any()):
+        raise ValueError(
+            f"attention_mask of sample {int(wrong.int().argmax())} has holes: ring_dilated takes real tokens in one run, "
+            "with padding before or behind them. Remove the padding in between, or pass samples one by one."
+        )
+    if group is not None and group.ranks > 1 and bool(left.any()):
+        raise ValueError(
+            f"attention_mask of sample {int(left.bool().int().argmax())} has padding on the left, and ranks that share a "
+            'sequence take it on the right only. Set tokenizer.padding_side = "right".'
+        )
