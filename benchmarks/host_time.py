@@ -4,9 +4,9 @@
     python benchmarks/host_time.py --device cuda    # and what of it is left for a GPU's kernels, which run beside it
     python benchmarks/host_time.py --device cuda --profile
 
-A call of 64 tokens, 4 heads of 8 (64 in bfloat16 on a GPU), two branches: the least of nine means, on one thread. `--profile`
-prints the functions in which the time goes. To compare two versions run both in turn on one machine, with PYTHONPATH set to
-each.
+A call of 64 tokens, 4 heads of 8 (64 in bfloat16 on a GPU), two branches: the least of nine means, on one thread.
+`--profile` prints the functions in which the time goes. To compare two versions run both in turn on one machine, with
+PYTHONPATH set to each.
 """
 
 from __future__ import annotations
