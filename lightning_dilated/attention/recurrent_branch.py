@@ -211,3 +211,9 @@ def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The trained `RecurrentBranch.fast_parameters` of all layers of a module."""
     branches = [m for m in module.modules() if isinstance(m, RecurrentBranch)]
     return [p for branch in branches for p in branch.fast_parameters() if p.requires_grad]
+
+
+def names_in_fp32(module: nn.Module) -> set[str]:
+    """Names of the parameters that keep fp32 where the module is in 16 bits."""
+    decays = [(name, m) for name, m in module.named_modules() if isinstance(m, Decay)]
+    return {f"{name}.{each}" for name, m in decays for each, _ in m.named_parameters()}

@@ -169,7 +169,8 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
     head = f"{seen.seq_len:,} tokens, {seen.num_heads} heads of {sizes.head_dim}, {seen.depth} layers, {kind}"
     lines = [*seen.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
     lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(seen.sight))]
-    if beyond := reach_in_words(sizes.recurrences, sizes.head_dim):
+    recurrences = in_turns(sizes.recurrences, seen.depth) if sizes.recurrences else ()
+    if beyond := reach_in_words(recurrences, sizes.head_dim):
         lines.append(f"  {'beyond the pattern':<22}{beyond}")
     return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
 

@@ -45,7 +45,12 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import in_turns
-from lightning_dilated.recurrence.description import plain_recurrences, reach_in_words
+from lightning_dilated.recurrence.description import (
+    layer_recurrences,
+    plain_recurrences,
+    reach_in_words,
+    without_starts,
+)
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
@@ -339,14 +344,14 @@ class DilatedModule(Pretrained, LearningRate):
         """Check that the layers attend as the trained ones did, which weights do not show; keep the tokenizer.
 
         Raises:
-            ValueError: in a Trainer's run, for other rotary bases. Another pattern or tokenizer is reported.
+            ValueError: in a Trainer's run, for other rotary bases or recurrences. Another pattern or tokenizer is reported.
         """
         self._keep_tokenizer(checked_files(checkpoint.get("tokenizer"), "the checkpoint"))
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
-        if attached_trainer(self) is None or not any(bases):  # outside of a run the caller chose them
+        if attached_trainer(self) is None or not bases:  # outside of a run the caller chose them
             return
-        if isinstance(theirs, (int, float, list, tuple)):
+        if any(bases) and isinstance(theirs, (int, float, list, tuple)):
             trained = layer_bases(theirs, hparams.get("max_seq_len"), len(bases))
             if trained != tuple(bases):
                 raise ValueError(
@@ -361,12 +366,19 @@ class DilatedModule(Pretrained, LearningRate):
                 rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
 
     def _check_recurrences(self, hparams: Mapping[str, Any]) -> None:
-        """Raise ValueError where the layers of the checkpoint had other recurrences than these have."""
-        ours = plain_recurrences(getattr(self, "recurrences", (None,)))
-        if "recurrence" in hparams and hparams["recurrence"] != ours:
+        """Raise ValueError where the layers of the checkpoint had other recurrences than these have, but for `gate_init`:
+        trained gates are in the weights."""
+        ours = getattr(self, "recurrences", None)
+        if ours is None or "recurrence" not in hparams:
+            return
+        try:
+            theirs = layer_recurrences(hparams["recurrence"], len(ours), getattr(self, "causal", False))
+        except (TypeError, ValueError):  # of a model of another depth, or that was not causal
+            theirs = None
+        if theirs is None or without_starts(theirs) != without_starts(ours):
             raise ValueError(
-                f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has {ours!r}, with "
-                "which it would compute something else. Set recurrence to the former."
+                f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has "
+                f"{plain_recurrences(ours)!r}, with which it would compute something else. Set recurrence to the former."
             )
 
     def _keep_tokenizer(self, files: dict[str, str] | None) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated.attention.recurrent_branch import names_in_fp32
 from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
 from lightning_dilated.pattern import DilatedPattern
 
@@ -484,10 +485,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     """Load the tensors into the model, in their dtype; raises ValueError for those that do not fit."""
-    dtypes = {x.dtype for x in tensors.values() if x.is_floating_point()}
+    alias = _aliases(model)
+    wide = names_in_fp32(model)  # whatever the others are
+    dtypes = {x.dtype for name, x in tensors.items() if x.is_floating_point() and name not in wide}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
-    alias = _aliases(model)
     weights = {name for name, _ in model.named_parameters()}  # a buffer may hold infinities on purpose
     check_finite({name: x for name, x in tensors.items() if name in weights}, wrong.split(" does not ")[0])
     try:

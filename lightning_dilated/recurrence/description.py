@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys, one_of, real
@@ -143,3 +143,8 @@ def plain_recurrences(layers: Sequence[Recurrence | None]) -> Any:
     """Plain values for checkpoints, which `layer_recurrences` reads."""
     cycle = [None if x is None else x.to_dict() for x in shortest_cycle(layers)]
     return cycle[0] if len(cycle) == 1 else cycle
+
+
+def without_starts(layers: Sequence[Recurrence | None]) -> tuple[Recurrence | None, ...]:
+    """The same but for values that parameters only begin with: what layers with given weights compute."""
+    return tuple(None if x is None else replace(x, gate_init=0.0) for x in layers)

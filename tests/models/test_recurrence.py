@@ -384,15 +384,42 @@ def test_checkpoints_keep_it(tmp_path, value):
     torch.testing.assert_close(again(tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_resuming_with_another_recurrence_is_refused():
+def test_folders_of_16_bits_load_in_16_bits(tmp_path):
+    """Decays alone are in fp32."""
+    model, tokens = lively({}).to(torch.bfloat16), batch(1, 20)["tokens"]
+    model.save_pretrained(tmp_path)
+    again = ld.LongNetLM.from_pretrained(tmp_path).eval()
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    assert {name: p.dtype for name, p in again.named_parameters()} == dtypes
+    assert torch.equal(again(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("positions", ["rotary", "none"])
+def test_resuming_with_another_recurrence_is_refused(positions):
     """Linear and delta have equal weights, and compute something else."""
-    model = ld.LongNetLM(PATTERN, **SIZES, recurrence=KINDS["linear"])
+    model = ld.LongNetLM(PATTERN, **SIZES, recurrence=KINDS["linear"], position_encoding=positions)
     run = trainer(max_steps=1)
     run.strategy.connect(model)
     model.trainer = run
     stored = {"recurrence": {"kind": "delta", "segment": 4}, "rotary_base": 10000.0}
     with pytest.raises(ValueError, match=r"trained with recurrence=.*'delta'.*, and this model has .*'linear'"):
         model.on_load_checkpoint({"hyper_parameters": stored})
+    for other in ([None, KINDS["linear"]], [KINDS["linear"]] * 3, None):
+        with pytest.raises(ValueError, match="trained with recurrence="):
+            model.on_load_checkpoint({"hyper_parameters": {**stored, "recurrence": other}})
+    for same in ({"gate_init": 0.5, **KINDS["linear"]}, [KINDS["linear"]] * 2):  # trained gates are among the weights
+        model.on_load_checkpoint({"hyper_parameters": {**stored, "recurrence": same}})
+
+
+def test_streams_go_on_whatever_gates_began_with():
+    models = [lively({"gate_init": x}) for x in (0.0, 0.5)]
+    models[1].load_state_dict(models[0].state_dict())
+    tokens = batch(1, 20)["tokens"]
+    with torch.no_grad():
+        _, state = models[0].stream(tokens[:, :9])
+        nats = [m.stream(tokens[:, 9:], state=state, per_token=True)[0] for m in models]
+    assert torch.equal(*nats)
 
 
 @pytest.mark.parametrize("cls", [ld.LongNetLM, ld.LongNetClassifier])
