@@ -149,6 +149,7 @@ class Tables:
 
 
 @functools.lru_cache(maxsize=8)  # tables are as long as the sequence
+@torch.inference_mode(False)  # a call that trains may find them
 def tables(call: Call, rank: int, chunk: int) -> Tables:
     """The tables of one rank, on the CPU; `chunk`: C, where the call has no memory segments."""
     own = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]

@@ -156,6 +156,16 @@ def test_padding_adds_nothing():
     torch.testing.assert_close(whole[:1, :17], model(tokens[:1, :17]), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_training_after_inference_mode(name):
+    """What a call computes once for its length serves one that trains, too."""
+    model, data = lively(KINDS[name]), batch(1, 31)
+    with torch.inference_mode():
+        model(data["tokens"])
+    model.loss_terms(data)[0].backward()
+    assert model.transformer.blocks[0].attention.recurrence.scale.grad.any()
+
+
 def test_double_backward_is_refused():
     model = lively(KINDS["gated_delta"])
     total, _ = model.loss_terms(batch(1, 9))
