@@ -257,7 +257,7 @@ class ResumableLoader(DataLoader):
     def tell_length(self) -> None:
         """Let the Trainer expect the batches of the epoch that begins, where epochs have different numbers of them."""
         if self.trainer is not None:
-            whole = getattr(self.trainer.strategy, "takes_whole_steps", False) and not self.trainer.fast_dev_run
+            whole = getattr(self.trainer.strategy, "takes_whole_steps", False)
             set_epoch_batches(self.trainer, self, len(self), self.trainer.accumulate_grad_batches if whole else 1)
 
     def _check_identity(self, state: dict[str, Any]) -> None:

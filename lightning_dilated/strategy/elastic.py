@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_dilated._compat.lightning import epoch_batches_finished
@@ -125,10 +125,10 @@ class GlobalBatch:
         Raises:
             ValueError: for several training loaders, whose batches a step takes together.
         """
-        if len(loaders_of(trainer)) > 1:
+        if (count := len(loaders_of(trainer.train_dataloader))) > 1:
             raise ValueError(
                 f"global_batch={self.sequences} counts the sequences of one training loader, and there are "
-                f"{len(loaders_of(trainer))}: leave global_batch out, and set Trainer(accumulate_grad_batches=...)."
+                f"{count}: leave global_batch out, and set Trainer(accumulate_grad_batches=...)."
             )
         if before := epoch_batches_finished(trainer) % self._set:
             rank_zero_warn(
@@ -144,9 +144,11 @@ class GlobalBatch:
             trainer.limit_train_batches, self._limited = trainer_limit, None
 
 
-def loaders_of(trainer: Any) -> list[Any]:
-    """The training loaders of a Trainer that fits."""
-    return tree_leaves(trainer.train_dataloader)
+def loaders_of(loaders: Any) -> list[Any]:
+    """The loaders of a collection, which may hold further ones."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return [x for part in loaders for x in loaders_of(part)] if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def batch_size_of(loader: Any) -> int | None:

@@ -137,8 +137,8 @@ def load(adapted: Any, folder: str | Path) -> None:
         weights = peft.utils.load_peft_weights(str(folder), device="cpu")
     except Exception as error:
         raise ValueError(
-            f"the weights of the adapters in {folder} cannot be read ({type(error).__name__}: {str(error):.200}). The file is "
-            "damaged, or holds more than tensors, which is not loaded: write the folder again."
+            f"the weights of the adapters in {folder} cannot be read ({type(error).__name__}: {error!s:.200}). The file "
+            "is damaged, or holds more than tensors, which is not loaded: write the folder again."
         ) from error
     ours = {name: tuple(x.shape) for name, x in peft.get_peft_model_state_dict(adapted).items()}
     theirs = {name: tuple(x.shape) for name, x in weights.items()}
