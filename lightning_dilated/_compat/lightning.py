@@ -229,7 +229,7 @@ def epoch_batches_finished(trainer: pl.Trainer) -> int:
 
 
 def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: int = 1) -> None:
-    """Let the epoch that begins have the batches of a training loader of this length, cut to a multiple where it is longer; 2.6.6.
+    """Let the epoch that begins have the batches of a training loader of this length, cut to a multiple; 2.6.6.
 
     Lightning reads the length once, before the first epoch, into `fit_loop.max_batches`, `trainer.val_check_batch`, the
     limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Left alone where the Trainer combines

@@ -111,20 +111,26 @@ class GlobalBatch:
         batches = number_of_batches(loader, trainer, "train")
         if not batches or trainer.fast_dev_run or getattr(loader.sampler, "epochs_differ", False):
             return
+        self._check_enough(batches)
+        self._limited = trainer, trainer.limit_train_batches
+        trainer.limit_train_batches = batches // self._set * self._set
+
+    def _check_enough(self, batches: int | float) -> None:
+        """Raise ValueError for an epoch of fewer batches than a step."""
         if batches < self._set:
             raise ValueError(
                 f"global_batch={self.sequences}: a step takes {self._set} batches of each rank, and an epoch has {batches}. "
                 "Lower global_batch, pass more data, or raise limit_train_batches where it is set."
             )
-        self._limited = trainer, trainer.limit_train_batches
-        trainer.limit_train_batches = batches // self._set * self._set
 
     def check_first_step(self, trainer: Any) -> None:
         """Before the first step of a fit: refuses several training loaders, and warns where a step's batches are incomplete.
 
         Raises:
-            ValueError: for several training loaders, whose batches a step takes together.
+            ValueError: for several training loaders, whose batches a step takes together, and packed epochs below a step.
         """
+        if not trainer.fast_dev_run:
+            self._check_enough(trainer.num_training_batches)
         if (count := len(loaders_of(trainer.train_dataloader))) > 1:
             raise ValueError(
                 f"global_batch={self.sequences} counts the sequences of one training loader, and there are "

@@ -130,9 +130,15 @@ def test_packed_epochs_end_with_a_whole_step(tmp_path):
     assert any(packs % 4 for _, packs in seen) and 4 * made.global_step == sum(batches for batches, _ in seen)
 
 
-def test_less_than_a_step():
+def test_less_than_a_step(tmp_path):
     with pytest.raises(ValueError, match="takes 4 batches of each rank, and an epoch has 3"):
         fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(3)))
+    for i in range(3):
+        (tmp_path / f"{i}.bin").write_bytes(b"a" * 20)
+    data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
+    with pytest.raises(ValueError, match="takes 4 batches of each rank, and an epoch has 3"):
+        fit(RingDilatedStrategy(global_batch=4), loader=data)
+    fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(3)), fast_dev_run=True)
 
 
 @pytest.mark.parametrize("loaders", [list, dict])
