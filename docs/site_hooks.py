@@ -1,7 +1,7 @@
 """Hooks of mkdocs: files outside of docs/ that a page links to become part of the site, and dead links are warnings.
 
-A Markdown file of the checkout becomes a page, as does a recipe or a source file, whose text is shown; other files are copied.
-`mkdocs build --strict` fails on a warning. Addresses on the site are those in the checkout, without `docs/`.
+A Markdown file of the checkout becomes a page; so does a recipe or a source file, whose text is shown. Other files are
+copied. `mkdocs build --strict` fails on a warning. Addresses on the site are those in the checkout, without `docs/`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RENAMED = {"README.md": "readme.md"}
 PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md")
 #: pages that stand for their folder: they end with a list of its pages
 FOLDERS = ("benchmarks/results/README.md",)
-#: a link or image, or brackets in prose that the site would take for a reference; code, in which they are neither, is skipped
+#: a link or image, or brackets in prose that the site would take for a reference; inside code they are neither
 LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]+`)|\]\((?P<target>[^)\s]+)\)|(?P<prose>\[[^\[\]`]{1,200}\]\[[^\[\]`]{1,200}\])",
     re.M | re.S,

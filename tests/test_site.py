@@ -128,7 +128,9 @@ def test_every_page_of_docs_has_one_place() -> None:
 
 
 def test_index_sorts_pages_as_the_navigation_does() -> None:
-    parts = re.split(r"^\*\*(Tutorials|How-to|Reference|Explanation)\b", (ROOT / "docs/index.md").read_text(), flags=re.M)
+    parts = re.split(
+        r"^\*\*(Tutorials|How-to|Reference|Explanation)\b", (ROOT / "docs/index.md").read_text(), flags=re.M
+    )
     assert tuple(parts[1::2]) == KINDS
     for kind, text in zip(parts[1::2], parts[2::2], strict=True):
         paths = (HOOKS.linked_path(ROOT, "docs/index.md", target) for target in HOOKS.links(text))
