@@ -38,6 +38,7 @@ from lightning_dilated._compat.lightning import (
 )
 from lightning_dilated._compat.torch import flatten_mesh, map_tensors
 from lightning_dilated._device import leave_room
+from lightning_dilated.attention.recurrent_branch import Decay
 from lightning_dilated.checkpoint.state import refuse_one_file
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
@@ -246,10 +247,18 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     for layer in (layer for layers in lists for layer in layers):
         if any(True for _ in layer.parameters()):
+            for decay in _wider(layer):
+                fully_shard(decay, **options)
             fully_shard(layer, **options)
     fully_shard(module, **options)
     for name in STEPS:  # Lightning calls these and not forward
         register_fsdp_forward_method(module, name)
+
+
+def _wider(layer: nn.Module) -> list[nn.Module]:
+    """Modules that keep fp32 where the layer is in 16 bits: `fully_shard` takes parameters of one dtype."""
+    dtypes = {p.dtype for p in layer.parameters()}
+    return [m for m in layer.modules() if isinstance(m, Decay)] if len(dtypes) > 1 else []
 
 
 @contextmanager
