@@ -87,7 +87,8 @@ def test_every_public_name_has_one_entry() -> None:
         *public
     }
     assert "lightning_dilated.integrations.transformers.HFCausalLM" in public
-    assert not problems(public, entries()), "say it in docs/api/: `::: lightning_dilated.NAME`"
+    wrong = problems(public, entries())
+    assert not wrong, f"write entries in docs/api/, as `::: lightning_dilated.NAME`: {wrong}"
 
 
 def test_missing_repeated_and_unknown_entries_are_seen() -> None:
