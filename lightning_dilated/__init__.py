@@ -14,7 +14,7 @@ from lightning_dilated.models import (
 )
 from lightning_dilated.models.export import Exported, export
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
-from lightning_dilated.recurrence import RecurrentState, recurrent_attention
+from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_attention
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
@@ -32,6 +32,7 @@ __all__ = [
     "LongNetMLM",
     "LongViT",
     "MultiheadDilatedAttention",
+    "Recurrence",
     "RecurrentState",
     "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",

@@ -48,6 +48,22 @@ def trainer():
     return pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 
+def test_autograd_within_op():
+    """Without it the backward of a recurrence, which differentiates its forward, would find no graph."""
+    library = torch.library.Library("lightning_dilated_test", "DEF")
+    library.define("slope(Tensor x) -> Tensor")
+
+    def slope(x):
+        with torchs.autograd_within_op(), torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x.sin().sum(), x)[0]
+
+    library.impl("slope", slope, "CompositeExplicitAutograd")
+    x = torch.randn(3, requires_grad=True)
+    op = torch.ops.lightning_dilated_test.slope.default
+    assert torch.equal(torchs.below_autograd(op, x), x.detach().cos())
+
+
 # -- Lightning: classes ------------------------------------------------------------------------------------------------
 #: attributes of objects, not of classes
 MADE = {

@@ -475,6 +475,19 @@ def below_autograd(op: Any, *args: Any) -> Any:
         return op(*args)
 
 
+@contextlib.contextmanager
+def autograd_within_op() -> Iterator[None]:
+    """Within, autograd records again inside of an op's kernel, which torch runs below it; gradients have to be enabled, too.
+
+    Uses `torch._C._PreserveDispatchKeyGuard` and `torch._C._dispatch_tls_set_dispatch_key_excluded`. Known to hold for torch
+    2.11 to 2.13.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+
+
 def is_fake(x: object) -> bool:
     """Whether a tensor has no data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`; 2.11 to 2.13."""
     return isinstance(x, FakeTensor)

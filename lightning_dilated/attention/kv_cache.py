@@ -29,6 +29,7 @@ from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
 from lightning_dilated.pattern import DilatedPattern, Global, Window
 from lightning_dilated.pattern.branch import LARGEST, AnyBranch
 from lightning_dilated.pattern.rows import check_padding, head_rows, windowed
+from lightning_dilated.recurrence import Recurrence, RecurrentState
 from lightning_dilated.sequence.shard import DealtRows
 
 #: rows of a new buffer, if its branch can need that many and no `max_length` is given
@@ -303,6 +304,7 @@ class KVCache:
         max_length: most tokens of a sample, where a branch has wider segments. The buffers then have their final size, and
             stay where they are; None: they grow by doubling, up to ceil(w / r) rows.
         clock: shared with the caches of other layers, with the lengths of prompts that differ; None: one of its own.
+        recurrence: of the layer; the cache then holds its state, too, whose size does not grow.
 
     Raises:
         ValueError: for numbers of heads that the pattern does not allow, and shared prompts without a `max_length` for them.
@@ -316,8 +318,9 @@ class KVCache:
         *,
         max_length: int | None = None,
         clock: Clock | None = None,
+        recurrence: Recurrence | None = None,
     ) -> None:
-        self.pattern = pattern
+        self.pattern, self.recurrence = pattern, recurrence
         self.num_heads, self.num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
         self.max_length = None if max_length is None else integer(max_length, "max_length", 1)
         self.clock = Clock() if clock is None else clock
@@ -325,6 +328,9 @@ class KVCache:
         self.length = 0
         #: (B, W - 1, 2 K D) last keys and values before the layer's `kv_conv`; None without one, or before the first token
         self.recent: Tensor | None = None
+        #: the state of the layer's recurrence, and the last rows before its convolution; None before the first token
+        self.memory: RecurrentState | None = None
+        self.recurrent_rows: Tensor | None = None
         self._shape: tuple[int, int, int] | None = None
         self._of = pattern, self.num_heads, self.num_kv_heads
         self._branches = _layer_slots(*self._of)
@@ -436,18 +442,21 @@ class KVCache:
 
         In place, so that a captured graph finds them.
         """
-        taps, batch = rows.shape[1] - new, rows.shape[0]
-        if self.clock.ragged and self.length < self.clock.longest:
-            before, after = (self.clock.kept(x, batch) for x in (self.length, self.length + new))
-            kept = torch.tensor([b - a for a, b in zip(before, after, strict=True)])
-            at = send(kept[:, None] + torch.arange(taps), rows.device)
-            last = rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
-        else:
-            last = rows[:, new:]
+        last = self.latest(rows, new)
         if self.recent is None:
             self.recent = last.clone()
         else:
             self.recent.copy_(last)
+
+    def latest(self, rows: Tensor, new: int) -> Tensor:
+        """(B, W - 1, C): the last rows of (B, W - 1 + n, C) with those of n new tokens, without padding of prompts."""
+        taps, batch = rows.shape[1] - new, rows.shape[0]
+        if not (self.clock.ragged and self.length < self.clock.longest):
+            return rows[:, new:]
+        before, after = (self.clock.kept(x, batch) for x in (self.length, self.length + new))
+        kept = torch.tensor([b - a for a, b in zip(before, after, strict=True)])
+        at = send(kept[:, None] + torch.arange(taps), rows.device)
+        return rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
 
     # -- attending -----------------------------------------------------------------------------------------------------
     def attend(self, q: Tensor, out: Tensor, lse: Tensor, start: int) -> None:
@@ -579,6 +588,10 @@ class KVCache:
         self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))
         if self.recent is not None:
             self.recent = self.recent.index_select(0, indices.to(self.recent.device))
+        if self.memory is not None:
+            self.memory = self.memory.select(indices)
+        if self.recurrent_rows is not None:
+            self.recurrent_rows = self.recurrent_rows.index_select(0, indices.to(self.recurrent_rows.device))
         self._shape, self._launch = (len(indices), *self._shape[1:]), None
         self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
@@ -591,6 +604,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
         self.length = 0
+        self.memory = self.recurrent_rows = None
         if self.recent is not None:
             self.recent.zero_()
 
@@ -609,7 +623,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(x.nbytes for x in (self._k, self._v, self.recent) if x is not None)
+        buffers = (self._k, self._v, self.recent, self.recurrent_rows, self.memory)
+        return sum(x.nbytes for x in buffers if x is not None)
 
 
 def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:

@@ -7,7 +7,7 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -22,10 +22,12 @@ from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
 from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
+from lightning_dilated.attention.recurrent_branch import RecurrentBranch
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
@@ -66,8 +68,10 @@ class Projection:
     table: RotaryTable | None = None
     mix: Callable[[Tensor], Tensor] | None = None
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v by weight ((H + 2 K) D, E) and bias ((H + 2 K) D,); `group` = H / K.
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, and q and k before their rotation, by weight ((H + 2 K) D, E) and bias ((H + 2 K) D,); `group` = H / K.
 
         Views of one projection. With rotary positions v has a projection of its own: q and k are rotated into new tensors,
         and a view would keep the unrotated ones in memory until the backward.
@@ -78,15 +82,19 @@ class Projection:
             q, keys_values = linear(x, weight, bias).split((group * kv, 2 * kv), -1)
             k, v = self.mix(keys_values).split((kv, kv), -1)
             if self.table is None:
-                return heads(q), heads(k), heads(v)
-            q, k = self.table.split(heads(torch.cat([q, k], -1)), group * kv // self.head_dim)
-            return q, k, heads(v)
-        if self.table is None:
-            return tuple(heads(y) for y in linear(x, weight, bias).split((group * kv, kv, kv), -1))
-        biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
-        joint = heads(linear(x, weight[:-kv], biases[0]))
-        q, k = self.table.split(joint, group * kv // self.head_dim)
-        return q, k, heads(linear(x, weight[-kv:], biases[1]))
+                return self._unrotated(heads(q), heads(k), heads(v))
+            joint, v = heads(torch.cat([q, k], -1)), heads(v)
+        elif self.table is None:
+            return self._unrotated(*(heads(y) for y in linear(x, weight, bias).split((group * kv, kv, kv), -1)))
+        else:
+            biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
+            joint, v = heads(linear(x, weight[:-kv], biases[0])), heads(linear(x, weight[-kv:], biases[1]))
+        rotated = self.table.split(joint, group * kv // self.head_dim)
+        return *rotated, v, *joint.split((group * kv // self.head_dim, kv // self.head_dim), 2)
+
+    @staticmethod
+    def _unrotated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return q, k, v, q, k
 
 
 class DilatedAttention(nn.Module):
@@ -190,6 +198,8 @@ class MultiheadDilatedAttention(nn.Module):
         rotary_base, xpos_scale_base: `base` and `xpos_scale_base` of `Rotary`; the second is for "xpos" only.
         kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ShortConvolution`), causal if the
             layer is; None: no convolution.
+        recurrence: a memory of constant size beside the pattern, see `Recurrence`; a mapping is read by its `from_dict`;
+            None: none.
         batch_first: must be True.
         device, dtype: of the parameters.
 
@@ -216,6 +226,7 @@ class MultiheadDilatedAttention(nn.Module):
         rotary_base: float = 10000.0,
         xpos_scale_base: float = 512.0,
         kv_conv: int | None = None,
+        recurrence: Recurrence | Mapping[str, Any] | None = None,
         scale: float | None = None,
         engine: str = "auto",
         batch_first: bool = True,
@@ -241,6 +252,10 @@ class MultiheadDilatedAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
         channels = 2 * self.num_kv_heads * self.head_dim
         self.kv_conv = None if kv_conv is None else ShortConvolution(channels, kv_conv, causal, **factory)
+        self.recurrence: RecurrentBranch | None = None
+        if recurrence is not None:
+            sizes = embed_dim, num_heads, self.num_kv_heads, self.head_dim
+            self.recurrence = RecurrentBranch(Recurrence.from_dict(recurrence), *sizes, causal, **factory)
         self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
@@ -310,12 +325,18 @@ class MultiheadDilatedAttention(nn.Module):
             packed = lengths is not None or cu_seqlens is not None
             return self.join(self.decode(query, positions, cache, causal, packed)), None
         table = self.table(query, positions)
-        q, k, v = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
+        q, k, v, *unrotated = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
+        if self.recurrence is None:
+            unrotated.clear()  # the attention needs the memory
         out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
+        if self.recurrence is not None:
+            out = out + self.recurrence(query, *unrotated, v, lengths, cu_seqlens, cache).to(out.dtype)
         return self.join(out), None
 
-    def _projected(self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None):
-        """q (B, N, H, D), k and v (B, N, K, D)."""
+    def _projected(
+        self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
         project = Projection(self.head_dim, table, mix)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
 
@@ -345,8 +366,10 @@ class MultiheadDilatedAttention(nn.Module):
         table = self.table(query, positions, cache.length, furthest)
         if query.shape[1] == 1:  # rotated where they are read
             table, later = None, table
-        q, k, v = self._projected(query, table, mix)
-        return decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine, later)
+        q, k, v, plain_q, plain_k = self._projected(query, table, mix)
+        added = None if self.recurrence is None else self.recurrence.continued(query, plain_q, plain_k, v, cache)
+        out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine, later)
+        return out if added is None else out + added.to(out.dtype)
 
     def _mix(
         self, query: Tensor, lengths: Any, cu_seqlens: Any, chunk: ChunkLayer | None
@@ -400,6 +423,11 @@ class MultiheadDilatedAttention(nn.Module):
                 "is_causal=True cannot make this layer causal: its kv_conv sees tokens on both sides. Build it with "
                 "causal=True."
             )
+        if is_causal and self.recurrence is not None and not self.attention.causal:
+            raise ValueError(
+                "is_causal=True cannot make this layer causal: its recurrence sees tokens on both sides. Build it with "
+                "causal=True."
+            )
 
     def table(
         self,
@@ -436,10 +464,18 @@ class MultiheadDilatedAttention(nn.Module):
                 f"this cache was made for {cache.pattern} and (heads, kv heads) {cache_heads}, but the layer has "
                 f"{self.attention.pattern} and {layer_heads}. Make it by the layer's new_cache()."
             )
+        own = None if self.recurrence is None else self.recurrence.description
+        if cache.recurrence != own:
+            raise ValueError(
+                f"this cache was made for recurrence={cache.recurrence}, but the layer has {own}. Make it by the layer's "
+                "new_cache()."
+            )
 
     def new_cache(self, max_length: int | None = None, clock: Clock | None = None) -> KVCache:
         """An empty cache for this layer; the arguments are those of `KVCache`."""
-        return KVCache(self.attention.pattern, self.num_heads, self.num_kv_heads, max_length=max_length, clock=clock)
+        recurrence = None if self.recurrence is None else self.recurrence.description
+        heads = self.num_heads, self.num_kv_heads
+        return KVCache(self.attention.pattern, *heads, max_length=max_length, clock=clock, recurrence=recurrence)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

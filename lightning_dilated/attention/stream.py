@@ -21,9 +21,10 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
+from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.chunks import ENDLESS, CarriedRows, CarryPlan, exchanged
 from lightning_dilated.sequence.exchange import gather
-from lightning_dilated.sequence.exchange.program import Program, RowSet
+from lightning_dilated.sequence.exchange.program import Program
 from lightning_dilated.sequence.exchange.row_ops import LocalRows, Rows, add_rows, expand, pair
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
 from lightning_dilated.sequence.group import SequenceGroup
@@ -55,6 +56,11 @@ class ChunkLayer:
     seed: Tensor | None = None
     shared: bool = False
 
+    def of_recurrence(self) -> ChunkLayer:
+        """The place of the convolution of the layer's recurrence: its layer number is -1 for layer 0, -2 for layer 1, ..."""
+        layer, chunk = self.place.unbind()
+        return replace(self, place=torch.stack([-1 - layer, chunk]))
+
 
 @dataclass(frozen=True)
 class ChunkRoute:
@@ -77,8 +83,7 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
     problem, number = plan.problem, plan.piece(chunk)
     live, piece = plan.live(chunk), problem.shard.piece(number)
     program = gather.program(problem, number, problem.shard.each) if exchanged(problem, number) else Program([])
-    carried = [RowSet(x.document, x.head, x.rows) for x in live]
-    exchange = compile_program(problem, number, program, device, carried)
+    exchange = compile_program(problem, number, program, device, live)
     own = LocalRows((piece,), problem.kv_heads)
     runs = [
         run
@@ -233,6 +238,37 @@ class LayerTails:
             self._grads[chunk - 1] = grad.clone()
 
 
+class LayerStates:
+    """The state of a layer's recurrence after each chunk, and the gradients that later chunks leave for it."""
+
+    def __init__(self, before: RecurrentState | None = None) -> None:
+        self._states: dict[int, RecurrentState] = {} if before is None else {-1: before}
+        self._grads: dict[int, list[Tensor]] = {}
+
+    def before(self, chunk: int) -> RecurrentState | None:
+        """The state before a chunk; None before the first token."""
+        return self._states.get(chunk - 1)
+
+    def last(self) -> RecurrentState:
+        """After the last chunk."""
+        return self._states[max(self._states)]
+
+    def leave(self, chunk: int, state: RecurrentState, keeps: bool) -> None:
+        """Store the state after a chunk; unless all chunks' are kept, those before the chunk's own one are freed."""
+        self._states[chunk] = state.detach()
+        if not keeps:
+            self._states.pop(chunk - 2, None)
+
+    def take_grad(self, chunk: int) -> list[Tensor] | None:
+        """The gradients of the state after a chunk, by `RecurrentState.floating`; None: there are none."""
+        return self._grads.pop(chunk, None)
+
+    def leave_grad(self, chunk: int, grads: Sequence[Tensor]) -> None:
+        """Leave the gradients of the state before a chunk."""
+        if chunk:
+            self._grads[chunk - 1] = [x.clone() for x in grads]
+
+
 #: rows (n, 2, D) of keys and values, and which rows these are
 Carried = tuple[Tensor, tuple[CarriedRows, ...]]
 
@@ -245,7 +281,8 @@ class StreamState:
         position: tokens of each sample so far.
         starts: of each sample, where the document began that goes on.
         rows: by (layer, first head): (n, 2, D) rows of keys and values, and which rows these are.
-        tails: by layer: (B, W - 1, C) last inputs of `kv_conv`.
+        tails: by layer: (B, W - 1, C) last inputs of `kv_conv`; by -1 - layer: those of its recurrence's convolution.
+        memories: by layer: the state of its recurrence.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next; None before the first token.
         owner: the kind of model that left it.
     """
@@ -256,12 +293,13 @@ class StreamState:
     tails: dict[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     owner: str = ""
+    memories: dict[int, RecurrentState] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tensors = [x for x, _ in self.rows.values()] + [*self.tails.values(), self.hidden]
-        return sum(x.nbytes for x in tensors if x is not None)
+        return sum(x.nbytes for x in tensors if x is not None) + sum(x.nbytes for x in self.memories.values())
 
     def resumed(self, key: tuple[int, int], documents: Sequence[Document]) -> Carried | None:
         """The rows of a layer that `documents` still read; None: it has none."""
@@ -294,6 +332,7 @@ class StreamState:
             tails,
             None if self.hidden is None else one(self.hidden),
             self.owner,
+            {layer: x.detach().select([sample]) for layer, x in self.memories.items()},
         )
 
     @classmethod
@@ -313,6 +352,7 @@ class StreamState:
                 moved = tuple(x._replace(document=d) for x, d in zip(pieces, shifted, strict=True))
                 rows.setdefault(key, []).append((carried, moved))
         layers = {layer for s in states for layer in s.tails}
+        remembering = {layer for s in states for layer in s.memories}
         return cls(
             positions[0],
             [at for s in states for at in s.starts],
@@ -320,13 +360,16 @@ class StreamState:
             {layer: _stacked([(len(s.starts), s.tails.get(layer)) for s in states]) for layer in sorted(layers)},
             _stacked([(len(s.starts), s.hidden) for s in states]),
             next((s.owner for s in states if s.owner), ""),
+            {layer: _joined([(len(s.starts), s.memories.get(layer)) for s in states]) for layer in sorted(remembering)},
         )
 
     def to(self, device: torch.device | str) -> StreamState:
         """The state with its tensors on a device."""
         rows = {key: (x.to(device), pieces) for key, (x, pieces) in self.rows.items()}
         tails = {layer: x.to(device) for layer, x in self.tails.items()}
-        return replace(self, rows=rows, tails=tails, hidden=None if self.hidden is None else self.hidden.to(device))
+        memories = {layer: x.to(torch.device(device), x.matrix.dtype) for layer, x in self.memories.items()}
+        hidden = None if self.hidden is None else self.hidden.to(device)
+        return replace(self, rows=rows, tails=tails, hidden=hidden, memories=memories)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers only."""
@@ -335,14 +378,16 @@ class StreamState:
             for (layer, head), (x, pieces) in self.rows.items()
         ]
         numbers = {"position": self.position, "starts": list(self.starts), "owner": self.owner}
-        return {**numbers, "rows": rows, "tails": dict(self.tails), "hidden": self.hidden}
+        memories = {layer: x.state_dict() for layer, x in self.memories.items()}
+        return {**numbers, "rows": rows, "tails": dict(self.tails), "hidden": self.hidden, "memories": memories}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StreamState:
         """From a `state_dict`."""
         rows = {(x["layer"], x["head"]): (x["rows"], tuple(map(_piece, x["pieces"]))) for x in state["rows"]}
         numbers = int(state["position"]), list(state["starts"])
-        return cls(*numbers, rows, dict(state["tails"]), state["hidden"], state["owner"])
+        memories = {layer: RecurrentState.of(x) for layer, x in state.get("memories", {}).items()}
+        return cls(*numbers, rows, dict(state["tails"]), state["hidden"], state["owner"], memories)
 
 
 def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
@@ -351,6 +396,13 @@ def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
     if like is None:
         return None
     return torch.cat([like.new_zeros(samples, *like.shape[1:]) if x is None else x for samples, x in parts])
+
+
+def _joined(parts: Sequence[tuple[int, RecurrentState | None]]) -> RecurrentState:
+    """The memories of several states and their numbers of samples; an empty one for samples without."""
+    like = next(x for _, x in parts if x is not None)
+    empty = like.select([0]).zeros()
+    return RecurrentState.join([empty.select([0] * samples) if x is None else x for samples, x in parts])
 
 
 def _plain(x: CarriedRows) -> list[int]:
@@ -373,6 +425,7 @@ class Stream:
         self.name = f"stream-{next(_numbers)}"
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerTails] = {}
+        self._states: dict[int, LayerStates] = {}
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
         #: the ranks that share the sequence; None: one
@@ -425,7 +478,7 @@ class Stream:
 
     def end(self) -> None:
         """Free all rows and routes."""
-        for held in (self._layers, self._tails, self._plans, self._remembered, self._from_before):
+        for held in (self._layers, self._tails, self._states, self._plans, self._remembered, self._from_before):
             held.clear()
         self._before = self.documents = self.group = None
 
@@ -437,7 +490,11 @@ class Stream:
         }
         starts = {d.sample: d.start for d in self.documents or ()}  # the last one of each
         return StreamState(
-            self.shard.stop, list(starts.values()), carried, {i: x.last() for i, x in self._tails.items()}
+            self.shard.stop,
+            list(starts.values()),
+            carried,
+            {i: x.last() for i, x in self._tails.items()},
+            memories={i: x.last() for i, x in self._states.items()},
         )
 
     def take_left(self) -> StreamState:
@@ -507,6 +564,12 @@ class Stream:
         if layer not in self._tails:
             self._tails[layer] = LayerTails(self._before.tails.get(layer) if self._before is not None else None)
         return self._tails[layer]
+
+    def states_of(self, layer: int) -> LayerStates:
+        """The states of a layer's recurrence."""
+        if layer not in self._states:
+            self._states[layer] = LayerStates(self._before.memories.get(layer) if self._before is not None else None)
+        return self._states[layer]
 
     @property
     def exact(self) -> bool:

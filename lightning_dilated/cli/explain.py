@@ -21,6 +21,8 @@ from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain, sight_table
 from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import reach_in_words
 
 #: fields of `Sizes` and their options
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
@@ -38,6 +40,7 @@ class Sizes:
     head_dim: int = 64
     causal: bool = False
     rotary_bases: tuple[float | None, ...] = ()
+    recurrences: tuple[Recurrence | None, ...] = ()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +79,7 @@ def sizes_of_recipe(path: Path) -> Sizes:
     return Sizes(
         model.patterns, seq_len_of(path, config.get("data")), heads, model.num_kv_heads, model.depth,
         dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
+        tuple(getattr(model, "recurrences", ())),
     )  # fmt: skip
 
 
@@ -126,7 +130,7 @@ def resolve_sizes(args: argparse.Namespace) -> Sizes:
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
         pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, patterns=(pattern,), rotary_bases=())
+        sizes = replace(sizes, patterns=(pattern,), rotary_bases=(), recurrences=())
     options = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
     options |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
@@ -165,6 +169,8 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
     head = f"{seen.seq_len:,} tokens, {seen.num_heads} heads of {sizes.head_dim}, {seen.depth} layers, {kind}"
     lines = [*seen.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
     lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(seen.sight))]
+    if beyond := reach_in_words(sizes.recurrences, sizes.head_dim):
+        lines.append(f"  {'beyond the pattern':<22}{beyond}")
     return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
 
 

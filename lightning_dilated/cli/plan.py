@@ -87,6 +87,19 @@ def layout_hint(request: Request, time: Time | None, only_windows: bool = False)
     )
 
 
+def _recurrent_exchange(model: Any, ranks: int) -> list[str]:
+    """What a rank receives for recurrences."""
+    layers = [x for x in getattr(model, "recurrences", ()) if x is not None]
+    if not layers:
+        return []
+    sizes = model.num_kv_heads or model.num_heads, model.dim // model.num_heads
+    total = 3 * sum(x.exchanged_bytes(ranks, *sizes) for x in layers)
+    return [
+        f"recurrence: a rank receives up to {total / 2**20:.3g} MiB of maps of its state in a step, in "
+        f"{len(layers)} layer(s); their time is not counted."
+    ]
+
+
 def assumptions(request: Request, case: Case, time: Time | None = None) -> list[str]:
     """What the numbers rest on; `time` is that of the recommended setting."""
     base, setup = measured_machine(), case.setup
@@ -108,6 +121,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             "layers' outputs by passes at the speed of the GPU's memory: estimated, not measured."
         )
     if setup.ranks > 1:
+        notes += _recurrent_exchange(request.model, setup.ranks)
         mib, sums = setup.bucket_cap_mb, ""
         if mib is not None:
             sums = f" Gradients are summed {mib} MiB at a time during the backward, which that may slow down."
@@ -124,6 +138,11 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
     if setup.strategy == "ring_dilated_fsdp":
         notes.append(
             "sharded parameters: two blocks are whole at a time, gathered twice a step during other blocks' work."
+        )
+    if (size := request.shared_by) is not None:
+        notes.append(
+            f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
+            f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those."
         )
     if request.batch > 1:
         notes.append(

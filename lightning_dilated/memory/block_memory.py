@@ -92,6 +92,11 @@ class BlockMemory(nn.Module):
                 f"head_chunks={settings.head_chunks} is not offered with kv_conv={a.kv_conv.taps}. Set head_chunks=1; "
                 "policy, every, offload and tile work with it. Or leave kv_conv out."
             )
+        if a.recurrence is not None:
+            raise ValueError(
+                f"head_chunks={settings.head_chunks} is not offered with a recurrence, whose gates read all of a token. Set "
+                "head_chunks=1; policy, every, offload and tile work with it. Or leave recurrence out."
+            )
         if has_hooks(a):
             warnings.warn(
                 f"hooks on the attention layer do not run with head_chunks={settings.head_chunks}: put them on its block, "

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 from lightning_dilated._compat.torch import backward_is_retained, saved_by_op
 from lightning_dilated._validation import one_of
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
+from lightning_dilated.attention import recurrent_chunks as _chunks  # noqa: F401 - and those of recurrences
 from lightning_dilated.memory.offload import Host
 
 
@@ -119,7 +120,9 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
         more = {"context_fn": _contexts} if marked else {}
         return checkpoint(run, x, use_reentrant=False, **more)
     # torch.compile accepts torch's own contexts only, and retains graphs by itself
-    selective = partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    ops = torch.ops.lightning_dilated
+    kept = [ops.attention.default, ops.recurrence.default, ops.chunk_recurrence.default]
+    selective = partial(create_selective_checkpoint_contexts, kept)
     context_fn = selective if torch.compiler.is_compiling() else partial(_retained_contexts, selective)
     return checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
 

@@ -20,6 +20,7 @@ from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import BlockMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import active_sequence
 
 
@@ -126,6 +127,7 @@ class TransformerBlock(BlockMemory):
         causal: bool,
         num_kv_heads: int | None = None,
         options: BlockOptions | None = None,
+        recurrence: Recurrence | None = None,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
@@ -143,6 +145,7 @@ class TransformerBlock(BlockMemory):
             rotary_base=options.rotary_base,
             xpos_scale_base=options.xpos_scale_base,
             kv_conv=options.kv_conv,
+            recurrence=recurrence,
             engine=options.engine,
         )
         self.ffn_norm = make_norm(options.norm, dim)

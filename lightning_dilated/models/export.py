@@ -25,6 +25,7 @@ from lightning_dilated.attention.rotary import rotate
 from lightning_dilated.attention.spec import decode
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.slides.backbone import cells_of
+from lightning_dilated.recurrence.description import plain_recurrences
 from lightning_dilated.sequence import active_sequence
 
 #: suffixes of files, and what they are
@@ -114,6 +115,11 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
         raise ValueError("low-rank updates are not exported by themselves: call model.merge_lora() first.")
     if getattr(model, "linear_dtype", None) is not None:
         raise ValueError(f"linear_dtype={model.linear_dtype} cannot be exported: load the checkpoint without it.")
+    if any(getattr(model, "recurrences", ())):
+        raise ValueError(
+            f"recurrence={plain_recurrences(model.recurrences)!r} cannot be exported: its chunks depend on the length. "
+            "Export a model without it."
+        )
     if getattr(getattr(model, "options", None), "position_encoding", None) == "xpos":
         raise ValueError(f"position_encoding='xpos' cannot be exported. Train the {name} with 'rotary' or 'none'.")
     for needed in ("onnx", "onnxscript", "onnxruntime") if path.suffix == ".onnx" else ():

@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ from lightning_dilated._compat.lightning import (
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
+from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models.cuda_graphs import CudaGraphs
@@ -43,6 +45,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.recurrence.description import plain_recurrences, reach_in_words
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
@@ -194,7 +197,9 @@ class DilatedModule(Pretrained, LearningRate):
         """What the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
-        return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+        seen = explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+        recurrences, dim = getattr(self, "recurrences", ()), int(getattr(self, "dim", self.num_heads))
+        return replace(seen, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else seen
 
     # -- what export asks ----------------------------------------------------------------------------------------------
     #: rows that the model adds to the length of its inputs, such as a class token's
@@ -240,8 +245,9 @@ class DilatedModule(Pretrained, LearningRate):
         copy: Any = bare_copy(self)
         copy._built, copy._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
         changed = {"depth": depth, "pretrained": None, "compile_blocks": False, "linear_dtype": None}
-        if bases := getattr(self, "rotary_bases", None):
-            copy.rotary_bases = in_turns(bases, depth)
+        for name in ("rotary_bases", "recurrences"):
+            if layers := getattr(self, name, None):
+                setattr(copy, name, in_turns(layers, depth))
         copy.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})
         return copy
 
@@ -347,11 +353,21 @@ class DilatedModule(Pretrained, LearningRate):
                     f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
                     f"{stored_bases(bases)}, with which it would compute something else. Set rotary_base to the former."
                 )
+        self._check_recurrences(hparams)
         stored = hparams.get("pattern")
         with contextlib.suppress(TypeError, ValueError):  # a subclass may store something else under this name
             pattern = stored and read_patterns(stored, len(bases), self.num_heads, self.num_kv_heads)
             if pattern and pattern != self.pattern:
                 rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
+
+    def _check_recurrences(self, hparams: Mapping[str, Any]) -> None:
+        """Raise ValueError where the layers of the checkpoint had other recurrences than these have."""
+        ours = plain_recurrences(getattr(self, "recurrences", (None,)))
+        if "recurrence" in hparams and hparams["recurrence"] != ours:
+            raise ValueError(
+                f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has {ours!r}, with "
+                "which it would compute something else. Set recurrence to the former."
+            )
 
     def _keep_tokenizer(self, files: dict[str, str] | None) -> None:
         self.tokenizer_files = files
@@ -443,14 +459,18 @@ class DilatedModule(Pretrained, LearningRate):
         self._report("test")
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without.
+        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without; the gates
+        and decays of recurrences without, and at `LR_SCALE` times the rate.
 
         A group may hold `lr_scale`, a factor of the optimizer's learning rate.
         """
-        trainable = [p for p in self.parameters() if p.requires_grad]
+        fast = fast_parameters(self)
+        numbers = {id(p) for p in fast}
+        trainable = [p for p in self.parameters() if p.requires_grad and id(p) not in numbers]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in trainable if p.ndim >= 2]},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+            {"params": fast, "weight_decay": 0.0, "lr_scale": LR_SCALE},
         ]
         return [g for g in groups if g["params"]]
 

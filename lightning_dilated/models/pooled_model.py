@@ -16,6 +16,7 @@ from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.heads import TASKS, make_head
 from lightning_dilated.models.metrics import EpochScores
@@ -426,12 +427,14 @@ class PooledModule(TransformerModel):
         """DilatedModule's; with `layer_decay` two groups a layer, whose `lr_scale` multiplies the learning rate."""
         if self.layer_decay == 1:
             return super().parameter_groups()
-        groups: dict[tuple[int, bool], dict[str, Any]] = {}
+        groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+        fast = {id(p) for p in fast_parameters(self)}
         for name, p in self.named_parameters():
             if p.requires_grad:
-                layer, decays = self.layer_of(name), p.ndim >= 2
-                empty = {"params": [], "lr_scale": self.layer_decay ** (self.depth + 1 - layer)}
-                group = groups.setdefault((layer, decays), empty if decays else {**empty, "weight_decay": 0.0})
+                layer, decays, is_fast = self.layer_of(name), p.ndim >= 2, id(p) in fast
+                scale = self.layer_decay ** (self.depth + 1 - layer) * (LR_SCALE if is_fast else 1)
+                empty = {"params": [], "lr_scale": scale}
+                group = groups.setdefault((layer, decays, is_fast), empty if decays else {**empty, "weight_decay": 0.0})
                 group["params"].append(p)
         return [groups[key] for key in sorted(groups)]
 

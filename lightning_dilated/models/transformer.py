@@ -34,6 +34,8 @@ from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import reach_in_words
 from lightning_dilated.sequence import SequenceSpec
 
 #: what a model takes as `rotary_base`
@@ -149,7 +151,8 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
     if it is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and a key
     takes 4 D forward and 10 D backward, likewise. Parameters are assumed to be used in the module's order. Norms,
     activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix
-    B). In truncated back-propagation a pair with a carried key takes 6 D backward: the key and its value get no gradient.
+    B). A recurrence takes what its rule writes and reads (`Recurrence.flops`), and twice that backward. In truncated
+    back-propagation a pair with a carried key takes 6 D backward: the key and its value get no gradient.
 
     Args:
         tokens: of all samples, padding included.
@@ -174,6 +177,9 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         for document, times in Counter(documents).items():
             own, carried = _pairs(a, document)
             features += a.head_dim * times * (own * (14 if backward else 4) + carried * (10 if backward else 4))
+        if a.recurrence is not None:
+            rule = a.recurrence.description.flops(a.num_heads, a.num_kv_heads, a.head_dim)
+            features += tokens * rule * (3 if backward else 1)
     for stack in others:
         for block, a in zip(stack.blocks, stack.attentions(), strict=True):
             first, alike = next(block.parameters()), stack.projections(block)
@@ -224,6 +230,7 @@ class DilatedTransformer(StackMemory):
         hidden: features of the feed-forward; None: `default_hidden`.
         options: of every block.
         rotary_bases: one for each block, None for one without positions; None: all have `options.rotary_base`.
+        recurrences: one for each block, None for one without; None: no block has one.
     """
 
     def __init__(
@@ -237,6 +244,7 @@ class DilatedTransformer(StackMemory):
         num_kv_heads: int | None = None,
         options: BlockOptions | None = None,
         rotary_bases: Sequence[float | None] | None = None,
+        recurrences: Sequence[Recurrence | None] | None = None,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
@@ -244,8 +252,17 @@ class DilatedTransformer(StackMemory):
         hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
         layers = [options] * len(patterns) if rotary_bases is None else [options.with_base(x) for x in rotary_bases]
         self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=layer)
-            for pattern, layer in zip(patterns, layers, strict=True)
+            TransformerBlock(
+                dim,
+                num_heads,
+                hidden,
+                pattern,
+                causal=causal,
+                num_kv_heads=num_kv_heads,
+                options=layer,
+                recurrence=memory,
+            )
+            for pattern, layer, memory in zip(patterns, layers, recurrences or [None] * len(patterns), strict=True)
         )
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
@@ -375,7 +392,9 @@ class DilatedTransformer(StackMemory):
             trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (block.attention, inner)]
             updated = (weight.numel(), trained[0] - trained[1]) if trained[0] > trained[1] else updated
         feed_forward = sum(p.numel() for p in block.ffn.parameters())
-        return BlockSizes(weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward, updated=updated)
+        windows = inner.recurrence is None
+        sizes = weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward
+        return BlockSizes(*sizes, windows=windows, updated=updated)
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""
@@ -419,10 +438,10 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            if name.endswith("bias"):
+            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # which has a value of its own
                 nn.init.zeros_(parameter)
             continue
-        if name.endswith("kv_conv.weight"):
+        if name.endswith(("kv_conv.weight", "recurrence.conv.weight")):
             nn.init.zeros_(parameter)  # the identity
             continue
         residual = name.endswith(("out_proj.weight", "fc2.weight"))
@@ -447,6 +466,9 @@ def advice(module: Any, seq_len: int) -> str | None:
     if at_length.walls and taps:
         reach = taps - 1 if causal else taps // 2
         hints += (f"Only kv_conv={taps} carries {reach} token(s) over a wall, in each layer.",)
+    recurrences = getattr(module, "recurrences", ())
+    if any(recurrences) and (at_length.walls or dead):
+        hints += (f"But {reach_in_words(recurrences, module.dim // heads)}",)
     others = len(seen.dead_residues) - 1
     if others > 0:
         hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)

@@ -23,6 +23,8 @@ from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -79,6 +81,7 @@ class LongNetOptions(StackOptions, total=False):
     max_seq_len: int | None
     xpos_scale_base: float
     kv_conv: int | None
+    recurrence: Any
 
 
 def options_of(cls: type) -> set[str]:
@@ -166,6 +169,9 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         engine: attention backend, "auto" for the fastest that fits.
         kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
             token then sees its neighbours before attention looks for it. None: no convolution.
+        recurrence: a memory of constant size beside the pattern, through which a layer reaches all earlier tokens,
+            compressed: a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them for layers 0, 1,
+            ..., None for a layer without, which repeats; None: no layer has one.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
             precision, where they are float32 otherwise.
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
@@ -211,6 +217,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         xpos_scale_base: float = 512.0,
         engine: str = "auto",
         kv_conv: int | None = None,
+        recurrence: dict[str, Any] | Recurrence | list[dict[str, Any] | Recurrence | None] | None = None,
         residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
@@ -227,6 +234,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
         self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
         _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
+        self.recurrences = layer_recurrences(recurrence, depth, self.causal)
         self.max_seq_len = max_seq_len
         self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
         if dim % num_heads:
@@ -245,6 +253,11 @@ class TransformerModel(_RemembersArguments, DilatedModule):
                 f"cuda_graphs cannot record attention_dropout={attention_dropout}, whose mask follows a seed of the host. "
                 "Set one of them only; dropout and drop_path are recorded."
             )
+        if cuda_graphs and any(self.recurrences):
+            raise ValueError(
+                "cuda_graphs cannot record layers with a recurrence, whose tables of tokens are copied from the host. Set "
+                "one of them only."
+            )
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding,
             xpos_scale_base=xpos_scale_base, engine=engine, kv_conv=kv_conv, drop_path=drop_path,
@@ -262,9 +275,23 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         self.save_hyperparameters(ignore=[*NOT_SAVED, *left_out])
         if self._saves_pattern():
             self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
+        if "recurrence" in self.hparams:
+            self.save_hyperparameters({"recurrence": plain_recurrences(self.recurrences)})
         if position_encoding != "none" and "rotary_base" in self.hparams:
             # in numbers, so that no other length changes what was trained
             self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
+
+    def planning_notes(self) -> list[str]:
+        """What of a recurrence is counted."""
+        notes, layers = super().planning_notes(), [x for x in self.recurrences if x is not None]
+        if layers:
+            sizes = self.num_heads, self.num_kv_heads or self.num_heads, self.dim // self.num_heads
+            each = 3 * sum(x.flops(*sizes) for x in layers)
+            notes.append(
+                f"recurrence: its memory is counted, but for states between chunks of a stream; its time is not: {each:.3g} "
+                "FLOPs a token of a step for the rule, in fp32 chunks whose backward computes the forward again."
+            )
+        return notes
 
     def _saves_pattern(self) -> bool:
         """Whether the class takes the pattern as an argument; one that settles it in its constructor does not."""
@@ -277,7 +304,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         transformer = DilatedTransformer(
             self.dim, self.patterns[:depth], self.num_heads,
             causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
-            rotary_bases=self.rotary_bases[:depth],
+            rotary_bases=self.rotary_bases[:depth], recurrences=self.recurrences[:depth],
         )  # fmt: skip
         if self.linear_dtype is not None:
             to_float8(transformer.blocks)
@@ -295,14 +322,14 @@ class ReleasedModel(TransformerModel):
 
     settled = (
         "num_kv_heads", "norm", "ffn", "bias", "sub_layernorm", "position_encoding", "rotary_base", "max_seq_len",
-        "xpos_scale_base", "kv_conv", "residual_dtype", "shift_layers", "shift_below",
+        "xpos_scale_base", "kv_conv", "recurrence", "residual_dtype", "shift_layers", "shift_below",
     )  # fmt: skip
 
     def __init__(self, pattern: Any, **options: Any) -> None:
         super().__init__(
             pattern=pattern, norm="layernorm", ffn="gelu", bias=True, sub_layernorm=True, position_encoding="none",
             num_kv_heads=None, rotary_base=None, max_seq_len=None, xpos_scale_base=512.0, kv_conv=None,
-            residual_dtype=None, shift_layers="none", shift_below=None, **options,
+            recurrence=None, residual_dtype=None, shift_layers="none", shift_below=None, **options,
         )  # fmt: skip
 
     def _saves_pattern(self) -> bool:

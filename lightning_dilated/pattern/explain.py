@@ -124,6 +124,7 @@ class Explanation:
         keys_per_row: mean keys of a query in a head.
         patterns: taken by layers 0, 1, ... in turns.
         sight: by octave of the distance, what a query sees in one step.
+        beyond: what layers reach by other means than the pattern; None: nothing.
     """
 
     patterns: tuple[DilatedPattern, ...]
@@ -139,6 +140,7 @@ class Explanation:
     pairs: int
     keys_per_row: float
     sight: tuple[Octave, ...] = ()
+    beyond: str | None = None
 
     def flops(self, head_dim: int, backward: bool = False) -> int:
         """FLOPs of one layer's attention, forward, or forward and backward."""
@@ -220,6 +222,7 @@ class Explanation:
         lines += [f"  note             {hint}" for hint in self.hints] or [
             "  note             no walls, no dead residues"
         ]
+        lines += [f"  beyond           {self.beyond}"] if self.beyond else []
         return "\n".join(lines)
 
 

@@ -5,8 +5,9 @@ Shape letters: S samples (or packed documents), K kv heads, D head dim, E value 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,49 @@ class RecurrentState:
     def to(self, device: torch.device, dtype: torch.dtype) -> RecurrentState:
         """The same with another device and dtype; `tokens` stay as they are."""
         return self._each(lambda x: x.to(device, dtype))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> RecurrentState:
+        """The same with other tensors in place of `floating`'s, in their order."""
+        replaced = iter(tensors)
+        return self._each(lambda _: next(replaced))
+
+    def zeros(self) -> RecurrentState:
+        """The state before the first token, of the same shapes."""
+        return replace(self._each(torch.zeros_like), tokens=torch.zeros_like(self.tokens))
+
+    def where(self, replaced: Sequence[bool], other: RecurrentState) -> RecurrentState:
+        """With the samples of `other` where `replaced` (S,) is true."""
+        flags = torch.tensor(replaced)
+        if not flags.any():
+            return self
+        at = flags.to(self.matrix.device)
+        pairs = zip(self.floating(), other.floating(), strict=True)
+        chosen = [torch.where(at.view(-1, *[1] * (x.ndim - 1)), y, x) for x, y in pairs]
+        return replace(self.with_tensors(chosen), tokens=torch.where(flags, other.tokens, self.tokens))
+
+    def select(self, samples: Sequence[int] | Tensor) -> RecurrentState:
+        """The samples of these numbers, in their order, with tensors of their own."""
+        index = torch.as_tensor(samples, dtype=torch.int64)
+        at = index.to(self.matrix.device)
+        return replace(self._each(lambda x: x.index_select(0, at)), tokens=self.tokens.index_select(0, index.cpu()))
+
+    @classmethod
+    def join(cls, states: Sequence[RecurrentState]) -> RecurrentState:
+        """The samples of several states in their order."""
+        parts = iter([torch.cat(x) for x in zip(*(s.floating() for s in states), strict=True)])
+        joined = states[0]._each(lambda _: next(parts))
+        return replace(joined, tokens=torch.cat([s.tokens for s in states]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors only, for checkpoints."""
+        return {"tensors": list(self.floating()), "tokens": self.tokens}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> RecurrentState:
+        """From a `state_dict`."""
+        matrix, *others = state["tensors"]
+        normalizer, *pending = others or (None,)
+        return cls(matrix, state["tokens"], normalizer, (pending[0], pending[1]) if pending else None)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RecurrentState:
         matrix, *others = map(change, self.floating())

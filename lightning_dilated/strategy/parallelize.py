@@ -38,6 +38,7 @@ from lightning_dilated._compat.lightning import (
 )
 from lightning_dilated._compat.torch import flatten_mesh, map_tensors
 from lightning_dilated._device import leave_room
+from lightning_dilated.attention.recurrent_branch import Decay
 from lightning_dilated.checkpoint.state import refuse_one_file
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
@@ -104,6 +105,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             return shard_loader(strategy, lightning(dataloader))
 
         case "training_step", (batch,):  # before the first step of a fit
+            if strategy._global_batch is not None:
+                strategy._global_batch.check_first_step(trainer)
             strategy._check_first_batch(batch)
             compare_training(trainer, strategy.sizes, fsdp)
             leave_room(strategy.root_device)  # of what NCCL's communicators have left
@@ -246,10 +249,18 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     for layer in (layer for layers in lists for layer in layers):
         if any(True for _ in layer.parameters()):
+            for decay in _wider(layer):
+                fully_shard(decay, **options)
             fully_shard(layer, **options)
     fully_shard(module, **options)
     for name in STEPS:  # Lightning calls these and not forward
         register_fsdp_forward_method(module, name)
+
+
+def _wider(layer: nn.Module) -> list[nn.Module]:
+    """Modules that keep fp32 where the layer is in 16 bits: `fully_shard` takes parameters of one dtype."""
+    dtypes = {p.dtype for p in layer.parameters()}
+    return [m for m in layer.modules() if isinstance(m, Decay)] if len(dtypes) > 1 else []
 
 
 @contextmanager
@@ -365,7 +376,12 @@ def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:
         RuntimeError: outside of a run.
     """
     stage, trainer = strategy._stage(), strategy.lightning_module.trainer
-    shard = lambda: strategy._loaders.shard(loader, strategy._spec())  # noqa: E731
+
+    def shard() -> Any:
+        if stage == "train" and strategy._global_batch is not None:
+            strategy._global_batch.set_accumulation(trainer, loader, strategy.sizes.data)
+        return strategy._loaders.shard(loader, strategy._spec())
+
     sharded, unequal = compare_loader(loader, shard, trainer, stage, strategy.sizes, strategy.shards_parameters)
     if unequal:
         strategy._why_unshared[stage] = unequal

@@ -57,7 +57,7 @@ class Case:
         made = tiny(self.pattern, **{**sizes, "tie_embeddings": False, **dict(self.more)})
         with torch.no_grad():
             for name, p in made.named_parameters():
-                if "kv_conv" in name:  # which begins as the identity
+                if "conv" in name or name.endswith("recurrence.scale"):  # which begin as the identity, and closed
                     torch.nn.init.normal_(p, std=0.3)
                 elif p.ndim >= 2:
                     p.mul_(20)
@@ -147,6 +147,8 @@ NAMED = {
     "hybrid, gqa, kv_conv, zigzag": Case(HYBRID, 3, (29, 7), layout="zigzag", kv_conv=4),
     "hybrid, drawn": Case(HYBRID, 4, (37,), temperature=1.3),
     "shifted, past the segments": Case(DilatedPattern.longnet([4, 16], [1, 2]).shifted(), 2, (21,), new=40),
+    "recurrence": Case(HYBRID, 2, (29, 7), padding=2, more=(("recurrence", [{}, {"kind": "delta", "segment": 5}]),)),
+    "recurrence, zigzag": Case(HYBRID, 3, (20,), layout="zigzag", more=(("recurrence", {"kind": "linear", "segment": 4}),)),
     "an empty shard": Case(DilatedPattern.longnet([4, 16], [1, 2]), 4, (9, 2), kv_conv=3),
     "more ranks than heads and tokens": Case(DilatedPattern.dense(), 4, (1,), heads=(1, 1), kv_conv=2),
     "padding": Case(DilatedPattern.longnet([8, 32], [1, 3], offsets="blocked"), 3, (3, 20, 11), padding=13),

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern
+from lightning_dilated import DilatedPattern, MultiheadDilatedAttention, Recurrence
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.estimate import Facts, estimate
@@ -31,6 +31,8 @@ MODELS = {
     "hybrid, gqa, kv_conv": {
         "pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 2, "num_kv_heads": 2, "kv_conv": 4,
     },
+    "recurrence": {"recurrence": [{}, {"kind": "delta", "segment": 5}], "num_kv_heads": 2},
+    "recurrence, linear": {"recurrence": {"kind": "linear", "segment": 4, "conv": 0}, "kv_conv": 3},
 }  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def model(options):
     torch.manual_seed(6)
     made = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
     for name, parameter in made.named_parameters():
-        if "kv_conv" in name:  # which begins as the identity
+        if "conv" in name or name.endswith("recurrence.scale"):  # which begin as the identity, and closed
             torch.nn.init.normal_(parameter, std=0.3)
     return made
 
@@ -88,6 +90,41 @@ def test_ranks_equal_one(pool, name, packed, ranks, layout):
 def close(got, want):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def exchanged(rank, group, kind):
+    """Bytes received, (forward, backward), by one layer with a recurrence."""
+    layer = MultiheadDilatedAttention(
+        16, 4, DilatedPattern.dense(4), num_kv_heads=2, causal=True, recurrence=kind, dtype=torch.float32
+    )
+    with sequence(group) as ours, ours.active():
+        layer(torch.randn(1, 4, 16))[0].sum().backward()
+        return ours.forward_traffic.received, ours.backward_traffic.received
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["gated_delta", "linear", "delta"])
+def test_maps_of_a_recurrence_are_as_many_bytes_as_said(pool, kind, ranks):
+    """Nothing else moves: segments of a rank's tokens, no convolution. The backward repeats the forward's."""
+    recurrence = Recurrence(kind, None if kind == "gated_delta" else 4, conv=0)
+    want = recurrence.exchanged_bytes(ranks, 2, 4)
+    found = pool.run(ranks, exchanged, recurrence)
+    assert max(forward for forward, _ in found) == 2 * want  # in the forward, and again in the backward
+    assert max(backward for _, backward in found) == want
+
+
+def strided(rank, group, conv):
+    with sequence(group, layout="strided") as ours, ours.active():
+        made = model({"recurrence": {"conv": conv}})
+        try:
+            made(torch.zeros(1, 4, dtype=torch.int64))
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("conv, says", [(0, "no recurrent attention"), (4, "no halo")])
+def test_strided_ranks_are_refused(pool, conv, says):
+    assert all(says in found for found in pool.run(2, strided, conv))
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

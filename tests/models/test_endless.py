@@ -19,6 +19,8 @@ MODELS = {
     "shifted": lm([GEOMETRIC, GEOMETRIC.shifted()], num_kv_heads=2),
     "convolution": lm(kv_conv=4),
     "dense heads": lm(HYBRID, kv_conv=3),
+    "recurrence": lm(recurrence=[{}, {"kind": "linear", "segment": 5, "conv": 0}, None], kv_conv=3),
+    "recurrence, delta": lm(recurrence={"kind": "delta", "segment": 6}, num_kv_heads=2),
 }
 
 
@@ -85,6 +87,26 @@ def test_state_is_bounded_and_can_be_saved():
         torch.testing.assert_close(again, want[:, at:], rtol=1e-10, atol=1e-10)
         total, _ = model.stream(tokens[:, at:], None, states[4])
         torch.testing.assert_close(total, want[:, at:].sum(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["recurrence", "recurrence, delta"])
+def test_state_of_a_recurrence_can_be_saved(name):
+    """It does not grow, and goes on from a file of plain tensors."""
+    model = MODELS[name].eval()
+    tokens = torch.randint(0, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want, states = call(model, tokens, [50] * 4)
+        assert len({sum(x.nbytes for x in s.memories.values()) for s in states}) == 1
+        assert len({s.nbytes - sum(x.nbytes for x, _ in s.rows.values()) for s in states}) == 1
+        file = io.BytesIO()
+        torch.save(states[1].state_dict(), file)
+        file.seek(0)
+        state = ld.StreamState.of(torch.load(file, weights_only=True))
+        again, _ = model.stream(tokens[:, 100:], None, state, per_token=True)
+        torch.testing.assert_close(again, want[:, 100:], rtol=1e-10, atol=1e-10)
+        other = MODELS["geometric"].eval()
+        with pytest.raises(ValueError, match=r"the state was left by a model of .*recurrence="):
+            other.stream(tokens[:, 100:], None, state)
 
 
 @pytest.mark.parametrize("more", [{}, {"policy": "block", "head_chunks": 2}, {"policy": "attention-kept"}])

@@ -43,6 +43,16 @@ def test_a_far_branch_beats_the_walled_control() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+def test_a_recurrence_crosses_the_wall() -> None:
+    """The control cannot be below 3 bits, and knowing which values occur, but not their keys, gives 1.64."""
+    remembering = bits(WALLED, 400, pair_tokens=2, recurrence={"gate_init": 1.0})
+    walled = bits(WALLED, 400, pair_tokens=2)
+    assert walled > GUESS - 0.05
+    assert remembering < 1.5, f"{remembering:.2f} bits a query, the control {walled:.2f}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_shifted_layers_beat_unshifted() -> None:
     shifted = bits(FAR, 1500, pair_tokens=1, shift_layers="odd", shift_below=128)
     unshifted = bits(FAR, 1500, pair_tokens=1)

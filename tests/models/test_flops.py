@@ -12,7 +12,13 @@ from . import batch, tiny
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_kv_heads": 2, "ffn": "gelu", "shift_layers": "odd"}, {"tie_embeddings": False}]
+    "options",
+    [
+        {},
+        {"num_kv_heads": 2, "ffn": "gelu", "shift_layers": "odd"},
+        {"tie_embeddings": False},
+        {"recurrence": [{"conv": 0}, None]},
+    ],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_counted(options, training):

@@ -30,6 +30,10 @@ MODELS = {
     "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
     "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},
     "xpos": {"position_encoding": "xpos", "xpos_scale_base": 16.0},
+    "recurrence": {
+        "recurrence": [{"gate_init": 1.0}, {"kind": "delta", "segment": 5, "gate_init": 1.0}],
+        "num_kv_heads": 2,
+    },
     "no positions, sub-norm": {"position_encoding": "none", "sub_layernorm": True},
 }
 
@@ -185,7 +189,7 @@ def both_ways(model, *args, **options):
 
 
 CAPTURED = {
-    **{name: (options, {"temperature": 0}) for name, options in MODELS.items() if name != "xpos"},
+    **{name: (options, {"temperature": 0}) for name, options in MODELS.items() if name not in ("xpos", "recurrence")},
     "kv_conv": ({"kv_conv": 3}, {"temperature": 0}),
     "drawn": ({}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}),
     "lengths, drawn": ({"kv_conv": 3}, {"lengths": [3, 1], "temperature": 0.7}),

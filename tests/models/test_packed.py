@@ -52,6 +52,19 @@ CASES = {
         texts(37, 12, label=True),
     ),
     "text": lambda: (built(LongNetLM, PATTERN, 11, kv_conv=4), texts(37, 12, 1, 20)),
+    "text, recurrence": lambda: (built(LongNetLM, PATTERN, 11, recurrence={}, num_kv_heads=2), texts(37, 12, 1, 20)),
+    "text, delta": lambda: (
+        built(LongNetLM, PATTERN, 11, recurrence={"kind": "delta", "segment": 5}),
+        texts(37, 12, 9),
+    ),
+    "classifier, recurrence": lambda: (
+        built(LongNetClassifier, PATTERN, vocab_size=11, num_classes=2, recurrence={"kind": "linear", "segment": 5}),
+        texts(37, 12, 3, 1, label=True),
+    ),
+    "masked, recurrence": lambda: (
+        built(LongNetMLM, PATTERN, 11, recurrence={"kind": "linear", "segment": 4, "conv": 3}, mask_fraction=0.4),
+        texts(37, 12, 2, 20),
+    ),
     "text, xpos": lambda: (built(LongNetLM, PATTERN, 11, position_encoding="xpos"), texts(37, 12)),
     "text, shifted": lambda: (built(LongNetLM, PATTERN, 11, shift_layers="odd", num_kv_heads=2), texts(17, 32, 5)),
     "masked": lambda: (built(LongNetMLM, PATTERN, 11, kv_conv=3, mask_fraction=0.4), texts(37, 12, 2, 20)),

@@ -24,6 +24,8 @@ def lm(pattern=GEOMETRIC, seed=0, **options):
     for p in model.double().parameters():
         if p.ndim >= 2:
             torch.nn.init.normal_(p, std=0.3)
+    for scale in (p for name, p in model.named_parameters() if name.endswith("recurrence.scale")):
+        torch.nn.init.normal_(scale)  # which begins with closed gates
     return model
 
 
@@ -46,6 +48,7 @@ def gradients(model, batch, **settings):
 
 
 PACKED = {"cu_seqlens": torch.tensor([0, 5, 14, 30, 64], dtype=torch.int32)}
+SHORT_PACKED = {"cu_seqlens": torch.tensor([0, 13, 20, 61], dtype=torch.int32)}
 PADDED = {"lengths": torch.tensor([40, 64])}
 HYBRID = ld.DilatedPattern.hybrid(3, 4, local=8, global_every=2)
 CASES = {
@@ -66,6 +69,22 @@ CASES = {
     "everything": ({}, {"policy": "block", "every": 2, "offload": 1.0, "tile": 8, "head_chunks": 2}, text(), 16),
     "heads, dropout": ({"attention_dropout": 0.2}, {"policy": "block", "head_chunks": 4}, text(), 16),
     "frozen embedding": ({}, {}, text(), 16),
+    "recurrence": ({"recurrence": {"kind": "gated_delta"}, "num_kv_heads": 2}, {}, text(61, batch=2), 16),
+    "recurrence, packed": (
+        {"recurrence": {"kind": "gated_delta"}, "kv_conv": 3},
+        {"policy": "block"},
+        text(**PACKED),
+        13,
+    ),
+    "recurrence, a document begins with a chunk": ({"recurrence": {}}, {}, text(61, **SHORT_PACKED), 13),
+    "recurrence, padded": (
+        {"recurrence": [None, {"conv": 0}]},
+        {"policy": "attention-kept"},
+        text(batch=2, **PADDED),
+        10,
+    ),
+    "recurrence, linear": ({"recurrence": {"kind": "linear", "segment": 5}}, {}, text(61, **SHORT_PACKED), 13),
+    "recurrence, delta": ({"recurrence": {"kind": "delta", "segment": 6, "conv": 2}}, {"policy": "block"}, text(), 10),
 }
 
 

@@ -122,6 +122,12 @@ def test_exact_for_compiled_blocks(name):
     check(subject_of(lm(), "bf16-mixed", SETTINGS[name], compile_blocks=True), 4, 5120)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exact_with_a_recurrence(compiled):
+    model = lm(num_kv_heads=2, recurrence={"kind": "linear", "segment": 256})
+    check(subject_of(model, "bf16-mixed", SETTINGS["attention-kept"], compile_blocks=compiled), 4, 5120)
+
+
 def test_parameters_and_gradients_are_the_models():
     model = lm()
     found = footprint(subject_of(model, "32-true"), (1024, 2048))

@@ -21,6 +21,7 @@ RUNS = {
     "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
     "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
     "fewer heads than ranks": Run(kind="documents", model={"num_heads": 2, "kv_conv": 4}, steps=2),
+    "recurrence": Run(kind="documents", model={"recurrence": {"gate_init": 0.5}, "num_kv_heads": 2}, steps=2),
     "schedule": Run(schedule={0: 8, 2: 20, 4: 40}, model={"vocab_size": 256}, steps=5),
     "schedule and accumulate": Run(schedule={0: 10, 1: 40}, model={"vocab_size": 256}, steps=2, accumulate=3),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
@@ -72,7 +73,15 @@ CASES = [("plain", way) for way in WAYS] + [
     for run in RUNS
     for way in PLAIN
     if run
-    not in ("plain", "workers", "compiled", "shifted documents", "schedule and accumulate", "fewer heads than ranks")
+    not in (
+        "plain",
+        "workers",
+        "compiled",
+        "shifted documents",
+        "schedule and accumulate",
+        "fewer heads than ranks",
+        "recurrence",
+    )
 ]
 CASES += [
     ("workers", "2"),
@@ -80,6 +89,8 @@ CASES += [
     ("shifted documents", "2"),
     ("schedule and accumulate", "4, data 2"),
     ("fewer heads than ranks", "4, head 4"),
+    ("recurrence", "4, head 2"),
+    ("recurrence", "2, zigzag"),
 ]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show, and two what neither four nor two pairs of ranks take
@@ -109,6 +120,7 @@ FSDP += [
     pytest.param("masked labels", "4", marks=pytest.mark.slow),
     ("masked labels", "2"),
     ("documents", "2"),
+    ("recurrence", "2"),
     ("fewer tokens than ranks", "4"),
 ]
 

@@ -68,6 +68,26 @@ def test_parameters_that_were_forgotten(pools):
         assert error and "not ['embedding.weight'" in error and "every rank would train these on its own" in error
 
 
+def with_decays(rank, group):
+    """Of a run in bf16-true with recurrences: dtypes of sharded decays and of all else, and whether the decays moved."""
+    pl.seed_everything(4, verbose=False)
+    model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2, recurrence={"gate_init": 1.0})
+    record, starts = Record(), {}
+    built = trainer(RingDilatedFSDPStrategy(), launched(rank), max_steps=3, callbacks=[record], precision="bf16-true")
+    model.on_train_start = lambda: starts.update({n: full(p).detach().clone() for n, p in model.named_parameters()})
+    built.fit(model, Data(RUN.but(double=False)))
+    decays = {n: p for n, p in model.named_parameters() if ".decay." in n}
+    dtypes = [{p.dtype for n, p in model.named_parameters() if (n in decays) == own} for own in (True, False)]
+    return *dtypes, all(not torch.equal(full(p), starts[n]) for n, p in decays.items()), record.losses
+
+
+def test_decays_of_recurrences_stay_in_fp32(pools):
+    """`fully_shard` takes parameters of one dtype: those are sharded by themselves."""
+    for wide, narrow, moved, losses in pools(2).run(2, with_decays):
+        assert wide == {torch.float32} and narrow == {torch.bfloat16} and moved
+        assert len(losses) == 3 and all(torch.isfinite(torch.as_tensor(x)).all() for x in losses)
+
+
 def unlike(rank, group):
     """Validation of five samples on two data ranks."""
     built, model, data, _ = make(RUN.but(strategy={"sequence_size": 1}, batch_size=2), launched(rank))

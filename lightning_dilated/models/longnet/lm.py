@@ -421,6 +421,11 @@ class LongNetLM(StreamedLosses, TokenModel):
             FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, parts that a LongNetLM does not
                 have, or sizes that do not fit. A warning names unused tensors.
         """
+        if options.get("recurrence") is not None:
+            raise ValueError(
+                "a torchscale decoder has no recurrence: leave it out. To add one to its weights, make a LongNetLM with it, "
+                "whose gate_init is 0, and load this model's state dict into that with strict=False."
+            )
         where = "the state dict" if isinstance(source, Mapping) else source
         sizes, state = convert(read_state_dict(source), num_heads, scale_embedding, options.get("depth"), where)
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")

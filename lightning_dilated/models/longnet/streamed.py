@@ -26,6 +26,7 @@ from lightning_dilated.memory.streaming import Chunks, check_streamed, sharing, 
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet.carried_streams import CarriedStreams
 from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.recurrence.description import plain_recurrences
 from lightning_dilated.sequence.exchange.switch import windows
 from lightning_dilated.sequence.shard import ChunkShard
 
@@ -205,7 +206,8 @@ class StreamedLosses(DilatedModule):
         kv_heads, taps = self.num_kv_heads or self.num_heads, self.options.kv_conv
         patterns = hashlib.blake2b("".join(x.code for x in self.patterns).encode(), digest_size=4).hexdigest()
         heads = f"{self.num_heads} heads ({kv_heads} kv)"
-        return f"{self.depth} layers of {self.dim}, {heads}, kv_conv={taps}, patterns {patterns}"
+        memory = f", recurrence={plain_recurrences(self.recurrences)}" if any(self.recurrences) else ""
+        return f"{self.depth} layers of {self.dim}, {heads}, kv_conv={taps}, patterns {patterns}{memory}"
 
     def _check_heads(self, state: StreamState) -> None:
         """Raise ValueError for a state of other `head_chunks`: layers would not find its rows."""

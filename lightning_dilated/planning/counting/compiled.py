@@ -25,6 +25,7 @@ from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
+from lightning_dilated.recurrence.op import RECURRENCE
 
 #: operators that Inductor does not generate, in addition to all custom ones
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
@@ -370,5 +371,5 @@ def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:
     producer = node.args[0] if node.target is operator.getitem else node
     if policy != "attention-kept":
         return CheckpointPolicy.MUST_RECOMPUTE
-    kept = producer.target is torch.ops.lightning_dilated.attention.default
+    kept = producer.target in (torch.ops.lightning_dilated.attention.default, RECURRENCE)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

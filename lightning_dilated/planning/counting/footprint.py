@@ -21,10 +21,11 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import in_turns, segment_width
 from lightning_dilated.planning.counting import dry_run
 from lightning_dilated.planning.counting.compiled import Graphs
-from lightning_dilated.planning.counting.memory_tracker import Piece, Tape
-from lightning_dilated.planning.counting.workspace import OpCall, workspace
+from lightning_dilated.planning.counting.memory_tracker import Meter, Piece, Tape
+from lightning_dilated.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.planning.simulating.simulation import moves_of
+from lightning_dilated.recurrence.op import RECURRENCE
 from lightning_dilated.sequence.exchange.row_ops import FEW
 from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_problem, plan, price
 
@@ -161,6 +162,8 @@ class Footprint:
         if not piece.op:
             return 0
         call = replace(call, dtype=piece.dtype)
+        if piece.spec:
+            return recurrence_workspace(piece.op == NAMES[RECURRENCE], call, piece.spec, Meter)
         if piece.heads != call.heads:
             call = replace(call, window=(0, piece.heads))
         return max(workspace(one)[piece.op == "backward"] for one, _ in call.layers(len(call.cycle)))

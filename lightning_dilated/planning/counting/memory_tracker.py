@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
+from lightning_dilated.planning.counting.workspace import NAMES
+from lightning_dilated.recurrence.op import RECURRENCE
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -251,8 +253,10 @@ class Piece:
         part: of the step, such as ("forward", 0) for the first block's.
         peak: the most bytes at once, without the op's workspace.
         static: bytes of parameters and gradients when it began.
-        op: FORWARD or BACKWARD where the piece is one call of the op, "" elsewhere.
+        op: FORWARD or BACKWARD where the piece is one call of the op, one of `workspace.NAMES` where it is one of a
+            recurrence, "" elsewhere.
         heads, dtype: query heads of that call, and the dtype of q.
+        spec: of a recurrence.
     """
 
     part: tuple
@@ -261,6 +265,7 @@ class Piece:
     op: str = ""
     heads: int = 0
     dtype: torch.dtype | None = None
+    spec: str = ""
 
 
 class Tape(Meter):
@@ -277,6 +282,7 @@ class Tape(Meter):
         self.returning = False
         self._static = 0
         self._paused = False
+        self._spec = ""
 
     def enter(self, *part: Any) -> None:
         """End the piece; what follows is a part of the step, or goes on with the last one."""
@@ -297,7 +303,9 @@ class Tape(Meter):
 
     def _cut(self, op: str = "", q: Tensor | None = None) -> None:
         of = (0, None) if q is None else (q.shape[2], q.dtype)
-        self.pieces.append(Piece(self.part, self.peak, self._static, op, *of))
+        self.pieces.append(
+            Piece(self.part, self.peak, self._static, op, *of, self._spec if op in NAMES.values() else "")
+        )
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
 
@@ -309,6 +317,10 @@ class Tape(Meter):
             self.pieces.append(Piece(self.part, self.peak, self._static))
             self.peak, q = self.live, inputs[0 if forward else 1]
             self._cut(FORWARD if forward else BACKWARD, q)
+        elif func in NAMES:
+            self.pieces.append(Piece(self.part, self.peak, self._static))
+            self.peak, q = self.live, inputs[0 if func is RECURRENCE else 1]
+            self._cut(NAMES[func], q)
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -316,6 +328,7 @@ class Tape(Meter):
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))
+        self._spec = args[-1] if func in NAMES else ""
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @contextlib.contextmanager

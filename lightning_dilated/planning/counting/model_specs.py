@@ -24,6 +24,7 @@ from lightning_dilated.pattern.rows import shortest_cycle
 from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, Stack, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.recurrence.description import plain_recurrences
 
 
 def subject_of(
@@ -90,6 +91,12 @@ def _checked(model: DilatedModule) -> DilatedModule:
     if not isinstance(depth, int):
         raise ValueError(
             f"{name} has no depth, the number of blocks that its build() makes: memory is counted for several."
+        )
+    recurrences = getattr(model, "recurrences", ())
+    if len(set(recurrences)) > 1:
+        raise ValueError(
+            "plan counts a recurrence that all layers have alike, and this model's layers differ: "
+            f"recurrence={plain_recurrences(recurrences)!r}. Plan it with one in all layers, which takes more."
         )
     built = blank(model.planning_copy, depth)
     by_name = stacks(built)

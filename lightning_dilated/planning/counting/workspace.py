@@ -1,4 +1,4 @@
-"""Bytes that the attention op holds on a GPU beside its inputs and results; integers only.
+"""Bytes that the attention op, and that of recurrences, hold on a GPU beside their inputs and results.
 
 Follows the executors' own chunks, launches and limits.
 
@@ -11,11 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated.attention.backends import Engine, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call
@@ -23,6 +26,8 @@ from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
+from lightning_dilated.recurrence import op
+from lightning_dilated.recurrence.runs import CHUNK
 
 #: bytes of a log-sum-exp
 LSE = 4
@@ -252,3 +257,48 @@ def _blockwise(x: OpCall) -> tuple[int, int]:
     return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(
         rounded, most * (3 * x.row + sums + 2 * LSE)
     )
+
+
+# -- recurrences: the op's own code is run at two lengths, and metered ----------------------------------------------------
+#: of a piece of a step, see `memory_tracker.Piece`
+NAMES = {op.RECURRENCE: "recurrence", op.RECURRENCE_BACKWARD: "recurrence backward"}
+
+
+def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable[[], Any]) -> int:
+    """Of a call of L tokens in each of B samples; `meter` makes a `Meter`."""
+    described = op.RecurrenceSpec.decode(spec)
+    sizes = call.heads, call.kv_heads, call.head_dim
+    (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
+    shared = call.whole is not None and call.whole > call.tokens  # by ranks, which compute all of their tokens at once
+    tokens = min(call.tokens, op.WINDOW) if described.causal and not shared else call.tokens
+    rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
+    copied = 0 if tokens == call.tokens else call.batch * tokens * rows * call.head_dim * call.dtype.itemsize
+    return max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
+
+
+@functools.lru_cache(maxsize=64)
+def _metered(
+    forward: bool, sizes: tuple[int, int, int], dtype: torch.dtype, spec: str, meter: Callable[[], Any]
+) -> tuple[tuple[int, int], ...]:
+    """(tokens, bytes) of two calls on the CPU."""
+    segment = op.RecurrenceSpec.decode(spec).segment or CHUNK
+    with real_tensors():
+        lengths = (4 * segment, 8 * segment)
+        return tuple((n, _recurrence_held(forward, n, sizes, dtype, spec, meter())) for n in lengths)
+
+
+def _recurrence_held(
+    forward: bool, tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, spec: str, meter: Any
+) -> int:
+    heads, kv_heads, dim = sizes
+    kind = op.RecurrenceSpec.decode(spec).kind
+    with torch.device("cpu"), meter:
+        q, k, v = (torch.zeros(1, tokens, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+        gates = [torch.zeros(1, tokens, kv_heads, dtype=torch.float32) for _ in range(2)]
+        tensors = [q, k, v, *(gates if kind == "gated_delta" else (None, None))]
+        grad = [] if forward else [torch.zeros_like(q)]
+        known = meter.live
+        meter.reset_peak()
+        results = (op.run_forward if forward else op.run_backward)(*grad, *tensors, None, None, spec)
+        results = (results,) if isinstance(results, Tensor) else results
+        return meter.peak - known - sum(x.nbytes for x in results)

@@ -1,0 +1,213 @@
+"""RecurrentBranch: what a layer's memory adds to its heads' outputs: of sequences, chunks of a stream, and new tokens.
+
+Shape letters: B batch, N tokens (of this rank), n new tokens, E embedding dim, H query heads, K kv heads, D head dim,
+W taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.recurrent_chunks import chunk_recurrence
+from lightning_dilated.attention.stream import ChunkLayer
+from lightning_dilated.recurrence import Recurrence, recurrent_attention
+from lightning_dilated.recurrence.op import RECURRENCE, encode
+from lightning_dilated.sequence.group import active_sequence, no_sequence
+
+#: factor of the learning rate of `scale`, `A_log` and `dt_bias`. Adam moves a number by about the rate at each step: at a
+#: usual 3e-4 a gate that starts at 0 would need 1,000 steps of one sign to get to 0.3, ten times fewer with this factor
+LR_SCALE = 10.0
+EPS = 1e-6
+
+
+class Decay(nn.Module):
+    """log_decay = -exp(A_log) softplus(a + dt_bias), as Gated DeltaNet has it, in fp32 (fp64) whatever the model's dtype.
+
+    The parameters stay in fp32 where a model is cast to 16 bits, `Trainer(precision="bf16-true")` included: a decay near 1
+    needs digits that bf16 does not have, and updates of log-values are small.
+    """
+
+    def __init__(self, heads: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.A_log = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
+        self.dt_bias = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As published: exp(A_log) uniform in (0, 16), softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        self.A_log.uniform_(0, 16).clamp_(min=1e-2).log_()
+        step = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
+        step.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+    def forward(self, a: Tensor) -> Tensor:
+        """(B, N, K) from a (B, N, K)."""
+        with torch.autocast(a.device.type, enabled=False):
+            step = nn.functional.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
+            return -self.A_log.exp() * step
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decay:
+        def wide(x: Tensor) -> Tensor:
+            y = fn(x)
+            narrowed = y.is_floating_point() and torch.promote_types(y.dtype, torch.float32) != y.dtype
+            return x.to(y.device, torch.float32) if narrowed else y
+
+        return super()._apply(wide, recurse)
+
+
+class RecurrentBranch(nn.Module):
+    """What a `Recurrence` adds to a layer's heads: scale sigmoid(W_g x) RMSNorm(memory read by q).
+
+    Args:
+        recurrence: the description.
+        embed_dim, num_heads, num_kv_heads, head_dim, causal: of the layer.
+
+    Raises:
+        ValueError: for a kind that needs a causal layer.
+    """
+
+    def __init__(
+        self,
+        recurrence: Recurrence,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        recurrence.check_causal(causal)
+        factory = {"device": device, "dtype": dtype}
+        self.description, self.causal = recurrence, causal
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        channels = (num_heads + 2 * num_kv_heads) * head_dim
+        self.conv = ShortConvolution(channels, recurrence.conv, causal, **factory) if recurrence.conv else None
+        self.out_gate = nn.Linear(embed_dim, num_heads, bias=False, **factory)
+        self.norm_weight = nn.Parameter(torch.ones(head_dim, **factory))
+        self.scale = nn.Parameter(torch.full((num_heads,), recurrence.gate_init, **factory))
+        gated = recurrence.kind == "gated_delta"
+        self.controls = nn.Linear(embed_dim, 2 * num_kv_heads, bias=False, **factory) if gated else None
+        self.decay = Decay(num_kv_heads, **factory) if gated else None
+
+    def fast_parameters(self) -> list[nn.Parameter]:
+        """Those that train at `LR_SCALE` times the rate, without weight decay."""
+        return [self.scale, *([] if self.decay is None else self.decay.parameters())]
+
+    def forward(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        chunk: ChunkLayer | None = None,
+    ) -> Tensor:
+        """(B, N, H, D) from the layer's input x (B, N, E), q (B, N, H, D) and k, v (B, N, K, D) before their rotation.
+
+        Args:
+            lengths, cu_seqlens: as of `dilated_attention`.
+            chunk: the layer's place in a stream.
+        """
+        group, documents = active_sequence(), (x, lengths, cu_seqlens)
+        lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
+        q, k, v = self._convolved(q, k, v, lengths, cu_seqlens, chunk)
+        rows = q, k, v, *self._controls(x)
+        kind, segment = self.description.kind, self.description.segment
+        if chunk is not None:
+            memory = chunk_recurrence(rows, lengths, cu_seqlens, chunk, kind, segment)
+        else:
+            name = "" if group is None else group.name
+            memory = RECURRENCE(*rows, lengths, cu_seqlens, encode(kind, segment, self.causal, name))
+        return self._gated(memory, x)
+
+    def continued(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+        """The same of n new tokens that follow those of a cache, which keeps the state after them.
+
+        To be called before the tokens are added to the cache.
+        """
+        new, shared = x.shape[1], cache.shared
+        prompt = shared if cache.length == 0 else None  # prompts that ranks share, read by all of them
+        if self.conv is not None:
+            joint, sizes = self._joint(q, k, v)
+            if prompt is not None:
+                cache.recurrent_rows = prompt.last_rows(joint, self.conv.taps - 1)
+                joint = self.conv(joint)
+            else:
+                joint, rows = self.conv.continued(joint, cache.recurrent_rows)
+                cache.recurrent_rows = cache.latest(rows, new).clone()  # a view would keep all rows
+            q, k, v = self._split(joint, sizes)
+        kind, segment = self.description.kind, self.description.segment
+        options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
+        rows = q, k, v, *self._controls(x)
+        if prompt is not None:
+            memory, cache.memory = recurrent_attention(
+                *rows, **options, lengths=list(prompt.lengths), sequence=prompt.group
+            )
+        else:
+            before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
+            kept = [b - a for a, b in zip(before, after, strict=True)]
+            limits = {} if min(kept) == new else {"lengths": kept}
+            with no_sequence():
+                memory, cache.memory = recurrent_attention(*rows, **options, **limits, state=cache.memory)
+        return self._gated(memory, x)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+    def _joint(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[int]]:
+        """(q, k and v side by side (B, N, (H + 2 K) D), their sizes)."""
+        parts = [y.flatten(2) for y in (q, k, v)]
+        return torch.cat(parts, -1), [y.shape[-1] for y in parts]
+
+    def _split(self, joint: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in joint.split(sizes, -1))
+
+    def _convolved(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        chunk: ChunkLayer | None,
+    ) -> tuple[Tensor, ...]:
+        if self.conv is None:
+            return q, k, v
+        joint, sizes = self._joint(q, k, v)
+        place = None if chunk is None else chunk.of_recurrence()
+        return self._split(self.conv(joint, lengths=lengths, cu_seqlens=cu_seqlens, chunk=place), sizes)
+
+    def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(log_decay, beta), (B, N, K) each; None where the kind has none."""
+        if self.controls is None or self.decay is None:
+            return None, None
+        a, b = self.controls(x).chunk(2, -1)
+        wide = torch.promote_types(b.dtype, torch.float32)
+        return self.decay(a), b.to(wide).sigmoid()
+
+    def _gated(self, memory: Tensor, x: Tensor) -> Tensor:
+        """In memory's dtype, computed in at least fp32."""
+        wide = torch.promote_types(memory.dtype, torch.float32)
+        gate = self.out_gate(x).to(wide).sigmoid() * self.scale.to(wide)
+        rows = memory.to(wide)
+        rows = rows * (rows.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.norm_weight.to(wide)
+        return (gate[..., None] * rows).to(memory.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.description}, causal={self.causal}"
+
+
+def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The trained `RecurrentBranch.fast_parameters` of all layers of a module."""
+    branches = [m for m in module.modules() if isinstance(m, RecurrentBranch)]
+    return [p for branch in branches for p in branch.fast_parameters() if p.requires_grad]

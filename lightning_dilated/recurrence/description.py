@@ -1,0 +1,145 @@
+"""Recurrence: what a layer remembers beyond its pattern, as a frozen description; and those of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from lightning_dilated._validation import integer, known_keys, one_of, real
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
+from lightning_dilated.recurrence.scan import choose, received
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A memory of constant size beside a layer's dilated attention: D x D numbers a kv head, read by every later token.
+
+    The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M): A is dilated attention, M `recurrent_attention` of the
+    layer's own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. It is no branch of
+    the softmax: a pattern's walls and unused positions are reached through the memory only, which is lossy.
+
+    Args:
+        kind: "gated_delta" (Gated DeltaNet, arXiv 2412.06464), whose decay and write strength follow from x; "linear" or
+            "delta" (Infini-attention, arXiv 2404.07143). Where attention is not causal, "linear" alone has a meaning.
+        segment: tokens of a memory segment, of linear and delta, which need it.
+        conv: taps of a short convolution over q, k and v for the memory, at first the identity; 0: none.
+        gate_init: `scale` at first. With 0 the layer's output is that without the memory, until it is trained.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
+    """
+
+    kind: str = "gated_delta"
+    segment: int | None = None
+    conv: int = 4
+    gate_init: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of(self.kind, "recurrence kind", KINDS)
+        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
+        if self.kind in SEGMENTED:
+            if self.segment is None:
+                raise ValueError(
+                    f"recurrence kind {self.kind!r} needs segment, the tokens of a memory segment: segment=2048, say."
+                )
+            fix("segment", integer(self.segment, "recurrence segment", 1))
+        elif self.segment is not None:
+            raise ValueError(
+                f"recurrence segment={self.segment!r} belongs to kinds {', '.join(SEGMENTED)}, not to {self.kind!r}: leave "
+                "it out."
+            )
+        fix("conv", integer(self.conv, "recurrence conv", 0, " It counts taps; 0 is no convolution."))
+        if self.conv == 1:
+            raise ValueError("recurrence conv must be 0 (none) or at least 2 taps, got 1.")
+        fix("gate_init", real(self.gate_init, "recurrence gate_init"))
+
+    def check_causal(self, causal: bool) -> None:
+        """Raise ValueError where a layer that is not causal has no such memory."""
+        if not causal and self.kind != "linear":
+            raise ValueError(
+                f"recurrence kind {self.kind!r} overwrites what it holds, in the order of the tokens, and this layer is not "
+                "causal. Take kind='linear' with a segment, or a causal layer."
+            )
+
+    def flops(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """FLOPs a token, forward, of the rule itself: what is written to each matrix, and read for each query head."""
+        written = 2 if self.kind == "linear" else 4
+        return (written * kv_heads + 2 * heads) * head_dim**2
+
+    def exchanged_bytes(self, ranks: int, kv_heads: int, head_dim: int) -> int:
+        """The most bytes of maps of the state that a rank receives in a forward, of one sequence in the contiguous layout.
+
+        A backward moves twice as much: the forward's once more, and gradients. Where ranks cut memory segments, keys and
+        values of less than a segment come on top, and with `conv` rows of its taps.
+        """
+        columns = {"gated_delta": 2 * head_dim, "linear": head_dim + 2, "delta": 2 * head_dim + 2}[self.kind]
+        owners = tuple(range(ranks))
+        return received(choose(owners), owners) * kv_heads * head_dim * columns * 4
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML, JSON and checkpoints, without fields at their defaults but for `kind`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if f.name == "kind" or values[f.name] != f.default}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | Recurrence) -> Recurrence:
+        """From `to_dict`'s form, or as it is."""
+        if isinstance(values, Recurrence):
+            return values
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a recurrence is given as a Recurrence or a mapping of its arguments; got {values!r}.")
+        known_keys(values, "recurrence", [f.name for f in fields(cls)])
+        return cls(**values)
+
+
+#: what a model takes as `recurrence`: one for all layers, None, or a list of them for layers 0, 1, ..., which repeats
+RecurrencesLike: TypeAlias = Recurrence | Mapping[str, Any] | Sequence[Recurrence | Mapping[str, Any] | None] | None
+
+
+def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple[Recurrence | None, ...]:
+    """The recurrence of each of `depth` layers, None for a layer without.
+
+    Raises:
+        TypeError, ValueError: for anything else, an empty list or one longer than the model is deep, and for kinds that need
+            causal layers where these are not.
+    """
+    members: Iterable[Any]
+    if value is None or isinstance(value, (Recurrence, Mapping)):
+        members = [value]
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set)):
+        members = value
+    else:
+        raise TypeError(
+            f"recurrence must be a Recurrence, a mapping, None, or a list of them, one a layer; got {value!r}."
+        )
+    layers = [None if x is None else Recurrence.from_dict(x) for x in members]
+    if not 1 <= len(layers) <= depth:
+        raise ValueError(
+            f"recurrence lists {len(layers)} entries for a model of {depth} layers: it takes 1 to {depth}, and a shorter "
+            "list repeats."
+        )
+    for layer in layers:
+        if layer is not None:
+            layer.check_causal(causal)
+    return in_turns(layers, depth)
+
+
+def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | None:
+    """One line about what layers with a recurrence reach; None without any."""
+    numbers = [i for i, x in enumerate(layers) if x is not None]
+    if not numbers:
+        return None
+    which = "all layers" if len(numbers) == len(layers) else f"layer(s) {', '.join(map(str, numbers))}"
+    kinds = " and ".join(dict.fromkeys(x.kind for x in layers if x is not None))
+    return (
+        f"{which} reach everything through a memory ({kinds}) of {head_dim} x {head_dim} numbers a kv head, across walls "
+        "and from positions that no head uses: compressed, so single keys of long texts may be lost."
+    )
+
+
+def plain_recurrences(layers: Sequence[Recurrence | None]) -> Any:
+    """Plain values for checkpoints, which `layer_recurrences` reads."""
+    cycle = [None if x is None else x.to_dict() for x in shortest_cycle(layers)]
+    return cycle[0] if len(cycle) == 1 else cycle

@@ -1,0 +1,289 @@
+"""recurrent_attention as one op of torch, which compiled blocks and recomputation know: nothing but its inputs is saved.
+
+The backward computes the call once more and differentiates that, on many ranks with the exchange of their states. One
+rank computes long sequences window by window, the backward from the last one on. FLOPs count the rule itself
+(`Recurrence.flops`), three times that with the backward.
+Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lightning_dilated._compat.torch import autograd_within_op, below_autograd
+from lightning_dilated.pattern.rows import check_bounds
+from lightning_dilated.recurrence.description import Recurrence
+from lightning_dilated.recurrence.functional import recurrent_attention
+from lightning_dilated.recurrence.parts import Part
+from lightning_dilated.recurrence.state import RecurrentState
+from lightning_dilated.sequence.group import find_sequence, no_sequence
+
+_ROWS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
+_REST = "Tensor? lengths, Tensor? cu_seqlens, str spec"
+_LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
+_LIBRARY.define(f"recurrence({_ROWS}, {_REST}) -> Tensor")
+_LIBRARY.define(f"recurrence_backward(Tensor grad, {_ROWS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+RECURRENCE = torch.ops.lightning_dilated.recurrence.default
+RECURRENCE_BACKWARD = torch.ops.lightning_dilated.recurrence_backward.default
+
+
+#: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token
+#: forward, and 90 backward, with 12 heads of 64
+WINDOW = 1 << 14
+
+
+class RecurrenceSpec(NamedTuple):
+    """What a call asks for besides its tensors; torch carries it as a string, its code.
+
+    Attributes:
+        sequence: name of the `SequenceGroup` that shares the sequence; "" is one rank.
+    """
+
+    kind: str
+    segment: int | None
+    causal: bool
+    sequence: str = ""
+
+    @classmethod
+    def decode(cls, code: str) -> RecurrenceSpec:
+        """From `encode`'s string."""
+        kind, segment, causal, sequence = code.split("|", 3)
+        return cls(kind, int(segment) if segment else None, causal == "1", sequence)
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `recurrent_attention`."""
+        group = find_sequence(self.sequence) if self.sequence else None
+        return {"kind": self.kind, "segment": self.segment, "causal": self.causal, "sequence": group}
+
+
+def encode(kind: str, segment: int | None, causal: bool, sequence: str = "") -> str:
+    """The code of a `RecurrenceSpec`; torch.compile traces it."""
+    return f"{kind}|{'' if segment is None else segment}|{int(causal)}|{sequence}"
+
+
+@contextlib.contextmanager
+def differentiated(tensors: Sequence[Tensor | None]):
+    """Within an op: (copies of tensors, None among them, that require gradients), while autograd records."""
+    with autograd_within_op(), torch.enable_grad():
+        yield [None if x is None else x.detach().requires_grad_() for x in tensors]
+
+
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Of each input, zeros where the outputs do not depend on it; an empty tensor for None."""
+    leaves = [x for x in inputs if x is not None]
+    results = iter(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True))
+    return [outputs[0].new_empty(0) if x is None else next(results) for x in inputs]
+
+
+def part_forward(
+    part: Part, tensors: Sequence[Tensor | None], before: RecurrentState, settings: dict[str, Any]
+) -> tuple[Tensor, RecurrentState]:
+    """(out (B, n, H, D), the state after the part) of its tensors; on one rank `WINDOW` tokens at a time."""
+    windows = _windows(part, settings)
+    if len(windows) == 1:
+        return part.run(tensors, before, settings)
+    q, v = tensors[0], tensors[2]
+    assert q is not None and v is not None
+    out, state = v.new_empty((*q.shape[:3], v.shape[3])), before
+    for window in windows:
+        rows = _cut(tensors, part, window)
+        state = window.before(state, rows, settings)
+        out[:, _place(part, window)], state = window.run(rows, state, settings)
+    return out, state
+
+
+def part_backward(
+    part: Part,
+    tensors: Sequence[Tensor | None],
+    before: RecurrentState,
+    settings: dict[str, Any],
+    grad: Tensor,
+    later: Sequence[Tensor] | None,
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """(the gradients of q, k, v, log_decay and beta, those of the state before the part) by computing it once more.
+
+    Args:
+        later: gradients of the state after the part, by `RecurrentState.floating`; None: nothing reads it.
+    """
+    windows, results = _windows(part, settings), like_inputs(*tensors)
+    befores = [before]
+    for window, following in itertools.pairwise(windows):
+        state = window.run(_cut(tensors, part, window), befores[-1], settings)[1]
+        befores.append(following.before(state, _cut(tensors, part, following), settings))
+    for window, state in zip(reversed(windows), reversed(befores), strict=True):
+        rows, at = _cut(tensors, part, window), _place(part, window)
+        later = _window_backward(window, rows, state, settings, grad[:, at], later, [x[:, at] for x in _rows(results)])
+    return results, list(later or ())
+
+
+def _rows(results: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are no stand-ins for None."""
+    return [x for x in results if x.ndim > 1]
+
+
+def _window_backward(
+    window: Part,
+    rows: Sequence[Tensor | None],
+    before: RecurrentState,
+    settings: dict[str, Any],
+    grad: Tensor,
+    later: Sequence[Tensor] | None,
+    into: Sequence[Tensor],
+) -> list[Tensor]:
+    """Write the gradients of a window's rows; those of the state before it."""
+    with differentiated([*rows, *before.floating()]) as inputs:
+        begin = before.with_tensors([x for x in inputs[5:] if x is not None])
+        out, after = window.run(inputs[:5], begin, settings)
+        outputs = [out] if later is None else [out, *after.floating()]
+        found = gradients(outputs, inputs, [grad, *(later or ())])
+    for total, x in zip(into, _rows(found[:5]), strict=True):
+        total.copy_(x)
+    state = before.with_tensors(found[5:])  # which is not read where a document begins
+    return list(state.where(window.begins(), state.zeros()).floating())
+
+
+def _windows(part: Part, settings: dict[str, Any]) -> list[Part]:
+    """Ranks that share the part compute it at once."""
+    return [part] if settings["sequence"] is not None else part.split(WINDOW)
+
+
+def _place(part: Part, window: Part) -> slice:
+    return slice(window.span.start - part.span.start, window.span.stop - part.span.start)
+
+
+def _cut(tensors: Sequence[Tensor | None], part: Part, window: Part) -> list[Tensor | None]:
+    return [None if x is None else x[:, _place(part, window)] for x in tensors]
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *rest: Any) -> Tensor:
+    """(B, L, H, D) of `rest`: lengths, cu_seqlens and `RecurrenceSpec`'s code."""
+    tensors, settings = (q, k, v, log_decay, beta), RecurrenceSpec.decode(rest[-1]).settings()
+    with no_sequence():
+        part = _long(q, *rest)
+        if part is None:
+            return recurrent_attention(*tensors, **settings, lengths=rest[0], cu_seqlens=rest[1])
+        del settings["causal"]
+        return part_forward(part, tensors, part.before(None, tensors, settings), settings)[0]
+
+
+def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """The gradients of q, k, v, log_decay and beta; empty tensors for those that are None."""
+    tensors, rest = args[:5], args[5:]
+    with no_sequence():
+        part = _long(tensors[0], *rest)
+        if part is not None:
+            settings = RecurrenceSpec.decode(rest[-1]).settings()
+            del settings["causal"]
+            return part_backward(part, tensors, part.before(None, tensors, settings), settings, grad, None)[0]
+    with differentiated(tensors) as inputs:
+        return tuple(gradients([run_forward(*inputs, *rest)], inputs, [grad]))
+
+
+def _long(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str) -> Part | None:
+    """A causal call of one rank that is computed window by window, as a part of a sequence; None: it is computed at once."""
+    _, _, causal, sequence = RecurrenceSpec.decode(spec)
+    length = q.shape[1]
+    if not causal or sequence or length <= WINDOW:
+        return None
+    starts: list[list[int]] = [[0]] * len(q)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        check_bounds(bounds, length)
+        starts = [bounds[:-1]]
+    return Part(range(length), starts, None if lengths is None else lengths.tolist())
+
+
+for _name, _run in (("recurrence", run_forward), ("recurrence_backward", run_backward)):
+    _LIBRARY.impl(_name, torch.compiler.disable(_run), "CompositeExplicitAutograd")
+
+
+# -- shapes, for tracing -----------------------------------------------------------------------------------------------
+def like_inputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """What gradients of q, k, v, log_decay and beta look like."""
+    q = tensors[0]
+    contiguous = torch.contiguous_format
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in tensors)
+
+
+@torch.library.register_fake("lightning_dilated::recurrence", lib=_LIBRARY)
+def _(q, k, v, *others):
+    return v.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@torch.library.register_fake("lightning_dilated::recurrence_backward", lib=_LIBRARY)
+def _(grad, q, k, v, log_decay, beta, *others):
+    return like_inputs(q, k, v, log_decay, beta)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        *tensors, ctx.spec = args
+        ctx.save_for_backward(*tensors)
+        return below_autograd(RECURRENCE, *args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved = ctx.saved_tensors
+        grads = RECURRENCE_BACKWARD(grad, *saved, ctx.spec)
+        return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), None, None, None
+
+
+class Refused(torch.autograd.Function):
+    """A backward as a node whose own gradient is refused: `Refused.apply(op, *args)`."""
+
+    @staticmethod
+    def forward(ctx, op, *args):
+        return below_autograd(op, *args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "a layer's recurrence has no double backward: its gradient was asked to be differentiated again. Leave out "
+            "create_graph=True, or call ld.recurrent_attention itself."
+        )
+
+
+def with_graph(op: Any, graph: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an op for autograd: graph(*args) where a tensor requires a gradient, else the op alone."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            return graph(*args)
+        return below_autograd(op, *args)
+
+    return torch.compiler.disable(call)
+
+
+_LIBRARY.impl("recurrence", with_graph(RECURRENCE, _Recurrence.apply), "Autograd")
+_LIBRARY.impl(
+    "recurrence_backward",
+    with_graph(RECURRENCE_BACKWARD, lambda *args: Refused.apply(RECURRENCE_BACKWARD, *args)),
+    "Autograd",
+)
+
+
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
+def rule_flops(q: Tensor, k: Tensor, spec: str) -> int:
+    """Of a call, forward: padding is counted."""
+    kind, segment, *_ = RecurrenceSpec.decode(spec)
+    return q.shape[0] * q.shape[1] * Recurrence(kind, segment).flops(q.shape[2], k.shape[2], q.shape[3])
+
+
+@register_flop_formula(torch.ops.lightning_dilated.recurrence, get_raw=True)
+def _forward_flops(q, k, v, log_decay, beta, lengths, cu_seqlens, spec, *, out_val: Any = None, **options: Any) -> int:
+    return rule_flops(q, k, spec)
+
+
+@register_flop_formula(torch.ops.lightning_dilated.recurrence_backward, get_raw=True)
+def _backward_flops(grad, q, k, v, log_decay, beta, lengths, cu_seqlens, spec, *, out_val: Any = None,
+                    **options: Any) -> int:  # fmt: skip
+    return 2 * rule_flops(q, k, spec)
