@@ -5,6 +5,7 @@
     python benchmarks/training_step.py --seq-len 131072 --attention torchscale --torchscale path/to/torchscale
     python benchmarks/training_step.py --seq-len 262144 --attention dense
     python benchmarks/training_step.py --seq-len 262144 --hybrid 4
+    python benchmarks/training_step.py --seq-len 262144 --recurrence 4
     python benchmarks/training_step.py --seq-len 262144 --profile
 
 Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them.
@@ -54,6 +55,7 @@ def options() -> argparse.Namespace:
     p.add_argument(
         "--hybrid", type=int, help="a dense head in one layer of so many, and local segments, instead of those"
     )
+    p.add_argument("--recurrence", type=int, help="a memory by the gated delta rule in one layer of so many")
     p.add_argument("--attention", default="ours", choices=["ours", "torchscale", "dense"])
     p.add_argument("--torchscale", help="folder of a checkout, for --attention torchscale")
     p.add_argument("--kv-heads", type=int)
@@ -125,6 +127,8 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
     options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     options |= {"ffn": args.ffn, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
     options |= {"max_seq_len": args.seq_len} if args.hybrid else {}
+    if args.recurrence:
+        options["recurrence"] = [*[None] * (args.recurrence - 1), ld.Recurrence()]
     model = ld.LongNetLM(pattern, optimizer=optimizer, **options)
     model.configure_model()
     model.transformer.memory = settings_of(args)
@@ -177,6 +181,7 @@ def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Op
     middle, plain = statistics.median(clock.seconds), MemorySettings()
     told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
     told += [f"hybrid, one layer of {args.hybrid}"] if args.hybrid else []
+    told += [f"a recurrence in one layer of {args.recurrence}"] if args.recurrence else []
     told += ["offloaded by torch"] if args.torch_offload else []
     told += [f"residual {args.residual_dtype}"] if args.residual_dtype else []
     cells = [args.attention, f"{args.seq_len:,}", ", ".join(told) or "nothing", "no" if args.no_compile else "yes"]

@@ -96,6 +96,8 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let the interpreter end as it does elsewhere: extensions report what is left as leaks."""
     gc.unfreeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.disable()  # the process is interrupted as it ends, which a long collection would report
 
 
 @pytest.fixture(autouse=True)

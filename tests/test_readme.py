@@ -1,5 +1,6 @@
 """What README and docs show is true: their Python runs, links exist, commands parse, and tables name real things."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -125,3 +126,24 @@ def test_engine_table_matches_the_registry() -> None:
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^lightning-dilated (\w+)", TEXT, re.M))))
 def test_commands_exist(command: str) -> None:
     assert command in {*DilatedCLI.subcommands(), *OTHERS}
+
+
+def texts_of_the_package() -> list[str]:
+    """Every string of the package's source, with … in the place of values."""
+    nodes = (x for path in Path(ld.__file__).parent.rglob("*.py") for x in ast.walk(ast.parse(path.read_text())))
+    texts = []
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(x.value if isinstance(x, ast.Constant) else "…" for x in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(re.sub(r"%[sd]", "…", node.value))
+    return texts
+
+
+def test_troubleshooting_quotes_the_program() -> None:
+    page = PAGES[Path("docs/troubleshooting.md")]
+    quotes = "\n".join(re.findall(r"```text\n(.*?)```", page, re.S)).splitlines()
+    parts = {part.strip(" .,:()") for quote in quotes for part in quote.split("…")}
+    source = "\n".join(texts_of_the_package())
+    assert len(quotes) > 20
+    assert not [part for part in parts if part not in source]

@@ -228,8 +228,8 @@ def epoch_batches_finished(trainer: pl.Trainer) -> int:
     return current.processed
 
 
-def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int) -> None:
-    """Let the epoch that begins have the batches of a training loader of this length; 2.6.6.
+def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: int = 1) -> None:
+    """Let the epoch that begins have the batches of a training loader of this length, cut to a multiple; 2.6.6.
 
     Lightning reads the length once, before the first epoch, into `fit_loop.max_batches`, `trainer.val_check_batch`, the
     limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Left alone where the Trainer combines
@@ -240,6 +240,7 @@ def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int) -> None:
     if combined is None or fetcher is None or len(combined.flattened) != 1 or combined.flattened[0] is not loader:
         return
     batches = min(length, limit) if isinstance(limit, int) else int(length * (1.0 if limit is None else limit))
+    batches -= batches % multiple if batches >= multiple else 0
     loop.max_batches, combined.limits, fetcher.length = batches, [batches], batches
     every = trainer.val_check_interval
     if isinstance(every, float) and trainer.val_check_batch is not None:

@@ -24,7 +24,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.chunks import ENDLESS, CarriedRows, CarryPlan, exchanged
 from lightning_dilated.sequence.exchange import gather
-from lightning_dilated.sequence.exchange.program import Program, RowSet
+from lightning_dilated.sequence.exchange.program import Program
 from lightning_dilated.sequence.exchange.row_ops import LocalRows, Rows, add_rows, expand, pair
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
 from lightning_dilated.sequence.group import SequenceGroup
@@ -83,8 +83,7 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
     problem, number = plan.problem, plan.piece(chunk)
     live, piece = plan.live(chunk), problem.shard.piece(number)
     program = gather.program(problem, number, problem.shard.each) if exchanged(problem, number) else Program([])
-    carried = [RowSet(x.document, x.head, x.rows) for x in live]
-    exchange = compile_program(problem, number, program, device, carried)
+    exchange = compile_program(problem, number, program, device, live)
     own = LocalRows((piece,), problem.kv_heads)
     runs = [
         run

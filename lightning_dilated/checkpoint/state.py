@@ -91,12 +91,18 @@ def unflatten_low_bit(value: Any) -> Any:
 
 
 def read_to_host(io: Any) -> None:
-    """Have Lightning's own CheckpointIO name the host as a device; another one is left alone.
+    """Have Lightning's own CheckpointIO name the host as a device, and run no code of a file; another one is left alone.
 
-    Lightning passes a function as map_location, and torch then refuses low-bit states.
+    Lightning passes a function as map_location, and torch then refuses low-bit states; and it reads a checkpoint by URL with
+    weights_only=False unless told otherwise.
     """
     if type(io) is TorchCheckpointIO:
-        io.load_checkpoint = functools.partial(TorchCheckpointIO.load_checkpoint, io, map_location="cpu")
+        io.load_checkpoint = functools.partial(_read_safely, io)
+
+
+def _read_safely(io: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    """`TorchCheckpointIO.load_checkpoint` to the host; weights_only=False says that the file is trusted."""
+    return TorchCheckpointIO.load_checkpoint(io, path, map_location="cpu", weights_only=weights_only is not False)
 
 
 def low_bit_name(optimizer: Any) -> str | None:

@@ -139,6 +139,11 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         notes.append(
             "sharded parameters: two blocks are whole at a time, gathered twice a step during other blocks' work."
         )
+    if (size := request.shared_by) is not None:
+        notes.append(
+            f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
+            f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those."
+        )
     if request.batch > 1:
         notes.append(
             f"one sequence is planned, and the recipe's batches hold {request.batch} on each data rank: for their memory "

@@ -26,6 +26,7 @@ from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy, launched_nodes
+from lightning_dilated.strategy.mesh import MeshSizes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: the default pattern, that of the measurements
@@ -132,6 +133,7 @@ class Request:
         strategy: None: the plan chooses.
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
         cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
+        shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
     """
 
     model: DilatedModule
@@ -153,6 +155,7 @@ class Request:
     bucket_cap_mb: int | None = None
     layout: str = "contiguous"
     streams: int = 0
+    shared_by: int | None = None
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
@@ -196,6 +199,7 @@ def settled(args: argparse.Namespace) -> Request:
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
         offload, bucket, layout, _number_of(config.get("data"), "streams", 0),
+        _shared_by(trainer.get("strategy"), ranks),
     )  # fmt: skip
 
 
@@ -304,6 +308,16 @@ def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | N
     offload = options.get("cpu_offload", False) is not False
     layout = options.get("layout", "contiguous")
     return kind, options.get("exchange", "auto"), offload, options.get("bucket_cap_mb"), layout
+
+
+def _shared_by(strategy: Any, ranks: int) -> int | None:
+    """GPUs that share a sequence by a recipe's sequence_size; None where it is all of them, or cannot be of so many GPUs."""
+    options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    try:
+        size = MeshSizes(ranks, options.get("sequence_size", "auto")).sequence_size
+    except (TypeError, ValueError):  # an error of the run itself
+        return None
+    return None if size == ranks else int(size)
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:

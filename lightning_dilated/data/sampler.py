@@ -257,7 +257,8 @@ class ResumableLoader(DataLoader):
     def tell_length(self) -> None:
         """Let the Trainer expect the batches of the epoch that begins, where epochs have different numbers of them."""
         if self.trainer is not None:
-            set_epoch_batches(self.trainer, self, len(self))
+            whole = getattr(self.trainer.strategy, "takes_whole_steps", False)
+            set_epoch_batches(self.trainer, self, len(self), self.trainer.accumulate_grad_batches if whole else 1)
 
     def _check_identity(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state of other data, and warn where it has too little to compare."""

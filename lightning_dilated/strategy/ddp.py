@@ -43,7 +43,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         find_unused_parameters: for models some of whose parameters take no part in a step.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
         global_batch: sequences of an optimizer step, whatever the number of ranks: gradients accumulate over global_batch /
-            (sequences at a time x the loader's batch size) batches. None: as `accumulate_grad_batches` of the Trainer says.
+            (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step. None: as
+            `accumulate_grad_batches` of the Trainer says.
         bucket_cap_mb: MiB of gradients that are summed at a time during the backward (DDP's). None: on GPUs of one node all
             at once after it, which costs less than sums that overlap with it; else DDP's default, 25.
         cpu_offload: only False: this strategy holds all parameters on every GPU.

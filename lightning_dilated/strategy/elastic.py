@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
+
+from lightning_dilated._compat.lightning import epoch_batches_finished
+from lightning_dilated.strategy.checks import number_of_batches
 
 
 def launched_nodes() -> int:
@@ -24,11 +30,17 @@ def check_launched(devices: int, nodes: int) -> None:
     """Compare the Trainer's ranks with those that torchrun started.
 
     Raises:
-        ValueError: where they differ.
+        ValueError: where they differ, and where nodes have different numbers of ranks.
     """
     if not dist.is_torchelastic_launched():
         return
     world, each = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    agents = int(os.environ.get("GROUP_WORLD_SIZE", world // each))
+    if agents * each != world:
+        raise ValueError(
+            f"torchrun started {world} ranks on {agents} nodes, {each} of them on this one: nodes have different numbers of "
+            "ranks, which a Trainer does not take. Pass the same --nproc-per-node on every node."
+        )
     if devices * nodes != world:
         raise ValueError(
             f"torchrun started {world} ranks, {each} on each of {world // each} nodes, but the Trainer has "
@@ -39,23 +51,28 @@ def check_launched(devices: int, nodes: int) -> None:
 
 
 class GlobalBatch:
-    """So many sequences a step of the optimizer: gradients accumulate over as many batches as that takes."""
+    """So many sequences a step of the optimizer: gradients accumulate over as many batches as that takes.
+
+    Epochs end with a whole step: sequences that would not fill another are left out. Else an epoch would have another number
+    of steps on another number of ranks, and the gradient of its last one would be divided by batches that it does not have.
+    """
 
     def __init__(self, sequences: int) -> None:
         self.sequences = sequences
         self._set = 1  # what `accumulate_grad_batches` was set to here
+        self._limited: tuple[Any, Any] | None = None  # a Trainer, and its `limit_train_batches`
 
     def set_accumulation(self, trainer: Any, loader: Any, data_ranks: int) -> None:
         """Set the Trainer's `accumulate_grad_batches` for a training loader, of which `data_ranks` take batches at a time.
 
+        Until `restore`, its `limit_train_batches` lets epochs end with a whole step, where lengths are known and equal.
+
         Raises:
-            ValueError: for a loader without a batch size, another accumulation, or sizes that do not divide the sequences.
+            ValueError: for a loader without a batch size or with less than a step, another accumulation, sizes that do not
+                divide the sequences, and a module that steps its optimizers by itself.
         """
-        if trainer.accumulate_grad_batches not in (1, self._set):
-            raise ValueError(
-                f"global_batch={self.sequences} says how many sequences a step takes, and so does "
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): leave that at 1."
-            )
+        self.restore()
+        self._refuse_others(trainer)
         size = batch_size_of(loader)
         if size is None:
             raise ValueError(
@@ -70,6 +87,74 @@ class GlobalBatch:
                 f"batches of {size}: make {each}, or sequence_size larger."
             )
         trainer.accumulate_grad_batches = self._set = self.sequences // (size * data_ranks)
+        self._end_epochs_with_a_step(trainer, loader)
+
+    def _refuse_others(self, trainer: Any) -> None:
+        """Raise ValueError for what else decides how many batches a step takes."""
+        if trainer.accumulate_grad_batches not in (1, self._set):
+            raise ValueError(
+                f"global_batch={self.sequences} says how many sequences a step takes, and so does "
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): leave that at 1."
+            )
+        if any(isinstance(x, GradientAccumulationScheduler) for x in trainer.callbacks):
+            raise ValueError(
+                f"global_batch={self.sequences} says how many sequences a step takes, and so does the callback "
+                "GradientAccumulationScheduler: leave one of them out."
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                f"global_batch={self.sequences} has no effect on {type(trainer.lightning_module).__name__}, which steps its "
+                "optimizers by itself (automatic_optimization = False): leave global_batch out."
+            )
+
+    def _end_epochs_with_a_step(self, trainer: Any, loader: Any) -> None:
+        batches = number_of_batches(loader, trainer, "train")
+        if not batches or trainer.fast_dev_run or getattr(loader.sampler, "epochs_differ", False):
+            return
+        self._check_enough(batches)
+        self._limited = trainer, trainer.limit_train_batches
+        trainer.limit_train_batches = batches // self._set * self._set
+
+    def _check_enough(self, batches: int | float) -> None:
+        """Raise ValueError for an epoch of fewer batches than a step."""
+        if batches < self._set:
+            raise ValueError(
+                f"global_batch={self.sequences}: a step takes {self._set} batches of each rank, and an epoch has {batches}. "
+                "Lower global_batch, pass more data, or raise limit_train_batches where it is set."
+            )
+
+    def check_first_step(self, trainer: Any) -> None:
+        """Before the first step of a fit: refuses several training loaders, and warns where a step's batches are incomplete.
+
+        Raises:
+            ValueError: for several training loaders, whose batches a step takes together, and packed epochs below a step.
+        """
+        if not trainer.fast_dev_run:
+            self._check_enough(trainer.num_training_batches)
+        if (count := len(loaders_of(trainer.train_dataloader))) > 1:
+            raise ValueError(
+                f"global_batch={self.sequences} counts the sequences of one training loader, and there are "
+                f"{count}: leave global_batch out, and set Trainer(accumulate_grad_batches=...)."
+            )
+        if before := epoch_batches_finished(trainer) % self._set:
+            rank_zero_warn(
+                f"by the checkpoint's count the first step has {before} of the {self._set} batches that global_batch="
+                f"{self.sequences} takes, and its gradient is that of the others only. This comes of another global_batch "
+                "before, or of a loader that does not say where it is: see ld.data.ResumableLoader."
+            )
+
+    def restore(self) -> None:
+        """Give the Trainer its own `limit_train_batches` back."""
+        if self._limited is not None:
+            trainer, trainer_limit = self._limited
+            trainer.limit_train_batches, self._limited = trainer_limit, None
+
+
+def loaders_of(loaders: Any) -> list[Any]:
+    """The loaders of a collection, which may hold further ones."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return [x for part in loaders for x in loaders_of(part)] if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def batch_size_of(loader: Any) -> int | None:

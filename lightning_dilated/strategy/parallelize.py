@@ -105,6 +105,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             return shard_loader(strategy, lightning(dataloader))
 
         case "training_step", (batch,):  # before the first step of a fit
+            if strategy._global_batch is not None:
+                strategy._global_batch.check_first_step(trainer)
             strategy._check_first_batch(batch)
             compare_training(trainer, strategy.sizes, fsdp)
             leave_room(strategy.root_device)  # of what NCCL's communicators have left
@@ -374,7 +376,12 @@ def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:
         RuntimeError: outside of a run.
     """
     stage, trainer = strategy._stage(), strategy.lightning_module.trainer
-    shard = lambda: strategy._loaders.shard(loader, strategy._spec())  # noqa: E731
+
+    def shard() -> Any:
+        if stage == "train" and strategy._global_batch is not None:
+            strategy._global_batch.set_accumulation(trainer, loader, strategy.sizes.data)
+        return strategy._loaders.shard(loader, strategy._spec())
+
     sharded, unequal = compare_loader(loader, shard, trainer, stage, strategy.sizes, strategy.shards_parameters)
     if unequal:
         strategy._why_unshared[stage] = unequal

@@ -111,6 +111,11 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         return self.global_rank // self.sizes.sequence_size
 
     @property
+    def takes_whole_steps(self) -> bool:
+        """Whether epochs end with a step of as many batches as every other."""
+        return self._global_batch is not None
+
+    @property
     def is_first_of_sequence(self) -> bool:
         """Whether this rank is the first of its sequence: the one to write what its ranks have in common."""
         return self.global_rank % self.sizes.sequence_size == 0
@@ -148,6 +153,8 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         """Restores the loaders, and frees device memory of the sequence's routes."""
         if self._loaders is not None:
             self._loaders.restore()
+        if self._global_batch is not None:
+            self._global_batch.restore()
         if self._sequence is not None:
             self._sequence.was_active = False  # a recomputation from now on belongs to another strategy
             self._sequence.forget()
@@ -191,8 +198,6 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
                 batches where each step takes all of them.
             RuntimeError: outside of a run.
         """
-        if self._stage() == "train" and self._global_batch is not None:
-            self._global_batch.set_accumulation(self.lightning_module.trainer, dataloader, self.sizes.data)
         return parallelize(self, "process_dataloader", super().process_dataloader, dataloader)
 
     @override

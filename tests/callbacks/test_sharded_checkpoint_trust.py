@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -349,3 +350,18 @@ def test_a_value_that_is_damaged(one, tmp_path):
     replace_entries(one, BytesStorageMetadata, b"not a file of torch.save")
     with pytest.raises(ValueError, match=rf"{one} cannot be loaded .*the entry optimizer_0\.\S+: .*earlier checkpoint"):
         read_whole(one)
+
+
+@pytest.mark.parametrize(
+    "given, weights_only", [({}, True), ({"weights_only": None}, True), ({"weights_only": False}, False)]
+)
+def test_an_address_is_read_without_running_code(monkeypatch, given, weights_only):
+    """Lightning reads one that begins with http with weights_only=False, unless told otherwise."""
+    asked = {}
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **options: asked.update(options) or {})
+    monkeypatch.setattr(
+        "lightning.fabric.plugins.io.torch_io.get_filesystem", lambda path: SimpleNamespace(exists=bool)
+    )
+    strategy = pl.Trainer(strategy="ring_dilated", accelerator="cpu", devices=1, logger=False).strategy
+    assert strategy.load_checkpoint("http://somewhere/last.ckpt", **given) == {}
+    assert asked == {"map_location": "cpu", "weights_only": weights_only}

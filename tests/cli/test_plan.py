@@ -133,6 +133,24 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
     }))  # fmt: skip
     result = cli("plan", "--config", "x.yaml", "--gpus", 4, "--tokens", "64K", *BLOCK)
     assert result.code == 0 and hint not in result.out and "with the recipe's 'zigzag' ranks" in result.out, result.err
+    assert "sequence_size" not in result.out.replace("sequence_size: 1 of", "")
+
+
+@pytest.mark.parametrize("size, shared_by", [([8, 4, 2], 2), (3, 3), ("auto", None), (6, None), (4, None)], ids=str)
+def test_a_recipes_sequence_size(tmp_path, size, shared_by):
+    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
+    strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"sequence_size": size}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"strategy": strategy}}))
+    assert asked("--config", tmp_path / "x.yaml", "--gpus", 6).shared_by == shared_by
+
+
+def test_a_sequence_on_some_of_the_gpus_is_named(cli):
+    result = cli("plan", "--config", "elastic.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K")
+    assert result.code == 0 and "16 x H200" in result.out, result.err
+    words = (
+        "sequence_size a sequence lies on 8 of the 16 GPUs, which train 2 at a time, and one on all of them is planned"
+    )
+    assert words in " ".join(result.out.split())
 
 
 def test_many_gpus(cli):

@@ -140,3 +140,43 @@ def test_misuse(base, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps({**options, "base_model_name_or_path": None}))
     with pytest.raises(ValueError, match="does not name the model"):
         HFCausalLM(folder)
+
+
+@pytest.mark.parametrize("family, changes, words", [
+    ("llama", {"num_hidden_layers": 3}, "num_hidden_layers=2, and this one has 3"),
+    ("llama", {"num_hidden_layers": 1}, "num_hidden_layers=2, and this one has 1"),
+    ("mistral", {}, "model_type='llama', and this one has 'mistral'"),
+], ids=str)  # fmt: skip
+def test_another_base(base, tmp_path, family, changes, words):
+    """transformers would leave layers out, or make random ones; another kind has no pattern of then."""
+    trained(base, 0).save_pretrained(tmp_path / "adapters")
+    other = HFCausalLM(config(family, **changes)).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=words):
+        HFCausalLM(other, adapters=tmp_path / "adapters")
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("adapter_config.json", "{", "adapter_config.json is no JSON"),
+    ("adapter_config.json", "[]", "adapter_config.json holds no JSON object, but list"),
+    ("adapter_config.json", '{"base_model_name_or_path": 5}', "does not name the model"),
+    ("decoder_config.json", "{", "decoder_config.json is no JSON"),
+    ("adapter_model.safetensors", None, "but no adapter_model.safetensors"),
+    ("adapter_model.safetensors", "x", "the weights of the adapters in .* cannot be read"),
+], ids=str)  # fmt: skip
+def test_damaged_folders(base, tmp_path, name, text, words):
+    folder = trained(base, 0).save_pretrained(tmp_path / "adapters")
+    (folder / name).unlink() if text is None else (folder / name).write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        HFCausalLM(folder).configure_model()
+
+
+def test_no_code_of_a_base_runs(base, tmp_path, monkeypatch):
+    """Nor does anything ask at the terminal whether it may."""
+    folder = trained(base, 0).save_pretrained(tmp_path / "adapters")
+    values = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (base / "config.json").write_text(json.dumps(values))
+    (base / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="needs code of its own, which HFCausalLM does not run"):
+        HFCausalLM(folder)
+    assert not (tmp_path / "ran").exists()

@@ -54,12 +54,13 @@ class Numbers(IterableDataset):
         return iter([{"tokens": torch.zeros(16, dtype=torch.int64), "labels": torch.zeros(16, dtype=torch.int64)}] * 4)
 
 
-def fit(strategy, batch_size=1, loader=None, **options):
-    """A fit of one step."""
-    model = LongNetLM(DilatedPattern.longnet([8], [1]), dim=8, depth=1, num_heads=1)
-    data = ByteDataModule(seq_len=16, batch_size=batch_size) if loader is None else None
-    made = trainer(strategy, 1, max_steps=1, limit_val_batches=0, **options)
-    made.fit(model, loader if data is None else data)
+def fit(strategy, batch_size=1, loader=None, kind=LongNetLM, ckpt=None, **options):
+    """A fit of one step, where options do not say how long."""
+    model = kind(DilatedPattern.longnet([8], [1]), dim=8, depth=1, num_heads=1)
+    data = ByteDataModule(seq_len=16, batch_size=batch_size) if loader is None else loader
+    long = {} if {"max_epochs", "max_steps"} & {*options} else {"max_steps": 1}
+    made = trainer(strategy, 1, limit_val_batches=0, **long, **options)
+    made.fit(model, data, ckpt_path=ckpt)
     return made
 
 
@@ -91,6 +92,89 @@ def test_steps_that_cannot_be(sequences, batch_size, options, words):
 def test_a_loader_without_batches_of_its_own():
     with pytest.raises(ValueError, match="needs a DataLoader with a batch size"):
         fit(RingDilatedStrategy(global_batch=2), loader=DataLoader(Numbers(), batch_size=None))
+
+
+def samples(count):
+    return [{"tokens": torch.arange(16), "labels": torch.arange(16)} for _ in range(count)]
+
+
+def test_an_epoch_ends_with_a_whole_step():
+    """Five batches of two: of steps of two batches the fifth would be a step by itself, of half a gradient."""
+    made = fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(10), batch_size=2), max_epochs=3)
+    assert made.global_step == 6 and made.fit_loop.total_batch_idx == 11
+    assert made.limit_train_batches == 1.0, "the Trainer has its own limit again"
+
+
+def test_a_reloaded_loader_of_another_length():
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(samples(7 + 4 * self.trainer.current_epoch))
+
+    made = fit(RingDilatedStrategy(global_batch=4), loader=Data(), max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    assert made.global_step == 1 + 2 + 3
+
+
+def test_packed_epochs_end_with_a_whole_step(tmp_path):
+    """Their numbers of packs differ, and are known as each begins."""
+    for i in range(30):
+        (tmp_path / f"{i}.bin").write_bytes(b"a" * (3 + 7 * i % 23))
+    data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
+    seen = []
+
+    class Count(pl.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append((trainer.num_training_batches, len(trainer.train_dataloader)))
+
+    made = fit(RingDilatedStrategy(global_batch=4), loader=data, max_epochs=4, callbacks=[Count()])
+    assert [batches for batches, _ in seen] == [packs // 4 * 4 for _, packs in seen]
+    assert any(packs % 4 for _, packs in seen) and 4 * made.global_step == sum(batches for batches, _ in seen)
+
+
+def test_less_than_a_step(tmp_path):
+    with pytest.raises(ValueError, match="takes 4 batches of each rank, and an epoch has 3"):
+        fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(3)))
+    for i in range(3):
+        (tmp_path / f"{i}.bin").write_bytes(b"a" * 20)
+    data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
+    with pytest.raises(ValueError, match="takes 4 batches of each rank, and an epoch has 3"):
+        fit(RingDilatedStrategy(global_batch=4), loader=data)
+    fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(3)), fast_dev_run=True)
+
+
+@pytest.mark.parametrize("loaders", [list, dict])
+def test_several_training_loaders(loaders):
+    both = [DataLoader(samples(4)), DataLoader(samples(4), batch_size=2)]
+    both = both if loaders is list else dict(zip("ab", both, strict=True))
+    with pytest.raises(ValueError, match="of one training loader, and there are 2"):
+        fit(RingDilatedStrategy(global_batch=4), loader=both)
+
+
+def test_another_word_on_the_batches_of_a_step():
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})
+    with pytest.raises(ValueError, match="so does the callback GradientAccumulationScheduler"):
+        fit(RingDilatedStrategy(global_batch=1), callbacks=[scheduler])
+
+
+def test_a_module_that_steps_by_itself():
+    class Manual(LongNetLM):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match="no effect on Manual, which steps its optimizers by itself"):
+        fit(RingDilatedStrategy(global_batch=1), kind=Manual)
+
+
+def test_a_checkpoint_within_a_step(tmp_path):
+    """A loader that does not resume: the count of batches goes on, of other batches."""
+    made = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
+    made.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match="the first step has 1 of the 4 batches that global_batch=4 takes"):
+        fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(8)), max_steps=2, ckpt=tmp_path / "a.ckpt")
+
+
+def test_nodes_with_different_numbers_of_ranks(launcher):
+    launcher({**TORCHRUN, "WORLD_SIZE": "8"})
+    with pytest.raises(ValueError, match="8 ranks on 3 nodes, 2 of them on this one"):
+        trainer("ring_dilated", 2, num_nodes=4)
 
 
 def test_the_command_line_takes_the_launchers_nodes(launcher, monkeypatch):

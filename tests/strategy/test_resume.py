@@ -75,3 +75,17 @@ def test_as_many_sequences_a_step_as_before(pools, tmp_path, ways):
         taken = 4 * each // (1 if ranks == 1 else ranks // (2 if settings["sequence_size"] == [3, 2, 1] else 1))
         assert len(losses) == taken, "batches of a rank"
     torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
+
+
+def test_epochs_of_whole_steps(pools, tmp_path):
+    """Ten sequences in steps of four, over the ends of epochs: two steps an epoch on any number of ranks."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    made = torch.Generator().manual_seed(0)
+    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (641,), generator=made).tolist()))
+    settings = {"global_batch": 4, "sequence_size": 1}
+    _, parameters, _ = pools(1).run(1, part_of_run, str(folder), settings, STEPS, None, 0.0)[0]
+    first, _, path = pools(4).run(4, part_of_run, str(folder), settings, 3, None, 0.0)[0]
+    rest, got, _ = pools(2).run(2, part_of_run, str(folder), settings, STEPS, path, 0.0)[0]
+    assert len(first) == 3 and len(rest) == 6, "batches of a rank"
+    torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)

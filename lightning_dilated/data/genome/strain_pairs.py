@@ -159,7 +159,7 @@ class Strain:
 
 
 class StrainPairsDataModule(RuleDataModule):
-    """Windows of two strains of a species one after the other: [window of A][the homologous window of B].
+    """Windows of two strains of a species one after the other: `[window of A][the homologous window of B]`.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
     (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base lies about N/2 tokens back: a

@@ -16,6 +16,13 @@ from lightning_dilated.integrations.transformers.lora import peft_library, read_
 _OPTIONS = "adapter_config.json"
 #: the decoder's config, patterns and changed values among it; peft does not read it
 _CONFIG = "decoder_config.json"
+#: the weights, of which peft writes one
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+#: values of a decoder's config that shape its weights; others may change
+_SHAPES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
 #: options of `lora` that the adapters of a folder are trained on with, whatever they were trained with
 _FREE = ("lora_dropout", "init_lora_weights")
 
@@ -31,9 +38,9 @@ def base_of(folder: str | Path) -> str:
     Raises:
         ValueError: where the folder does not name it, or names a folder that is not there.
     """
-    base = json.loads((Path(folder) / _OPTIONS).read_text()).get("base_model_name_or_path")
+    base = _read_values(Path(folder) / _OPTIONS).get("base_model_name_or_path")
     remedy = f"Name it: HFCausalLM(base, adapters={str(folder)!r}), in YAML model.init_args.adapters."
-    if not base:
+    if not base or not isinstance(base, str):
         raise ValueError(f"{folder} holds adapters only, and does not name the model that they belong to. {remedy}")
     if Path(base).is_absolute() and not Path(base).is_dir():
         raise ValueError(f"{folder} holds adapters only, of {base}, which is not there. {remedy}")
@@ -43,14 +50,45 @@ def base_of(folder: str | Path) -> str:
 def stored_config(folder: str | Path) -> dict[str, Any] | None:
     """Values of the config that the adapters were trained with; None in a folder that this package did not write."""
     path = Path(folder) / _CONFIG
-    return json.loads(path.read_text()) if path.is_file() else None
+    return _read_values(path) if path.is_file() else None
+
+
+def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
+    """Compare the config that adapters were trained with to that of the model they are put on.
+
+    transformers would leave out layers of a deeper model, and give a shallower one random layers.
+
+    Raises:
+        ValueError: for a model of another kind or size.
+    """
+    before, now = values.get("text_config", values), config.to_dict()
+    now = now.get("text_config", now)
+    pairs = {"model_type": (values.get("model_type"), config.model_type)}
+    pairs |= {name: (before.get(name), now.get(name)) for name in _SHAPES}
+    for name, (old, new) in pairs.items():
+        if old != new and (name == "model_type" or None not in (old, new)):
+            raise ValueError(
+                f"the adapters in {folder} were trained on a model with {name}={old!r}, and this one has {new!r}. Give the "
+                "model that they were trained with, as HFCausalLM(base, adapters=...)."
+            )
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError naming it."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:  # of JSON or of its encoding
+        raise ValueError(f"{path} is no JSON ({error}). It is damaged: write the folder again.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object, but {type(values).__name__}. Write the folder again.")
+    return values
 
 
 def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options of `peft.LoraConfig` of a folder's adapters, with those of `lora` that may differ.
 
     Raises:
-        FileNotFoundError: for a folder without adapters.
+        FileNotFoundError: for a folder without adapters or their weights.
         ModuleNotFoundError: without peft.
         ValueError: for adapters that are not LoRA, or have another shape than `lora` says.
     """
@@ -59,6 +97,9 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
             f"adapters={str(folder)!r} holds no {_OPTIONS}. Give a folder that save_pretrained of an HFCausalLM with lora, "
             "or peft, wrote."
         )
+    _read_values(Path(folder) / _OPTIONS)
+    if not any((Path(folder) / name).is_file() for name in _WEIGHTS):
+        raise FileNotFoundError(f"{folder} holds options of adapters, but no {_WEIGHTS[0]}. Write the folder again.")
     peft = peft_library()
     stored = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(stored, peft.LoraConfig):
@@ -88,11 +129,17 @@ def load(adapted: Any, folder: str | Path) -> None:
     """Give adapters the weights of a folder.
 
     Raises:
-        ValueError: for weights of other adapters, naming some.
+        ValueError: for weights of other adapters, naming some, and a damaged file.
     """
     import peft
 
-    weights = peft.utils.load_peft_weights(str(folder), device="cpu")
+    try:
+        weights = peft.utils.load_peft_weights(str(folder), device="cpu")
+    except Exception as error:
+        raise ValueError(
+            f"the weights of the adapters in {folder} cannot be read ({type(error).__name__}: {error!s:.200}). The file "
+            "is damaged, or holds more than tensors, which is not loaded: write the folder again."
+        ) from error
     ours = {name: tuple(x.shape) for name, x in peft.get_peft_model_state_dict(adapted).items()}
     theirs = {name: tuple(x.shape) for name, x in weights.items()}
     if differ := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):

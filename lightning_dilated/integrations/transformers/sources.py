@@ -56,7 +56,8 @@ class Source:
         stored = adapter_folders.stored_options(adapters, options)
         weights, config = _read_config(model)
         values = adapter_folders.stored_config(adapters)
-        if values is not None and values.get("model_type") == config.model_type:
+        if values is not None:
+            adapter_folders.check_base(adapters, values, config)
             config = type(config).from_dict(values)
         return cls(config, weights, str(adapters), stored, _tokenizer(str(adapters)) or _tokenizer(weights))
 
@@ -74,7 +75,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
             raise FileNotFoundError(
                 f"model={str(model)!r} is not there. Give a folder of transformers, or a hub repository."
             )
-        return str(model), AutoConfig.from_pretrained(model)
+        return str(model), _without_its_code(model)
     if isinstance(model, Mapping):
         if "model_type" not in model:
             raise ValueError(
@@ -85,6 +86,21 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
     if not isinstance(model, PreTrainedConfig):
         raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")
     return None, type(model).from_dict(model.to_dict())  # transformers keeps the attention implementation in it
+
+
+def _without_its_code(model: str | Path) -> Any:
+    """The config of a folder or repository; transformers would ask at the terminal whether to run code that lies there."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"model={str(model)!r} needs code of its own, which HFCausalLM does not run. Take a model that transformers "
+            "has, or convert it to one."
+        ) from None
 
 
 #: names of values that transformers reads, and keeps under others

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,17 @@ from lightning_dilated.sequence.requirements import Document, Problem, RowReques
 
 #: numbers as (start, step, count)
 Progression = tuple[int, int, int]
+
+
+class CarriedRange(Protocol):
+    """Rows of one head at some positions of a document, in each of its samples."""
+
+    @property
+    def document(self) -> Document: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def rows(self) -> range: ...
 
 
 def expand(runs: Iterable[Progression]) -> Tensor:
@@ -114,12 +125,73 @@ def _start(entry: tuple[range, int]) -> int:
     return entry[0].start
 
 
+class ManyRanges:
+    """Disjoint ranges of rows, thousands of a few rows each, stored one after another from number 0 on; a range holds its
+    samples one after another.
+
+    A look-up goes through rows, not through ranges: as arrays these are many times faster than so many Python objects.
+
+    Args:
+        ranges: with `document`, `head` and `rows` each.
+    """
+
+    def __init__(self, ranges: Sequence[CarriedRange]) -> None:
+        of: dict[tuple[Document, int], int] = {}
+        table = np.array(
+            [
+                (
+                    of.setdefault((x.document, x.head), len(of)),
+                    x.rows.start,
+                    x.rows.step,
+                    len(x.rows),
+                    x.document.samples,
+                )
+                for x in ranges
+            ],
+            dtype=np.int64,
+        ).reshape(-1, 5)
+        group, start, step, count, samples = table.T
+        first = (samples * count).cumsum() - samples * count
+        within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        positions, of_row = np.repeat(start, count) + within * np.repeat(step, count), np.repeat(group, count)
+        order = np.lexsort((positions, of_row))
+        self.size = int((samples * count).sum())
+        self._of, self._ends = of, of_row[order].searchsorted(np.arange(len(of) + 1))
+        self._positions = positions[order]
+        self._numbers, self._each = (np.repeat(first, count) + within)[order], np.repeat(count, count)[order]
+
+    def find(self, document: Document, head: int, rows: range, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """(indices in `rows`, numbers in the store) of those of `rows` that are here, int64."""
+        group = self._of.get((document, head))
+        if group is None or not rows:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        begin, end = self._ends[group], self._ends[group + 1]
+        low, high = begin + self._positions[begin:end].searchsorted((rows.start, rows.stop))
+        from_start = self._positions[low:high] - rows.start
+        if rows.step == 1:
+            return from_start, self._numbers[low:high] + sample * self._each[low:high]
+        here = from_start % rows.step == 0
+        return from_start[here] // rows.step, (self._numbers[low:high] + sample * self._each[low:high])[here]
+
+
 @dataclass
 class ReceivedRows:
-    """A store of received rows, set after set; a set holds its samples one after another."""
+    """A store of rows: those that a rank carries, then received ones, set after set; a set holds its samples one after
+    another.
+
+    Attributes:
+        carried: rows that the store begins with; None: none.
+    """
 
     size: int = 0
     ranges: dict[tuple[Document, int], RangeIndex] = field(default_factory=dict)
+    carried: ManyRanges | None = None
+
+    @classmethod
+    def after(cls, carried: Sequence[CarriedRange]) -> ReceivedRows:
+        """A store that begins with these."""
+        held = ManyRanges(carried) if carried else None
+        return cls(held.size if held else 0, carried=held)
 
     def add(self, message: Message) -> None:
         """Append room for a message."""
@@ -130,7 +202,16 @@ class ReceivedRows:
     def find(
         self, document: Document, head: int, rows: range, sample: int
     ) -> Iterator[tuple[Progression, Progression]]:
-        """(indices in `rows`, numbers in the store) of those of `rows` that were received."""
+        """(indices in `rows`, numbers in the store) of those of `rows` that are there."""
+        if self.carried is not None:
+            for at, number in zip(*(x.tolist() for x in self.carried.find(document, head, rows, sample)), strict=True):
+                yield (at, 1, 1), (number, 1, 1)
+        yield from self.find_received(document, head, rows, sample)
+
+    def find_received(
+        self, document: Document, head: int, rows: range, sample: int
+    ) -> Iterator[tuple[Progression, Progression]]:
+        """The same of received rows alone."""
         index = self.ranges.get((document, head))
         for received, start in index.sharing(rows) if index else ():
             overlap = _overlap(rows, received)
@@ -258,20 +339,27 @@ def _distinct(numbers: Tensor, size: int) -> bool:
 
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
     """The numbers in `source` of the rows of (request, head, ranges), in order; each row has to be there exactly once."""
-    indices: list[Progression] = []
-    numbers: list[Progression] = []
+    runs: tuple[list[Progression], list[Progression]] = [], []
+    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and numbers of rows that are found one by one
+    find, carried = source.find, None
+    if isinstance(source, ReceivedRows):
+        find, carried = source.find_received, source.carried
     base = 0
     for request, head, ranges in requested:
         for sample in range(request.document.samples):
             for rows in ranges:
-                for (start, step, n), run in source.find(request.document, head, rows, sample):
-                    indices.append((base + start, step, n))
-                    numbers.append(run)
+                if carried is not None:
+                    at, numbers = carried.find(request.document, head, rows, sample)
+                    single[0].append(at + base)
+                    single[1].append(numbers)
+                for (start, step, n), run in find(request.document, head, rows, sample):
+                    runs[0].append((base + start, step, n))
+                    runs[1].append(run)
                 base += len(rows)
     out = torch.full((base,), -1, dtype=torch.int64)
-    at = expand(indices)
-    out[at] = expand(numbers)
-    assert len(at) == base and (out >= 0).all(), "a requested row was not received"
+    parts = [torch.cat([expand(x), *map(torch.from_numpy, y)]) for x, y in zip(runs, single, strict=True)]
+    out[parts[0]] = parts[1]
+    assert len(parts[0]) == base and (out >= 0).all(), "a requested row was not received"
     return out
 
 

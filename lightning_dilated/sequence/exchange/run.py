@@ -18,9 +18,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_dilated.sequence.exchange.program import Program, Round, RowSet
+from lightning_dilated.sequence.exchange.program import Program, Round
 from lightning_dilated.sequence.exchange.row_ops import (
     Batch,
+    CarriedRange,
     LocalRows,
     Packing,
     ReceivedRows,
@@ -88,15 +89,15 @@ class Compiled:
 
 
 def compile_program(
-    problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[RowSet] = ()
+    problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[CarriedRange] = ()
 ) -> Compiled:
     """The indices of a rank's program, with its requests assigned to the rounds after which they can be computed.
 
     `carried`: rows that the rank holds besides its own.
     """
     pieces = problem.shard.ranges(rank)
-    queries, own, store = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads), ReceivedRows()
-    store.add(list(carried))
+    queries, own = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads)
+    store = ReceivedRows.after(carried)
     held, waiting, rounds = store.size, list(row_requests(problem, rank)), []
     first = [] if program.rounds else batches(problem, waiting, queries, store)
     for number, step in enumerate(program.rounds):
