@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import lightning_dilated as ld
 from lightning_dilated import LongNetLM
+from lightning_dilated.cli import explain as explain_command
 from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.models.transformer import advice, position_advice
 
@@ -138,3 +140,11 @@ def test_class_of():
     for wrong in ("LongNet", "no such.Model", "lightning_dilated.LongNetLM.nothing", ".Model", None):
         with pytest.raises(ValueError, match=r"--config r\.yaml: class_path .* cannot be imported"):
             class_of(Path("r.yaml"), wrong, "lightning_dilated")
+
+
+def test_recurrences_of_another_depth():
+    """--depth takes layers of a recipe in turns, and names none that is not there."""
+    pattern, layers = ld.DilatedPattern.dense(8), (ld.Recurrence(), None, ld.Recurrence(), None)
+    sizes = explain_command.Sizes((pattern,), 16, 2, None, 2, recurrences=layers)
+    lines = explain_command.table(sizes, explain_command.explain((pattern,), 16, 2, 2, True, None))
+    assert any("layer(s) 0 reach everything" in line for line in lines)
