@@ -142,10 +142,10 @@ def _window_backward(
         begin = before.with_tensors([x for x in inputs[5:] if x is not None])
         out, after = window.run(inputs[:5], begin, settings)
         outputs = [out] if later is None else [out, *after.floating()]
-        found = gradients(outputs, inputs, [grad, *(later or ())])
-    for total, x in zip(into, _rows(found[:5]), strict=True):
+        grads = gradients(outputs, inputs, [grad, *(later or ())])
+    for total, x in zip(into, _rows(grads[:5]), strict=True):
         total.copy_(x)
-    state = before.with_tensors(found[5:])  # which is not read where a document begins
+    state = before.with_tensors(grads[5:])  # which is not read where a document begins
     return list(state.where(window.begins(), state.zeros()).floating())
 
 
