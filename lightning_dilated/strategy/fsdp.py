@@ -44,6 +44,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             Before parameters are sharded, each rank makes the whole model on the host. Accumulated gradients are sharded
             after every micro-batch, since they would otherwise wait whole on the GPU. A
             `CPUOffloadPolicy(pin_memory=False)` does without page-locked memory.
+        regions, outer: only 1 and None: its checkpoints hold one sharded model, and regions have one each.
 
     Raises:
         OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards;
@@ -69,7 +70,10 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         links: str | None = None,
         global_batch: int | None = None,
         cpu_offload: bool | CPUOffloadPolicy = False,
+        regions: Any = 1,
+        outer: Any = None,
     ) -> None:
+        _refuse_regions(type(self).__name__, regions, outer)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
             global_batch,
@@ -195,3 +199,11 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def _reduces(self, at_once: bool) -> None:
         """Whether gradients are reduced as a backward ends, or wait for further micro-batches."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(at_once)
+
+
+def _refuse_regions(name: str, regions: Any, outer: Any) -> None:
+    if regions != 1 or outer is not None:
+        raise ValueError(
+            f"{name} has no regions and outer steps: its checkpoints hold one sharded model and optimizer, and regions train "
+            "one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold all parameters."
+        )

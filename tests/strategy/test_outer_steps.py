@@ -1,0 +1,270 @@
+"""Regions that train apart between outer steps, against a simulation of all of them in one process."""
+
+import warnings
+from itertools import islice
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_dilated import LongNetLM, OuterSteps, RingDilatedStrategy
+from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.data import ByteDataModule
+from lightning_dilated.data.sampler import ResumableSampler
+
+from .runs import PATTERN, Collate, Record, Run, Tokens, launched, make, trainer
+
+pytestmark = pytest.mark.full
+
+
+def simulated(run, regions, outer, data_ranks):
+    """What regions leave, one after the other in one process: the oracle.
+
+    Args:
+        run: with the batch size of all data ranks together.
+        outer: OuterSteps, of which only the numbers are used.
+        data_ranks: sequences that a region trains at a time.
+
+    Returns:
+        Losses of each region's steps, and each region's and the mean's parameters after the last step.
+    """
+    models = [start(run) for _ in range(regions)]
+    optimizers = [model.configure_optimizers() for model in models]
+    names = [name for name, _ in models[0].named_parameters()]
+    now = [dict(model.named_parameters()) for model in models]
+    shared = {name: now[0][name].detach().clone() for name in names}
+    sgd = torch.optim.SGD(shared.values(), outer.lr, outer.momentum, nesterov=outer.momentum > 0)
+    batches = [list(islice(batches_of(run, region, regions, data_ranks), run.steps)) for region in range(regions)]
+    losses, sent = [[] for _ in models], {}
+    for step in range(1, run.steps + 1):
+        for model, optimizer, batch, out in zip(models, optimizers, batches, losses, strict=True):
+            total, count = model.loss_terms(model._shifted(batch[step - 1]))
+            optimizer.zero_grad()
+            (total / count).backward()
+            if run.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+            optimizer.step()
+            out.append(float(total / count))
+        with torch.no_grad():
+            for name in names:
+                since = step - part_of(names, name, outer.fragments) * outer.every // outer.fragments
+                if since % outer.every == 0:
+                    mean = sum(parameters[name] for parameters in now) / regions
+                    sent[name] = shared[name] - mean
+                if since % outer.every == outer.delay and name in sent:
+                    shared[name].grad = sent.pop(name)
+                    sgd.step()
+                    shared[name].grad = None
+                    for parameters in now:
+                        own = parameters[name]
+                        own.copy_(outer.mix * own + (1 - outer.mix) * shared[name])
+    mean = {name: sum(parameters[name] for parameters in now).detach() / regions for name in names}
+    return losses, [{n: p.detach() for n, p in parameters.items()} for parameters in now], mean
+
+
+def start(run):
+    """The run's model as its Trainer makes it: drawn in float64."""
+    model = make(run, 1)[1]
+    pl.seed_everything(4, verbose=False)
+    torch.set_default_dtype(torch.float64)
+    model.configure_model()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def batches_of(run, region, regions, data_ranks):
+    """The batches of a region's steps: those of its data ranks together."""
+    data, count = Tokens(run), regions * data_ranks
+    loaders = []
+    for rank in range(region * data_ranks, (region + 1) * data_ranks):
+        sampler = ResumableSampler(data, num_replicas=count, rank=rank, shuffle=True, drop_last=True)
+        size = run.batch_size // count
+        loaders.append(DataLoader(data, size, sampler=sampler, collate_fn=Collate(run), drop_last=True))
+    epoch = 0
+    while True:
+        for loader in loaders:
+            loader.sampler.set_epoch(epoch)
+        for parts in zip(*loaders, strict=True):
+            yield {key: torch.cat([part[key] for part in parts]) for key in ("tokens", "labels")}
+        epoch += 1
+
+
+def part_of(names, name, fragments):
+    """The fragment of a parameter: blocks and the modules around them in turn."""
+    units = list(dict.fromkeys(unit(x) for x in names))
+    return units.index(unit(name)) % fragments
+
+
+def unit(name):
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
+
+
+class Own(pl.Callback):
+    """A region's own parameters after the last step."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.parameters = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+
+def trained(rank, group, run, outer, **options):
+    """(losses, own parameters, parameters after the fit) of this rank."""
+    own = Own()
+    settings = {"regions": 2, "outer": outer, **run.strategy}
+    built, model, data, record = make(
+        run.but(strategy=settings), launched(rank), callbacks=[own], limit_val_batches=0, **options
+    )
+    built.fit(model, data)
+    return record.losses, own.parameters, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+SETTINGS = {
+    "every step": OuterSteps(every=1),
+    "plain": OuterSteps(every=3),
+    "no momentum": OuterSteps(every=2, lr=1.0, momentum=0.0),
+    "mix": OuterSteps(every=2, mix=0.25),
+    "delay": OuterSteps(every=3, delay=2),
+    "streaming": OuterSteps(every=4, fragments=2, delay=1, mix=0.5),
+    "many fragments": OuterSteps(every=4, fragments=4, delay=3, mix=0.5),
+    "on the host": OuterSteps(every=3, fragments=2, delay=1, offload=True),
+}
+WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
+
+
+CASES = [(name, way) for name in SETTINGS for way in WAYS]
+CI = {(name, "sequences of two") for name in SETTINGS} | {("streaming", "data parallel")}
+
+
+@pytest.mark.parametrize(
+    "name, way", [pytest.param(*case, marks=[] if case in CI else pytest.mark.slow) for case in CASES]
+)
+def test_equals_a_simulation(pools, name, way):
+    data_ranks = 2 if WAYS[way] else 1
+    run = Run(steps=10, batch_size=2 * data_ranks, clip=0.5, masked=0.3)
+    losses, own, mean = simulated(run, 2, SETTINGS[name], data_ranks)
+    found = pools(4).run(4, trained, run.but(strategy=WAYS[way]), SETTINGS[name])
+    apart = max((own[0][n] - own[1][n]).abs().max() for n in mean)
+    assert apart > 1e-4 if name not in ("every step", "no momentum") else apart == 0
+    for rank, (got_losses, got_own, got_mean) in enumerate(found):
+        same(got_losses, losses[rank // 2], 1e-6)  # logged in fp32
+        same(got_own, own[rank // 2])
+        same(got_mean, mean)
+
+
+def test_one_region_takes_outer_steps_too(pools):
+    run, outer = Run(steps=5, batch_size=1), SETTINGS["streaming"]
+    losses, own, _ = simulated(run, 1, outer, 1)
+    for got_losses, got_own, got in pools(2).run(2, trained, run.but(strategy={"regions": 1}), outer):
+        same(got_losses, losses[0], 1e-6)
+        same(got_own, own[0])
+        same(got, own[0])
+
+
+def test_outer_step_after_each_plain_inner_step_is_data_parallel_training(pools):
+    run = Run(steps=4, batch_size=2, model={"optimizer": sgd})
+    one = pools(4).run(4, trained, run.but(strategy={"sequence_size": 2, "regions": 1}), None)
+    two = pools(4).run(4, trained, run, OuterSteps(every=1, lr=1.0, momentum=0.0))
+    for (_, want, _), (_, got, _) in zip(one, two, strict=True):
+        same(got, want)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def same(got, want, tol=1e-12):
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}")
+    else:
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=tol, atol=0)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+BYTES = 4000
+
+
+def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
+    """(losses, own parameters, warnings, path) of a run up to step `stop`, which saves a checkpoint at its end."""
+    pl.seed_everything(1, verbose=False)
+    world, record, own = launched(rank), Record(), Own()
+    data = ByteDataModule(folder, seq_len=64, batch_size=1, val_fraction=0.2, test_fraction=0)
+    model = LongNetLM(pattern=PATTERN, dim=16, depth=1)
+    saved = f"{folder}.{how}.{stop}.{world}"
+    callbacks = [record, own]
+    if how == "folder":
+        callbacks.append(ShardedCheckpoint(saved, every_n_train_steps=None))
+    options = (
+        {"val_check_interval": validate, "check_val_every_n_epoch": None} if validate else {"limit_val_batches": 0}
+    )
+    built = trainer(
+        RingDilatedStrategy(**settings), world, max_steps=stop, callbacks=callbacks, precision="64-true", **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        built.fit(model, data, ckpt_path=ckpt)
+    if how == "file":
+        built.save_checkpoint(saved)
+    words = " ".join(str(x.message) for x in caught)
+    return record.losses, own.parameters, words, saved, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "text"
+    folder.mkdir()
+    values = torch.randint(0, 256, (BYTES,), generator=torch.Generator().manual_seed(0))
+    (folder / "a").write_bytes(bytes(values.tolist()))
+    return str(folder)
+
+
+STREAMING = {"regions": 2, "outer": OuterSteps(every=4, fragments=2, delay=3, mix=0.5)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools, text):
+    return pools(4).run(4, part_of_run, text, STREAMING, 11, None, None)
+
+
+@pytest.mark.parametrize("how", ["file", "folder"])
+@pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
+def test_goes_on_exactly(pools, text, undisturbed, how, stop):
+    """With a fragment under way: after step 6 that of steps 6 to 9, after step 8 also that of steps 8 to 11."""
+    first = pools(4).run(4, part_of_run, text, STREAMING, stop, None, how)
+    rest = pools(4).run(4, part_of_run, text, STREAMING, 11, first[0][3], None)
+    for (a, *_), (b, own, _, _, mean), (losses, want, _, _, want_mean) in zip(first, rest, undisturbed, strict=True):
+        assert a + b == losses
+        same(own, want)
+        same(mean, want_mean)
+
+
+def test_validation_changes_nothing(pools, text, undisturbed):
+    for got, want in zip(pools(4).run(4, part_of_run, text, STREAMING, 11, None, None, 2), undisturbed, strict=True):
+        assert got[0] == want[0]
+        same(got[1], want[1])
+
+
+@pytest.mark.parametrize("how", ["file", "folder"])
+@pytest.mark.parametrize(
+    "ranks, settings, words",
+    [
+        (
+            2,
+            {**STREAMING, "regions": 1},
+            "2 region(s) with outer steps, and this run has 1: each goes on from the mean",
+        ),
+        (2, {}, "and this run has 1 without: the outer momentum is dropped"),
+        (4, {**STREAMING, "regions": 4}, "and this run has 4: each goes on from the mean of their parameters"),
+    ],
+)
+def test_goes_on_with_other_regions(pools, text, how, ranks, settings, words):
+    first = pools(4).run(4, part_of_run, text, STREAMING, 6, None, how)
+    rest = pools(ranks).run(ranks, part_of_run, text, settings, 6, first[0][3], None)
+    for _, own, warned, _, _ in rest:
+        same(own, first[0][4])
+    assert words in rest[0][2]
+    rest = pools(ranks).run(ranks, part_of_run, text, settings, 8, first[0][3], None)
+    assert all(len(losses) == 2 for losses, *_ in rest)
