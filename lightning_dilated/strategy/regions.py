@@ -228,11 +228,11 @@ def _on_host(value: Any) -> Any:
 
 def _other_regions(saved: int, count: int, outer: bool) -> str:
     """What of the state of `saved` regions `count` regions go on with, in words."""
-    words = f"the checkpoint is of {saved} region(s) with outer steps, and this run has {count}"
+    words = [f"the checkpoint is of {saved} region(s) with outer steps, this run has {count}{'' if outer else ' without'}."]
     if saved > 1:
-        words += ": each goes on from the mean of their parameters, with the inner optimizer's state of the first"
+        words.append("Each goes on from the mean of their parameters, with the inner optimizer's state of the first.")
     if outer:
-        return f"{words}. Shared parameters, outer momentum and what was under way between regions go on."
-    return (
-        f"{words} without: the outer momentum is dropped. To keep it, set outer=OuterSteps(...), also for one region."
-    )
+        words.append("Shared parameters, outer momentum and what was under way between regions go on.")
+    else:
+        words.append("The outer momentum is dropped: to keep it, set outer=OuterSteps(...), also for one region.")
+    return " ".join(words)
