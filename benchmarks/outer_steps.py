@@ -1,4 +1,4 @@
-"""The quickstart's loss where two regions train apart between outer steps, beside data parallel training of the same samples.
+"""The quickstart's loss where two regions train apart between outer steps, beside data parallel training.
 
     python benchmarks/outer_steps.py --out runs/outer_steps
 
@@ -36,9 +36,9 @@ def validated(strategy: dict[str, Any], out: Path, steps: int) -> tuple[list[flo
     options = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"sequence_size": 1, **strategy}}
     command = [sys.executable, "-m", "lightning_dilated", "fit", "--config", str(RECIPE), "--trainer.devices", "2"]
     command += ["--trainer.strategy", json.dumps(options), "--trainer.max_steps", str(steps)]
-    command += ["--trainer.logger.init_args.save_dir", str(out), "--trainer.enable_progress_bar", "false"]
+    command += ["--trainer.logger.init_args.save_dir", str(out)]
     begin = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds = time.monotonic() - begin
     newest = max(out.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime)
     with newest.open() as file:

@@ -77,6 +77,15 @@ class TrainsInRegions:
     def _fitting(self) -> bool:
         return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
+    def _check_precision(self) -> None:
+        """Raise ValueError, in `Trainer(...)`, where regions would differ in what checkpoints hold once."""
+        precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
+        if self._regions != 1 and precision == "16-mixed":
+            raise ValueError(
+                f"regions={self._regions!r} take no precision='16-mixed': each would have a scaler of its own, and a checkpoint "
+                "holds one. Take 'bf16-mixed'."
+            )
+
     # -- set-up, called by `parallelize` ------------------------------------------------------------------------------
     def _make_region_groups(self) -> None:
         """Process groups of this region, and over regions; every rank calls."""

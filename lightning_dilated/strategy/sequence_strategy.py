@@ -130,6 +130,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     @override
     def _configure_launcher(self) -> None:
         check_launched(self.num_processes, self.num_nodes)
+        self._check_precision()
         _ = self.sizes  # raises in Trainer(...), before a process is launched
         super()._configure_launcher()
 
