@@ -1,14 +1,18 @@
 """Regions of a job: errors before anything is trained, where all of them begin, what they wait for, metrics and samples."""
 
+import os
+import signal
 import time
 from datetime import timedelta
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lightning_dilated as ld
 from lightning_dilated import LongNetLM, OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.outer import split
 from lightning_dilated.strategy.preemption import report_lost_ranks
@@ -140,12 +144,12 @@ def test_parameters_that_are_trained_later():
     class Frozen(LongNetLM):
         def configure_model(self):
             super().configure_model()
-            self.head.weight.requires_grad = False
+            self.embedding.weight.requires_grad = self.global_step > 0
 
         def on_train_batch_end(self, *args):
-            self.head.weight.requires_grad = True
+            self.embedding.weight.requires_grad = True
 
-    with pytest.raises(RuntimeError, match=r"\['head.weight'\] are trained since this step"):
+    with pytest.raises(RuntimeError, match=r"\['embedding.weight'\] are trained since this step"):
         fit(OuterSteps(), Frozen)
 
 
@@ -275,3 +279,36 @@ def test_global_batch_counts_all_regions_and_no_sample_comes_twice(pools, tmp_pa
     assert [steps for _, steps in results] == [5] * 4
     samples = [tuple(batch) for batches, _ in results for batch in batches]
     assert len(samples) == 40 == len({*samples})
+
+
+class Signalled(pl.Callback):
+    """The last rank gets SIGTERM in its sixth batch."""
+
+    def on_train_batch_start(self, trainer, *unused):
+        if trainer.global_rank == 3 and trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ended(rank, group, run, folder):
+    """(how a fit ended, after how many steps)."""
+    saver = ShardedCheckpoint(folder, every_n_train_steps=None)
+    callbacks = [Signalled(), saver]
+    built, model, data, _ = make(
+        run, launched(rank), limit_val_batches=0, callbacks=callbacks, enable_checkpointing=True
+    )
+    code = None
+    try:
+        built.fit(model, data)
+    except SIGTERMException as error:
+        code = error.code
+    return code, built.global_step
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "outer, last", [(OuterSteps(every=4), 8), (OuterSteps(every=4, delay=2), 10), (OuterSteps(every=6, fragments=2), 9)]
+)
+def test_a_signal_ends_all_regions_after_an_outer_step(pools, tmp_path, outer, last):
+    run = Run(steps=20, batch_size=2, strategy={"regions": 2, "outer": outer})
+    assert pools(4).run(4, ended, run, str(tmp_path)) == [(128 + signal.SIGTERM, last)] * 4
+    assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{last:08}"]
