@@ -43,14 +43,13 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         check_first_batch: compare one rank with all on the head of the first batch (see `strategy.checks`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
-        global_batch: sequences of an optimizer step over all ranks, whatever their number: gradients accumulate over global_batch /
-            (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step. None: as
-            `accumulate_grad_batches` of the Trainer says.
+        global_batch: sequences of an optimizer step over all ranks, whatever their number: gradients accumulate over
+            global_batch / (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step.
+            None: as `accumulate_grad_batches` of the Trainer says.
         bucket_cap_mb: MiB of gradients that are summed at a time during the backward (DDP's). None: on GPUs of one node all
             at once after it, which costs less than sums that overlap with it; else DDP's default, 25.
-        regions: parts of the job that train apart between outer steps, each on neighbouring ranks and with a mesh of its own;
-            "auto": each node is one. Its samples are no other's. Gradients, their clipping and the training loss are the
-            region's.
+        regions: parts of the job that train apart between outer steps, each on neighbouring ranks, with a mesh and samples
+            of its own; "auto": each node is one. Gradients, their clipping and the training loss are the region's.
         outer: the outer steps that keep regions one model; needed where `regions` is not 1, and allowed for one.
         cpu_offload: only False: this strategy holds all parameters on every GPU.
 

@@ -204,6 +204,6 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 def _refuse_regions(name: str, regions: Any, outer: Any) -> None:
     if regions != 1 or outer is not None:
         raise ValueError(
-            f"{name} has no regions and outer steps: its checkpoints hold one sharded model and optimizer, and regions train "
-            "one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold all parameters."
+            f"{name} has no regions and outer steps: its checkpoints hold one sharded model and optimizer, and regions "
+            "train one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold all parameters."
         )

@@ -32,7 +32,7 @@ SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each axis: world = regions x data x ring x head; a region, and in it a sequence, lies on neighbouring ranks.
+    """Ranks along each axis: world = regions x data x ring x head; a region and a sequence lie on neighbouring ranks.
 
     Args:
         world: ranks in all.

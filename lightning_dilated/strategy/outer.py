@@ -27,8 +27,8 @@ class OuterSteps:
     SGD with Nesterov momentum, over the parameters that all regions share. So regions send 4 bytes a parameter every `every`
     steps, where data parallel ranks do at each. It is another optimizer than that of one region, with other results.
 
-    With `fragments` the parameters are synchronised in turn, a part of the blocks at a time, evenly spread over `every` steps.
-    With `delay` training goes on for so many steps while a fragment is under way.
+    With `fragments` the parameters are synchronised in turn, a part of the blocks at a time, evenly spread over `every`
+    steps. With `delay` training goes on for so many steps while a fragment is under way.
 
     Args:
         every: inner steps between two outer steps of a parameter.
@@ -295,7 +295,7 @@ def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Pa
         units.setdefault(block[0] if block else name.rpartition(".")[0], {})[name] = p
     if len(units) < count:
         raise ValueError(
-            f"fragments={count}, but the model has {len(units)} blocks and other modules that are trained: take at most that."
+            f"fragments={count}, but the model has {len(units)} blocks and other modules that are trained: take no more."
         )
     parts: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
     for number, unit in enumerate(units.values()):

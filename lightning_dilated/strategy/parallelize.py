@@ -200,7 +200,7 @@ GRADIENT_BLOCKS = 4
 
 
 def set_gradient_options(strategy: Any) -> None:
-    """In regions, have DDP sum gradients within one; on GPUs, give it a communicator of its own, and on one node a single bucket.
+    """Have DDP sum gradients within a region; on GPUs, give it a communicator of its own, and on one node a single bucket.
 
     Sums that overlap with the backward wait for the slowest rank again and again, in kernels that take multiprocessors from
     the backward (benchmarks/results/2026-11-22_h200_scaling.md).

@@ -1,5 +1,5 @@
-"""Training in regions: a mixin that gives a Lightning strategy outer steps, the mean of the regions where a model is evaluated
-or saved, and each region's own state in checkpoints.
+"""Training in regions: a mixin that gives a Lightning strategy outer steps, the mean of the regions where a model is
+evaluated or saved, and each region's own state in checkpoints.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class TrainsInRegions:
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
         if self._regions != 1 and precision == "16-mixed":
             raise ValueError(
-                f"regions={self._regions!r} take no precision='16-mixed': each would have a scaler of its own, and a checkpoint "
-                "holds one. Take 'bf16-mixed'."
+                f"regions={self._regions!r} take no precision='16-mixed': each would have a scaler of its own, and a "
+                "checkpoint holds one. Take 'bf16-mixed'."
             )
 
     # -- set-up, called by `parallelize` ------------------------------------------------------------------------------
@@ -237,7 +237,9 @@ def _on_host(value: Any) -> Any:
 
 def _other_regions(saved: int, count: int, outer: bool) -> str:
     """What of the state of `saved` regions `count` regions go on with, in words."""
-    words = [f"the checkpoint is of {saved} region(s) with outer steps, this run has {count}{'' if outer else ' without'}."]
+    words = [
+        f"the checkpoint is of {saved} region(s) with outer steps, this run has {count}{'' if outer else ' without'}."
+    ]
     if saved > 1:
         words.append("Each goes on from the mean of their parameters, with the inner optimizer's state of the first.")
     if outer:

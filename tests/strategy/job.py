@@ -1,7 +1,7 @@
 """A training script as users write it, with trouble at its third step: job.py HOW RANK[+RANK...] DEVICES [STRATEGY].
 
-STRATEGY: a name, "regions" (each node is one) or "two regions". HOW: kill, node (as kill, and the agent that started the rank dies, too), term, raise, config, nothing; or notebook, as if
-its lines had been typed in.
+HOW: kill, node (as kill, and the agent that started the rank dies, too), term, raise, config, nothing; or notebook, as if
+its lines had been typed in. STRATEGY: a name, "regions" (each node is one) or "two regions".
 """
 
 import os
