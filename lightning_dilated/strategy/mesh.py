@@ -134,6 +134,19 @@ class MeshSizes:
         return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, pg_options=options)[0]
 
 
+#: thread blocks of a communicator that works during the backward: while it waits for a slower rank, its kernels keep these
+#: multiprocessors from the backward's own
+BLOCKS = 4
+
+
+def nccl_options(overlapped: bool) -> dist.ProcessGroupNCCL.Options:
+    """Of a group over NCCL; one that works during the backward gets few thread blocks."""
+    options = dist.ProcessGroupNCCL.Options()
+    if overlapped:
+        options.config.max_ctas = BLOCKS
+    return options
+
+
 def divisors(n: int) -> list[int]:
     return [x for x in range(1, n + 1) if n % x == 0]
 

@@ -43,7 +43,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.strategy.checks import compare_loader, compare_training, refuse_callbacks, refuse_mixing
 from lightning_dilated.strategy.loader import Loaders, keep_order
-from lightning_dilated.strategy.mesh import run_seed
+from lightning_dilated.strategy.mesh import nccl_options, run_seed
 from lightning_dilated.strategy.preemption import Preemption
 
 if TYPE_CHECKING:
@@ -194,9 +194,6 @@ def join_host(device: torch.device, existed: bool) -> None:
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 #: MiB of a bucket that takes all gradients
 ONE_BUCKET = 2**20
-#: thread blocks of a communicator that sums gradients during the backward: while it waits for a slower rank, its kernels
-#: keep these multiprocessors from the backward's own
-GRADIENT_BLOCKS = 4
 
 
 def set_gradient_options(strategy: Any) -> None:
@@ -219,12 +216,8 @@ def set_gradient_options(strategy: Any) -> None:
 
 
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
-    """All ranks of this one's region, over NCCL, with few thread blocks where it works during the backward; every rank has
-    to call."""
-    options = dist.ProcessGroupNCCL.Options()
-    if overlapped:
-        options.config.max_ctas = GRADIENT_BLOCKS
-    return strategy.sizes.new_group("region", strategy._rank_timeout, "nccl", options)
+    """All ranks of this one's region, over NCCL; every rank has to call."""
+    return strategy.sizes.new_group("region", strategy._rank_timeout, "nccl", nccl_options(overlapped))
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ evaluated or saved, and each region's own state in checkpoints.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,11 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
+from lightning_dilated.strategy.mesh import MeshSizes, nccl_options
 from lightning_dilated.strategy.outer import OuterOptimizer, OuterSteps
 from lightning_dilated.strategy.preemption import Preemption
-
-if TYPE_CHECKING:
-    from lightning_dilated.strategy.mesh import MeshSizes
 
 #: regions, as users give them
 Regions: TypeAlias = int | Literal["auto"]
@@ -93,9 +91,10 @@ class TrainsInRegions:
         if self.sizes.regions > 1 and self._peers is None:
             timeout = self._rank_timeout  # type: ignore[attr-defined]
             self._region_group = self.sizes.new_group("region", timeout)
-            self._peers = self._peers_on_host = self.sizes.new_group("peers", timeout)
-            if dist.get_backend(self._peers) != "gloo":
-                self._peers_on_host = self.sizes.new_group("peers", timeout, "gloo")
+            self._peers_on_host = self.sizes.new_group("peers", timeout, "gloo")
+            self._peers = self._peers_on_host
+            if dist.get_backend() == "nccl":
+                self._peers = self.sizes.new_group("peers", timeout, "nccl", nccl_options(overlapped=True))
 
     def _copy_first_region(self, module: nn.Module) -> None:
         """Begin with the same parameters and buffers in all regions."""

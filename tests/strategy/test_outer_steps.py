@@ -36,17 +36,21 @@ def simulated(run, regions, outer, data_ranks):
     now = [dict(model.named_parameters()) for model in models]
     shared = {name: now[0][name].detach().clone() for name in names}
     sgd = torch.optim.SGD(shared.values(), outer.lr, outer.momentum, nesterov=outer.momentum > 0)
-    batches = [list(islice(batches_of(run, region, regions, data_ranks), run.steps)) for region in range(regions)]
+    batches = [
+        list(islice(batches_of(run, region, regions, data_ranks), run.steps * run.accumulate))
+        for region in range(regions)
+    ]
     losses, sent = [[] for _ in models], {}
     for step in range(1, run.steps + 1):
         for model, optimizer, batch, out in zip(models, optimizers, batches, losses, strict=True):
-            total, count = model.loss_terms(model._shifted(batch[step - 1]))
             optimizer.zero_grad()
-            (total / count).backward()
+            for part in batch[(step - 1) * run.accumulate : step * run.accumulate]:
+                total, count = model.loss_terms(model._shifted(part))
+                (total / count / run.accumulate).backward()
+                out.append(float(total / count))
             if run.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
             optimizer.step()
-            out.append(float(total / count))
         with torch.no_grad():
             for name in names:
                 since = step - part_of(names, name, outer.fragments) * outer.every // outer.fragments
@@ -157,6 +161,16 @@ def test_equals_a_simulation(pools, name, way):
         same(got_mean, mean)
 
 
+@pytest.mark.slow
+def test_steps_of_several_batches(pools):
+    run, outer = Run(steps=5, batch_size=2, accumulate=2), SETTINGS["streaming"]
+    losses, own, mean = simulated(run, 2, outer, 1)
+    for rank, (got_losses, got_own, got_mean) in enumerate(pools(4).run(4, trained, run, outer)):
+        same(got_losses, losses[rank // 2], 1e-6)
+        same(got_own, own[rank // 2])
+        same(got_mean, mean)
+
+
 def test_one_region_takes_outer_steps_too(pools):
     run, outer = Run(steps=5, batch_size=1), SETTINGS["streaming"]
     losses, own, _ = simulated(run, 1, outer, 1)
@@ -201,6 +215,9 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
     callbacks = [record, own]
     if how == "folder":
         callbacks.append(ShardedCheckpoint(saved, every_n_train_steps=None))
+    if how == "validation":
+        callbacks.append(pl.callbacks.ModelCheckpoint(saved, filename="{step}"))
+        saved, validate = f"{saved}/step={stop}.ckpt", 2
     options = (
         {"val_check_interval": validate, "check_val_every_n_epoch": None} if validate else {"limit_val_batches": 0}
     )
@@ -210,7 +227,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
         max_steps=stop,
         callbacks=callbacks,
         precision="64-true",
-        enable_checkpointing=how == "folder",
+        enable_checkpointing=how in ("folder", "validation"),
         **options,
     )
     with warnings.catch_warnings(record=True) as caught:
@@ -257,7 +274,7 @@ def begun(pools, text):
     return get
 
 
-@pytest.mark.parametrize("how", ["file", "folder"])
+@pytest.mark.parametrize("how", ["file", "folder", "validation"])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
     """With a fragment under way: after step 6 that of steps 6 to 9, after step 8 also that of steps 8 to 11."""
