@@ -228,6 +228,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
         callbacks=callbacks,
         precision="64-true",
         enable_checkpointing=how in ("folder", "validation"),
+        num_sanity_val_steps=0,
         **options,
     )
     with warnings.catch_warnings(record=True) as caught:
