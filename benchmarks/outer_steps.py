@@ -26,7 +26,8 @@ ROWS: dict[str, dict[str, Any]] = {
         "regions": 2,
         "outer": {"every": 20, "fragments": 2, "delay": 5, "mix": 0.5},
     },
-    "every=100": {"regions": 2, "outer": {"every": 100}},
+    "every=20, momentum=0, lr=1": {"regions": 2, "outer": {"every": 20, "momentum": 0.0, "lr": 1.0}},
+    "every=20, momentum=0.5, lr=1": {"regions": 2, "outer": {"every": 20, "momentum": 0.5, "lr": 1.0}},
 }
 THRESHOLD = 1.01
 

@@ -73,7 +73,8 @@ class TrainsInRegions:
 
     @property
     def _fitting(self) -> bool:
-        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     def _check_precision(self) -> None:
         """Raise ValueError, in `Trainer(...)`, where regions would differ in what checkpoints hold once."""
