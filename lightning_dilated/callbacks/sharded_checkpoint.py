@@ -54,8 +54,8 @@ class ShardedCheckpoint(Checkpoint):
     newest valid one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
 
     **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all of them, ends a fit
-    on all ranks after the same optimizer step (a validation under way is finished first). Then a checkpoint is written,
-    and the process exits with 128 and the signal's number:
+    on all ranks after the same optimizer step (a validation under way is finished first; where regions train apart, an
+    outer step has to tell the others). Then a checkpoint is written, and the process exits with 128 and the signal's number:
 
     - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a complete checkpoint. After SIGUSR1 rank 0 has called
       `scontrol requeue`, once. (A second SIGINT ends a process at once, with 130, too; then nothing may be saved.)

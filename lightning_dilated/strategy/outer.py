@@ -89,7 +89,7 @@ class Fragment:
         shared: (P,) the parameters of all regions as of the last outer step.
         momentum: (P,) of the outer optimizer.
         sent: (P,) the mean over regions of how far parameters moved, from when it is there until it is applied.
-        word: whether a region had a word to say when that was sent.
+        flagged: whether a region had set its flag when that was sent.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Fragment:
         self.shared = self.local().to(self._home)
         self.momentum = torch.zeros_like(self.shared)
         self.sent: Tensor | None = None
-        self.word = False
+        self.flagged = False
         self._message: Tensor | None = None  # on its way
         self._work: dist.Work | None = None
 
@@ -126,10 +126,10 @@ class Fragment:
         for name, values in self.by_name(vector).items():
             self.named[name].copy_(values)
 
-    def send(self, word: bool) -> None:
-        """Begin to average over regions how far parameters moved; with it goes whether any region has a word to say."""
+    def send(self, flagged: bool) -> None:
+        """Begin to average over regions how far parameters moved; with it goes a flag, which all get if one has set it."""
         moved = self.shared.to(self.device) - self.local()
-        self._message = torch.cat([moved, torch.full((1,), float(word), dtype=self.dtype, device=self.device)])
+        self._message = torch.cat([moved, torch.full((1,), float(flagged), dtype=self.dtype, device=self.device)])
         if self._peers is not None:
             self._work = dist.all_reduce(self._message, group=self._peers, async_op=True)
 
@@ -146,7 +146,7 @@ class Fragment:
             self._work.wait()
         message, self._message, self._work = self._message, None, None
         self.sent = (message[:-1] / self._regions).to(self._home)
-        self.word = bool(message[-1] > 0)
+        self.flagged = bool(message[-1] > 0)
 
     def apply(self) -> None:
         """The outer step of what was sent, and what it makes of this region's parameters."""
@@ -193,25 +193,26 @@ class OuterOptimizer:
         """All that are synchronised, by name."""
         return {name: p for fragment in self.fragments for name, p in fragment.named.items()}
 
-    def step(self, word: bool = False) -> tuple[bool, bool]:
+    def step(self, flagged: bool = False) -> tuple[bool, bool]:
         """After each inner step, on every rank: sends and applies what is due.
 
         Args:
-            word: whether this region has something to tell all; equal on its ranks.
+            flagged: what this region tells all others with what it sends, such as that it was sent a signal; equal on its
+                ranks.
 
         Returns:
-            Whether a fragment was applied, and whether some region had a word when it was sent; equal on all ranks.
+            Whether a fragment was applied, and whether a region was flagged when it was sent; equal on all ranks.
         """
         self.steps += 1
-        applied = heard = False
+        applied = any_flagged = False
         for number, fragment in enumerate(self.fragments):
             phase = (self.steps - self.settings.start(number)) % self.settings.every
             if phase == 0:
-                fragment.send(word)
+                fragment.send(flagged)
             if phase == self.settings.delay and fragment.under_way:
                 fragment.apply()
-                applied, heard = True, heard or fragment.word
-        return applied, heard
+                applied, any_flagged = True, any_flagged or fragment.flagged
+        return applied, any_flagged
 
     # -- the mean of the regions, for evaluation and files -------------------------------------------------------------
     def mean(self) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@ errors of the others name it.
 Lightning 2.6 has every rank read a number from its GPU before each batch, so that hosts wait for their GPUs between steps;
 its signal handlers broadcast that number, or save a checkpoint, whatever the rank is doing, which another rank may take for
 a collective of a step; and a fit that a signal ended exits with status 0. Here a handler only records the signal, and hosts
-exchange what they recorded before each batch.
+exchange what they recorded before each batch: those of a region, where there are several; the next outer step tells the
+others.
 """
 
 from __future__ import annotations

@@ -141,10 +141,10 @@ class TrainsInRegions:
                     f"{new[:3]} are trained since this step, and outer steps are of the parameters that were trained when "
                     "the fit began: regions would drift apart. Unfreeze them before, or begin another fit from here."
                 )
-            word = self._preemption is not None and self._preemption.is_region_signalled
-            self._outer_applied, heard = self._outer.step(word)
+            signalled = self._preemption is not None and self._preemption.is_region_signalled
+            self._outer_applied, any_signalled = self._outer.step(signalled)
             if self._preemption is not None:
-                self._preemption.all_meet = heard
+                self._preemption.all_meet = any_signalled
         return output
 
     def on_validation_start(self) -> None:

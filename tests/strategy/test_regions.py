@@ -311,3 +311,16 @@ def test_a_signal_ends_all_regions_after_an_outer_step(pools, tmp_path, outer, l
     run = Run(steps=20, batch_size=2, strategy={"regions": 2, "outer": outer})
     assert pools(4).run(4, ended, run, str(tmp_path)) == [(128 + signal.SIGTERM, last)] * 4
     assert [path.name for path in tmp_path.glob("step-*")] == [f"step-{last:08}"]
+
+
+def saved_by_time(rank, group, run, folder):
+    saver = ShardedCheckpoint(folder, None, every_n_minutes=1e-6, at_end=False, keep=10, asynchronous=False)
+    built, model, data, _ = make(run, launched(rank), limit_val_batches=0, callbacks=[saver], enable_checkpointing=True)
+    built.fit(model, data)
+
+
+@pytest.mark.full
+def test_checkpoints_by_time_are_due_at_outer_steps(pools, tmp_path):
+    run = Run(steps=7, batch_size=2, strategy={"regions": 2, "outer": OuterSteps(every=3)})
+    pools(4).run(4, saved_by_time, run, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006"]
