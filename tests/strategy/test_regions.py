@@ -1,5 +1,6 @@
 """Regions of a job: errors before anything is trained, where all of them begin, what they wait for, metrics and samples."""
 
+import functools
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from datetime import timedelta
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lightning_dilated as ld
@@ -154,13 +156,13 @@ def test_parameters_that_are_trained_later():
 
 
 def test_lost_regions_are_named():
-    reasons = torch.distributed.HashStore()
+    reasons = dist.HashStore()
     reasons.set("1", "")
     reasons.set("2", "ValueError: no")
     words = report_lost_ranks(reasons, 0, 6, 2, patience=0.2)
     assert "Region 1 (ranks 2 to 3) has lost all ranks." in words
     assert "Region 2 (ranks 4 to 5) has lost all ranks." in words and "Region 0" not in words
-    assert "Region 1 (ranks 3 to 5) has lost all" in report_lost_ranks(torch.distributed.HashStore(), 0, 6, 3, 0.1)
+    assert "Region 1 (ranks 3 to 5) has lost all" in report_lost_ranks(dist.HashStore(), 0, 6, 3, 0.1)
     assert "Region" not in report_lost_ranks(reasons, 0, 6, patience=0.1)
 
 
@@ -193,6 +195,56 @@ def ahead(rank, group, run, folder):
 def test_regions_do_not_wait_for_each_other_between_outer_steps(pools, tmp_path):
     run = Run(steps=5, batch_size=2, strategy={"regions": 2, "outer": OuterSteps(every=5)})
     assert pools(4).run(4, ahead, run, tmp_path) == [False, False, True, True]
+
+
+class Sent(pl.Callback):
+    """What goes between regions from the second step on: (the function of torch.distributed, numbers)."""
+
+    names = (
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "broadcast",
+        "gather_object",
+        "reduce",
+        "all_to_all_single",
+    )
+
+    def __init__(self, rank):
+        self.rank, self.calls, self.usual = rank, [], {}
+
+    def on_train_batch_end(self, trainer, *unused):
+        if trainer.global_step == 1:
+            self.usual = {name: getattr(dist, name) for name in self.names}
+            for name, function in self.usual.items():
+                setattr(dist, name, functools.partial(self.note, name, function))
+
+    def note(self, name, function, *args, **kwargs):
+        if len({rank // 2 for rank in dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)}) > 1:
+            self.calls.append((name, args[0].numel() if isinstance(args[0], torch.Tensor) else None))
+        return function(*args, **kwargs)
+
+    def on_train_end(self, *unused):
+        for name, function in self.usual.items():
+            setattr(dist, name, function)
+
+
+def between(rank, group, run):
+    callback = Sent(rank)
+    built, model, data, _ = make(run, launched(rank), limit_val_batches=0, callbacks=[callback])
+    built.fit(model, data)
+    parts = [sum(p.numel() for p in part.named.values()) for part in built.strategy._outer.fragments]
+    return callback.calls, parts, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.full
+def test_only_fragments_go_between_regions(pools):
+    """At steps 2, 6 and 10 the second half of the blocks, at 4 and 8 the first, and a flag with each."""
+    outer = OuterSteps(every=4, fragments=2, delay=1)
+    run = Run(steps=10, batch_size=2, clip=1.0, strategy={"regions": 2, "outer": outer})
+    for calls, (first, second), parameters in pools(4).run(4, between, run):
+        assert first + second == parameters
+        assert calls == [("all_reduce", n + 1) for n in (second, first, second, first, second)]
 
 
 def begun(rank, group):
