@@ -248,6 +248,8 @@ def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any
     """
     meta = read_meta(folder)
     outer = meta.pop("outer_steps", None)
+    if outer is not None and not (isinstance(outer, dict) and isinstance(outer.get("regions"), int)):
+        raise ValueError(f"{folder / META} does not say of how many regions it is. Use an earlier checkpoint.")
     own = f"regions.{region}." if outer is not None and outer["regions"] == regions else None
     wanted = lambda key: not key.startswith("regions.") or (own is not None and key.startswith(own))  # noqa: E731
     tensors = read_tensors(folder, wanted=wanted)

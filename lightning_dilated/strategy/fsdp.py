@@ -154,7 +154,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:
             with use_autograd_cache(False):  # see `_load_folder`
-                return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+                return self._of_this_region(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
         except UnpicklingError as error:
             raise UnpicklingError(
                 f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "
@@ -168,7 +168,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         if self.optimizers:  # to validate, test and predict weights suffice
             refuse_replicated_low_bit(read_metadata(folder).state_dict_metadata, folder)
         with use_autograd_cache(False):  # torch makes an optimizer step so that there are states to load into
-            return load_sharded(folder, self.model, self.optimizers, module.strict_loading)
+            return self._of_this_region(load_sharded(folder, self.model, self.optimizers, module.strict_loading))
 
     @override
     @contextmanager

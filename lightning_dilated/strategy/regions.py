@@ -201,7 +201,11 @@ class TrainsInRegions:
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A loaded checkpoint as this region goes on from it; says where that is not what was saved."""
+        """A loaded checkpoint as this region goes on from it; says where that is not what was saved.
+
+        Raises:
+            ValueError: for a checkpoint that lacks this region's state.
+        """
         outer, regions, count = checkpoint.get("outer_steps"), checkpoint.pop("regions", {}), self.sizes.regions
         self._loaded_outer, self._loaded_local = None, False
         if not self._fitting:
@@ -217,6 +221,8 @@ class TrainsInRegions:
         if outer["regions"] != count or self._outer_settings is None:
             rank_zero_warn(_other_regions(outer["regions"], count, self._outer_settings is not None))
         elif count > 1:
+            if str(self.region) not in regions:
+                raise ValueError(f"the checkpoint lacks the state of region {self.region}. Use an earlier checkpoint.")
             self._loaded_local = True
             checkpoint |= regions[str(self.region)]
         return checkpoint

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_dilated import LongNetLM, OuterSteps, RingDilatedStrategy
+from lightning_dilated import LongNetLM, OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.data.sampler import ResumableSampler
 
-from .runs import PATTERN, Collate, Record, Run, Tokens, launched, make, trainer
+from .runs import PATTERN, Collate, Record, Run, Tokens, full, launched, make, trainer
 
 pytestmark = pytest.mark.full
 
@@ -111,10 +111,10 @@ class Own(pl.Callback):
     """A region's own parameters before the first step and after the last."""
 
     def on_train_start(self, trainer, pl_module):
-        self.before = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        self.before = {name: full(p).detach().clone() for name, p in pl_module.named_parameters()}
 
     def on_train_end(self, trainer, pl_module):
-        self.parameters = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        self.parameters = {name: full(p).detach().clone() for name, p in pl_module.named_parameters()}
 
 
 def trained(rank, group, run, outer, **options):
@@ -211,6 +211,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
     world, record, own = launched(rank), Record(), Own()
     data = ByteDataModule(folder, seq_len=64, batch_size=1, val_fraction=0.2, test_fraction=0)
     model = LongNetLM(pattern=PATTERN, dim=16, depth=1)
+    kind, settings = (RingDilatedFSDPStrategy, {}) if settings == "sharded" else (RingDilatedStrategy, settings)
     saved = f"{folder}.{how}.{stop}.{world}"
     callbacks = [record, own]
     if how == "folder":
@@ -222,18 +223,18 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
         {"val_check_interval": validate, "check_val_every_n_epoch": None} if validate else {"limit_val_batches": 0}
     )
     built = trainer(
-        RingDilatedStrategy(**settings),
+        kind(**settings),
         world,
         max_steps=stop,
         callbacks=callbacks,
-        precision="64-true",
+        precision="64-true" if kind is RingDilatedStrategy else "32-true",
         enable_checkpointing=how in ("folder", "validation"),
         num_sanity_val_steps=0,
         **options,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        built.fit(model, data, ckpt_path=ckpt)
+        built.fit(model if kind is RingDilatedStrategy else model.double(), data, ckpt_path=ckpt)
     if how == "file":
         built.save_checkpoint(saved)
     return {
@@ -241,7 +242,7 @@ def part_of_run(rank, group, folder, settings, stop, ckpt, how, validate=None):
         "losses": record.losses,
         "before": own.before,
         "own": own.parameters,
-        "mean": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "mean": {name: full(p).detach().clone() for name, p in model.named_parameters()},
         "warned": " ".join(str(x.message) for x in caught),
         "saved": saved,
     }
@@ -317,3 +318,10 @@ def test_goes_on_with_other_regions(pools, text, begun, how, ranks, settings, wo
         same(got["before"], first["mean"])
         assert len(got["losses"]) == 2
         assert words in got["warned"] or got["rank"] > 0
+
+
+def test_goes_on_with_sharded_parameters(pools, text, begun):
+    first = begun("folder", 6)[0]
+    for got in pools(2).run(2, part_of_run, text, "sharded", 8, first["saved"], None):
+        same(got["before"], first["mean"])
+        assert "this run has 1 without. Each goes on from the mean" in got["warned"] or got["rank"] > 0
