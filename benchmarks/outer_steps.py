@@ -27,6 +27,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "outer": {"every": 20, "fragments": 2, "delay": 5, "mix": 0.5},
     },
     "every=20, momentum=0, lr=1": {"regions": 2, "outer": {"every": 20, "momentum": 0.0, "lr": 1.0}},
+    "every=5, momentum=0, lr=1": {"regions": 2, "outer": {"every": 5, "momentum": 0.0, "lr": 1.0}},
     "every=20, momentum=0.5, lr=1": {"regions": 2, "outer": {"every": 20, "momentum": 0.5, "lr": 1.0}},
 }
 THRESHOLD = 1.01
