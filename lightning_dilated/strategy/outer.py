@@ -275,7 +275,7 @@ class OuterOptimizer:
                     part.copy_(tensors[kind][name])
         if same or not sent:
             return None
-        return f"What was under way between regions is dropped, as {', '.join(SCHEDULE)} were other ones."
+        return "fragments that were under way between regions are dropped: every, fragments or delay changed."
 
 
 #: the vectors of a fragment that checkpoints hold

@@ -249,7 +249,7 @@ def _other_regions(saved: int, count: int, outer: bool) -> str:
     if saved > 1:
         words.append("Each goes on from the mean of their parameters, with the inner optimizer's state of the first.")
     if outer:
-        words.append("Shared parameters, outer momentum and what was under way between regions go on.")
+        words.append("Shared parameters and outer momentum go on.")
     else:
         words.append("The outer momentum is dropped: to keep it, set outer=OuterSteps(...), also for one region.")
     return " ".join(words)

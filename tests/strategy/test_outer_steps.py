@@ -3,6 +3,7 @@
 import functools
 import warnings
 from itertools import islice
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated import LongNetLM, OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.checkpoint.folder import read_whole
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.data.sampler import ResumableSampler
 
@@ -308,7 +310,7 @@ def test_validation_changes_nothing(pools, text, undisturbed):
         (
             4,
             {**STREAMING, "regions": 4},
-            "of the first. Shared parameters, outer momentum and what was under way between regions",
+            "of the first. Shared parameters and outer momentum go on.",
         ),
     ],
 )
@@ -325,3 +327,43 @@ def test_goes_on_with_sharded_parameters(pools, text, begun):
     for got in pools(2).run(2, part_of_run, text, "sharded", 8, first["saved"], None):
         same(got["before"], first["mean"])
         assert "this run has 1 without. Each goes on from the mean" in got["warned"] or got["rank"] > 0
+
+
+def test_goes_on_with_another_schedule(pools, text, begun):
+    """Shared parameters and momentum are kept, and a fragment that was under way is not."""
+    other = {**STREAMING, "outer": OuterSteps(every=4, fragments=2, delay=1, mix=0.5)}
+    first = begun("file", 6)
+    for one, got in zip(first, pools(4).run(4, part_of_run, text, other, 8, first[0]["saved"], None), strict=True):
+        same(got["before"], one["own"])
+        assert (
+            "under way between regions are dropped: every, fragments or delay changed" in got["warned"] or got["rank"]
+        )
+
+
+def test_files_and_folders_hold_the_same(begun):
+    file = torch.load(begun("file", 6)[0]["saved"], weights_only=True)
+    (folder,) = Path(begun("folder", 6)[0]["saved"]).glob("step-*")
+    assert {*file["regions"]} == {"0", "1"} and {*file["outer_steps"]["tensors"]} == {"shared", "momentum", "sent"}
+    for region in range(2):
+        read = read_whole(folder, 2, region)
+        assert {*read["regions"]} == {str(region)}
+        for name in ("state_dict", "optimizer_states"):
+            alike(read[name], file[name])
+            alike(read["regions"][str(region)][name], file["regions"][str(region)][name])
+        alike(read["outer_steps"], file["outer_steps"])
+    alike(file["optimizer_states"], file["regions"]["0"]["optimizer_states"])
+    assert read_whole(folder)["regions"] == {}
+
+
+def alike(got, want):
+    """Equal nested values."""
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            alike(got[key], want[key])
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want)
+        for one, two in zip(got, want, strict=True):
+            alike(one, two)
+    else:
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
