@@ -16,7 +16,7 @@ from lightning_dilated.models.export import Exported, export
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_attention
 from lightning_dilated.sequence import SequenceSpec, loss_share
-from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "LongNetMLM",
     "LongViT",
     "MultiheadDilatedAttention",
+    "OuterSteps",
     "Recurrence",
     "RecurrentState",
     "RingDilatedFSDPStrategy",
