@@ -135,7 +135,8 @@ class TrainsInRegions:
         """
         output = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self._outer is not None:
-            new = [name for name, _ in _trained(self.lightning_module) if name not in self._outer.parameters]
+            known = self._outer.parameters
+            new = [name for name, _ in _trained(self.lightning_module) if name not in known]
             if new:
                 raise RuntimeError(
                     f"{new[:3]} are trained since this step, and outer steps are of the parameters that were trained when "
