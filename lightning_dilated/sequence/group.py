@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from lightning_dilated.sequence.consensus import Agreement, Consensus
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import Plan, check_exchange
-from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_layout, check_stream
+from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_head_size, check_layout, check_stream
 
 _groups: dict[str, SequenceGroup] = {}
 _active: list[SequenceGroup | None] = []  # of the process, not of a thread: the backward runs in threads of its own
@@ -41,6 +41,7 @@ class SequenceGroup:
         stream: tokens of a chunk of the chunked layout, whose ranks share every chunk of a stream (`MemorySettings.stream`).
         exchange: "auto", or one of `sequence.exchange.EXCHANGES`.
         head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
+            "auto": what costs each call least (see `sequence.head_size`), 1 in the chunked layout.
         ranks_per_node: ranks that share fast links; None: all of them.
         loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
         timeout: of control messages between ranks; None: torch's default.
@@ -63,7 +64,7 @@ class SequenceGroup:
         layout: str = "contiguous",
         stream: int | None = None,
         exchange: str = "auto",
-        head_size: int = 1,
+        head_size: int | Literal["auto"] = 1,
         ranks_per_node: int | None = None,
         loss_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
@@ -73,9 +74,9 @@ class SequenceGroup:
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.layout, self.exchange = check_layout(layout), check_exchange(exchange)
         check_stream(layout, stream)
-        self.stream, self.head_size = stream, integer(head_size, "head_size", 1)
+        self.stream, self.head_size = stream, check_head_size(head_size)
         check_chunked(layout, exchange, head_size)
-        if self.ranks % self.head_size:
+        if isinstance(self.head_size, int) and self.ranks % self.head_size:
             raise ValueError(
                 f"head_size={head_size} must divide the {self.ranks} ranks of the group; "
                 f"allowed: {[n for n in range(1, self.ranks + 1) if self.ranks % n == 0]}."
@@ -84,8 +85,8 @@ class SequenceGroup:
         if links is not None and not isinstance(links, Links):
             raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
         self.links = Links.of_this_machine() if links is None else links
-        # link speeds do not matter to a named exchange
-        self._link_speeds = self.links.numbers if self.exchange == "auto" else None
+        # link speeds do not matter where nothing is chosen by them
+        self._link_speeds = self.links.numbers if "auto" in (self.exchange, self.head_size) else None
         self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
         self.plan: Plan | None = None
@@ -261,7 +262,7 @@ class SequenceGroup:
     def __repr__(self) -> str:
         return (
             f"SequenceGroup(rank {self.rank} of {self.ranks}, layout={self.layout!r}, exchange={self.exchange!r}, "
-            f"head_size={self.head_size}, ranks_per_node={self.ranks_per_node})"
+            f"head_size={self.head_size!r}, ranks_per_node={self.ranks_per_node})"
         )
 
 

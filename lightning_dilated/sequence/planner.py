@@ -73,17 +73,69 @@ class Price:
 
 
 @dataclass(frozen=True)
+class HeadPrice:
+    """What a call costs with head-parallel groups of `head_size` ranks.
+
+    Attributes:
+        exchange: between groups; None where no segment crosses one.
+        traded: bytes that a rank receives with tokens for heads, forward and backward.
+        exchanged: bytes that it receives with the exchange between groups.
+        seconds: of both, nothing hidden behind computation, with the copies of a trade.
+        waiting: for ranks with more to compute.
+    """
+
+    head_size: int
+    exchange: str | None
+    traded: int
+    exchanged: int
+    seconds: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all."""
+        return self.seconds + self.waiting
+
+    def __str__(self) -> str:
+        rows = "nothing" if self.exchange is None else f"{self.exchange} {self.exchanged / 1e6:.2f} MB"
+        trade = f"tokens for heads {self.traded / 1e6:.2f} MB, " if self.head_size > 1 else ""
+        return f"{trade}between ranks {rows}, {self.seconds * 1e3:.3f} ms, waiting {self.waiting * 1e3:.3f}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not, and
-    the link speeds behind the prices (None without prices)."""
+    the link speeds behind the prices (None without prices).
+
+    With `head_size="auto"` also the prices of sizes of head-parallel groups, and why others were not taken.
+    """
 
     problem: Problem
     exchange: str | None
     prices: tuple[Price, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
     links: Links | None = None
+    head_prices: tuple[HeadPrice, ...] = ()
+    head_reasons: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def head_size(self) -> int:
+        """Ranks of a head-parallel group."""
+        return getattr(self.problem.shard, "members", 1)
 
     def __str__(self) -> str:
+        return "\n".join([self._exchange_lines(), *self.head_lines()])
+
+    def head_lines(self) -> list[str]:
+        """The sizes of head-parallel groups, where they were chosen."""
+        if not self.head_prices and not self.head_reasons:
+            return []
+        lines = [f"head_size: {self.head_size}"]
+        lines += [f"  {x.head_size:<6}{x}" for x in self.head_prices]
+        taken = "not taken, " if self.head_prices else ""
+        return lines + [f"  {size:<6}{taken}{why}" for size, why in self.head_reasons]
+
+    def _exchange_lines(self) -> str:
         if self.exchange is None:
             return "no segment crosses a shard: nothing is exchanged"
         lines = [f"exchange: {self.exchange}"]

@@ -30,7 +30,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     Args:
         sequence_size: ranks that share a sequence; "auto": all of them; [8, 4, 2]: the largest of these that divides the
             ranks that there are. The others hold other samples (data parallel).
-        head_size: how many neighbours of these exchange tokens for heads.
+        head_size: how many neighbours of these exchange tokens for heads, within a node. "auto": in each call what costs
+            least by the planner's prices for its heads, length, ranks and links; `print(strategy.sequence.plan)` lists them.
         exchange: how rows travel between ranks; "auto" is the planner's cheapest.
         layout: which positions a rank holds. "chunked": a piece of every chunk of ActivationRecompute(stream=TOKENS), so
             that ranks compute each chunk together.
@@ -58,7 +59,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     def __init__(
         self,
         sequence_size: int | Literal["auto"] | list[int] = "auto",
-        head_size: int = 1,
+        head_size: int | Literal["auto"] = 1,
         exchange: Exchange = "auto",
         layout: Layout = "contiguous",
         ranks_per_node: int | None = None,

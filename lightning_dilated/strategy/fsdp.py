@@ -57,7 +57,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def __init__(
         self,
         sequence_size: int | Literal["auto"] | list[int] = "auto",
-        head_size: int = 1,
+        head_size: int | Literal["auto"] = 1,
         exchange: Exchange = "auto",
         layout: Layout = "contiguous",
         ranks_per_node: int | None = None,

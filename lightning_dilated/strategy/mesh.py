@@ -22,10 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dilated._compat.torch import flatten_mesh
 from lightning_dilated._validation import integer
+from lightning_dilated.sequence.shard import check_head_size
 
 AXES = ("data", "ring", "head")
 #: ranks that share a sequence, as users give them
 SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
+#: of these, ranks that exchange tokens for heads
+HeadSize: TypeAlias = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class MeshSizes:
     Args:
         world: ranks in all.
         sequence_size: ranks that share one sequence; "auto": all of them; of several numbers the largest that divides them.
-        head_size: of these, ranks that exchange tokens for heads.
+        head_size: of these, ranks that exchange tokens for heads. "auto": each call has its own, so the mesh has 1.
 
     Raises:
         TypeError, ValueError: naming the option, with what is allowed.
@@ -43,10 +46,10 @@ class MeshSizes:
 
     world: int
     sequence_size: SequenceSize = "auto"
-    head_size: int = 1
+    head_size: HeadSize = 1
 
     def __post_init__(self) -> None:
-        integer(self.head_size, "head_size", 1)
+        object.__setattr__(self, "head_size", 1 if check_head_size(self.head_size) == "auto" else self.head_size)
         if self.sequence_size == "auto":
             object.__setattr__(self, "sequence_size", self.world)
         elif isinstance(self.sequence_size, (list, tuple)):

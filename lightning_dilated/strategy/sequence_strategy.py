@@ -25,7 +25,7 @@ from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import check_first_batch, computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
-from lightning_dilated.strategy.mesh import MeshSizes, SequenceSize, join_under_torchrun, step_seeds
+from lightning_dilated.strategy.mesh import HeadSize, MeshSizes, SequenceSize, join_under_torchrun, step_seeds
 from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
 
@@ -39,7 +39,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
     def _configure_sequence(
         self,
         sequence_size: SequenceSize,
-        head_size: int,
+        head_size: HeadSize,
         exchange: str,
         layout: str,
         ranks_per_node: int | None,
