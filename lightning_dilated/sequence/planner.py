@@ -240,8 +240,24 @@ class Moved:
     messages: int
 
 
-#: collectives: (what moves, its round, bytes of a row)
-Collectives = list[tuple[str, Round, int]]
+@dataclass(frozen=True)
+class Collective:
+    """One all-to-all: what moves, under the names that `Wire.post` records, and each round in it with the bytes of a row."""
+
+    what: str
+    parts: tuple[tuple[Round, int], ...]
+
+    def bytes(self, side: str, rank: int) -> dict[int, int]:
+        """{other rank: bytes} of "sends" or "receives"."""
+        total: dict[int, int] = {}
+        for step, size in self.parts:
+            for peer, message in getattr(step, side).items():
+                if peer != rank:
+                    total[peer] = total.get(peer, 0) + size * count(message)
+        return total
+
+
+Collectives = list[Collective]
 
 
 def moved(
@@ -258,35 +274,35 @@ def moved(
 def collectives(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Collectives, Collectives]:
-    """The collectives of a call on one rank, (forward, backward), under the names that `Wire.post` records."""
+    """The collectives of a call on one rank, (forward, backward), in their order."""
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
+    one = lambda what, step, size: Collective(what, ((step, size),))  # noqa: E731
     row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
     if isinstance(program, Switched):
         keys, queries = program.keys, program.queries
         unit = head_dim * element_size
-        forward = [("rows", keys, row), ("queries", queries, unit), ("outputs", flip(queries), (head_dim + 1) * wide)]
-        backward = [("outputs", queries, 2 * unit), ("outputs", queries, wide)]
-        backward += [("gradients", flip(queries), head_dim * wide), ("gradients", flip(keys), wide_row)]
+        forward = [
+            Collective("rows", ((keys, row), (queries, unit))),
+            one("outputs", flip(queries), (head_dim + 1) * wide),
+        ]
+        backward = [
+            one("outputs", queries, 2 * unit + wide),
+            Collective("gradients", ((flip(queries), head_dim * wide), (flip(keys), wide_row))),
+        ]
     elif program.keep:
-        forward = [("rows", step, row) for step in program.rounds]
-        backward = [("gradients", flip(step), wide_row) for step in program.rounds]
+        forward = [one("rows", step, row) for step in program.rounds]
+        backward = [one("gradients", flip(step), wide_row) for step in program.rounds]
     else:  # the first round, and the first return, are copies of a rank's own rows
-        forward = [("rows", step, row) for step in program.rounds[1:]]
-        backward = forward + [("gradients", step, wide_row) for step in program.returns[1:]]
+        forward = [one("rows", step, row) for step in program.rounds[1:]]
+        backward = forward + [one("gradients", step, wide_row) for step in program.returns[1:]]
     return forward, backward
 
 
 def _moved(steps: Collectives, rank: int) -> Moved:
-    total = lambda side: sum(  # noqa: E731
-        size * count(message)
-        for _, step, size in steps
-        for peer, message in getattr(step, side).items()
-        if peer != rank
-    )
-    messages = sum(peer != rank for _, step, _ in steps for peer in step.sends)
-    return Moved(total("sends"), total("receives"), messages)
+    total = lambda side: sum(sum(x.bytes(side, rank).values()) for x in steps)  # noqa: E731
+    return Moved(total("sends"), total("receives"), sum(len(x.bytes("sends", rank)) for x in steps))
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------

@@ -232,18 +232,19 @@ class AllToAll:
         grad, q, _, _, out = tensors
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
         run = SwitchRun(self.route, self.wires[1], received)
-        sides, sent_lse = run.to_owners(grad, out), run.to_owners(lse.transpose(1, 2)[..., None])
+        posted = run.to_owners(grad, out, lse)
         queries, rows = run.arrived()
-        queries, sides, owned_lse = _as_tensor(queries), sides.wait(), sent_lse.wait()[:, 0, 0][None, None]
-        owned = _as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])
+        queries, (sides, owned_lse) = _as_tensor(queries), run.at_owner(posted)
+        owned, owned_lse = (_as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])), owned_lse[None, None]
         dq, grads = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (queries, rows))
         for batch in self.route.batches:
             add_batch(self.call, batch, owned, rows, owned_lse, dq, grads)
-        query_grads, key_grads = run.home(dq[0, :, 0]), run.home(grads, keys=True)
+        posted = run.gradients_home(dq[0, :, 0], grads)
         self.local.backward(tensors, lse, None, total)
+        query_grads, key_grads = run.at_home(posted)
         dim = q.shape[3]
-        total[0].view(-1, dim).index_add_(0, self.route.queries.rows, query_grads.wait())
-        for x, part in zip(total[1:], key_grads.wait().unbind(1), strict=True):
+        total[0].view(-1, dim).index_add_(0, self.route.queries.rows, query_grads)
+        for x, part in zip(total[1:], key_grads.unbind(1), strict=True):
             x.view(-1, dim).index_add_(0, self.route.keys.rows, part)
         return total
 
