@@ -456,6 +456,7 @@ def share(
     shard = group.shard(seq_len)
     problem = Problem(spec.pattern, num_heads, num_kv_heads, spec.causal, shard, straddling(pieces, shard), window)
     options: dict[str, Any] = {"ranks_per_node": group.ranks_per_node, "links": group.links, **sizes}
+    options["exchange_memory"] = group.exchange_memory
     if group.head_size == "auto" and group.layout != "chunked":
         chosen = plan_in_groups(problem, group.rank, group.exchange, **options)
     else:

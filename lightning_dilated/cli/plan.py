@@ -380,7 +380,10 @@ def _head_sizes(request: Request, case: Case, tokens: int) -> list[str]:
             one.pattern, tokens, *heads, ranks=setup.ranks, layout=request.layout, causal=call.causal
         )
         sizes = {"head_dim": one.head_dim, "element_size": one.dtype.itemsize}
-        plan = plan_in_groups(problem, 0, setup.exchange, ranks_per_node=setup.per_node, links=setup.links, **sizes)
+        plan = plan_in_groups(
+            problem, 0, setup.exchange, ranks_per_node=setup.per_node, links=setup.links,
+            exchange_memory=setup.exchange_memory, **sizes,
+        )  # fmt: skip
         lines += ["", f"  of {layers} layers' calls:", *(f"    {x}" for x in plan.head_lines())]
     return lines
 

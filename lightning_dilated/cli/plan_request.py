@@ -25,6 +25,7 @@ from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.planner import check_exchange_memory
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy, launched_nodes
 from lightning_dilated.strategy.mesh import MeshSizes
 
@@ -100,6 +101,8 @@ def _machine(p: Any) -> None:
                    "optimizer states on the host, with ring_dilated_fsdp (default: the recipe's, else no)")  # fmt: skip
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default %(default)s)")
     p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
+    p.add_argument("--exchange_memory_gib", "--exchange-memory-gib", type=float, metavar="GIB", help="of other ranks' rows "
+                   "that a call may hold (default: the recipe's, else not bounded)")  # fmt: skip
     p.add_argument("--head_size", "--head-size", type=_head_size, metavar="RANKS", help="of groups that trade tokens for "
                    "heads, or auto, whose choice is printed (default: the recipe's, else 1)")  # fmt: skip
     p.add_argument(
@@ -142,6 +145,7 @@ class Request:
         cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
         head_size: of the strategy; "auto" is chosen and printed, and others than 1 are only named.
+        exchange_memory: bytes of the strategy's exchange_memory_gib.
     """
 
     model: DilatedModule
@@ -165,11 +169,13 @@ class Request:
     streams: int = 0
     shared_by: int | None = None
     head_size: int | str = 1
+    exchange_memory: int | None = None
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
         return Setup(
-            strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket
+            strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket,
+            self.exchange_memory,
         )  # fmt: skip
 
 
@@ -209,6 +215,7 @@ def settled(args: argparse.Namespace) -> Request:
         _number_of(config.get("data"), "batch_size", 1),
         offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
         _shared_by(trainer.get("strategy"), ranks), recipe.head_size if args.head_size is None else args.head_size,
+        check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib),
     )  # fmt: skip
 
 
@@ -313,6 +320,7 @@ class StrategyOptions:
     bucket_cap_mb: int | None
     layout: str
     head_size: int | str
+    exchange_memory_gib: float | None
 
 
 def _strategy(path: Path, strategy: Any) -> StrategyOptions:
@@ -331,6 +339,7 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
         options.get("bucket_cap_mb"),
         options.get("layout", "contiguous"),
         options.get("head_size", 1),
+        options.get("exchange_memory_gib"),
     )
 
 

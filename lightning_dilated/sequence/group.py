@@ -22,7 +22,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import Agreement, Consensus
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import Plan, check_exchange
+from lightning_dilated.sequence.planner import Plan, check_exchange, check_exchange_memory
 from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_head_size, check_layout, check_stream
 
 _groups: dict[str, SequenceGroup] = {}
@@ -46,6 +46,8 @@ class SequenceGroup:
         loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
         timeout: of control messages between ranks; None: torch's default.
         links: the link speeds behind "auto", equal on all ranks; None: `Links.of_this_machine()`.
+        exchange_memory_gib: the most GiB of other ranks' rows, and of fp32 sums of their gradients, that the exchange of a
+            call may hold on a rank at once: "auto" takes an exchange that keeps to it. None: not bounded.
 
     Attributes:
         forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
@@ -69,13 +71,15 @@ class SequenceGroup:
         loss_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         links: Links | None = None,
+        exchange_memory_gib: float | None = None,
     ) -> None:
         self.group = _checked_group(group)
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.layout, self.exchange = check_layout(layout), check_exchange(exchange)
         check_stream(layout, stream)
         self.stream, self.head_size = stream, check_head_size(head_size)
-        check_chunked(layout, exchange, head_size)
+        check_chunked(layout, exchange, head_size, exchange_memory_gib)
+        self.exchange_memory = check_exchange_memory(exchange_memory_gib)
         if isinstance(self.head_size, int) and self.ranks % self.head_size:
             raise ValueError(
                 f"head_size={head_size} must divide the {self.ranks} ranks of the group; "
@@ -197,6 +201,7 @@ class SequenceGroup:
             "head_size": self.head_size,
         }
         facts |= {"ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
+        facts["exchange_memory"] = self.exchange_memory
         if chunk is not None:  # a short last chunk may leave some ranks as many tokens as a full one
             facts["tokens of the chunk"] = chunk
         check = functools.partial(self._checked, length is not None)

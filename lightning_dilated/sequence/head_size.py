@@ -18,13 +18,13 @@ from lightning_dilated.sequence.planner import (
     DEFAULTS,
     FLOPS,
     MEMORY,
-    PRICED,
     WHOLE,
     HeadPrice,
     Plan,
     joint_pairs,
     plan,
     price,
+    priced_ranks,
 )
 from lightning_dilated.sequence.requirements import Problem, crosses, straddling
 
@@ -82,6 +82,7 @@ def head_prices(
     head_dim: int = 64,
     element_size: int = 2,
     links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
 ) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
     """(prices of the sizes that serve a call, why the others do not); arguments as those of `planner.plan`.
 
@@ -105,7 +106,7 @@ def head_prices(
             rejected.append((size, f"more ranks than the {stop - first} heads"))
         else:
             try:
-                prices.append(_price(problem, size, exchange, per_node, head_dim, element_size, links))
+                prices.append(_price(problem, size, exchange, per_node, head_dim, element_size, links, exchange_memory))
             except ValueError as error:
                 errors.append(error)
                 rejected.append((size, str(error)))
@@ -115,10 +116,17 @@ def head_prices(
 
 
 def _price(
-    problem: Problem, size: int, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links
+    problem: Problem,
+    size: int,
+    exchange: str,
+    per_node: int,
+    head_dim: int,
+    element_size: int,
+    links: Links,
+    memory: int | None,
 ) -> HeadPrice:
     grouped, sizes = in_groups(problem, size), {"head_dim": head_dim, "element_size": element_size, "links": links}
-    chosen = plan(grouped, exchange, ranks_per_node=per_node, **sizes)
+    chosen = plan(grouped, exchange, ranks_per_node=per_node, exchange_memory=memory, **sizes)
     moved, seconds, waiting = 0, 0.0, _uneven(problem, size, head_dim)
     if chosen.exchange is not None:
         prices = {x.exchange: x for x in chosen.prices}
@@ -157,8 +165,7 @@ def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
     """Seconds that causal attention takes longer over segments that single ranks would compute in pieces."""
     if not problem.causal or crosses(grouped):
         return 0.0
-    ranks = problem.shard.ranks
-    chosen = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
+    chosen = priced_ranks(problem.shard.ranks)
     across = sum(joint_pairs(problem, rank) for rank in chosen) / len(chosen)
     return (WHOLE - 1) * across * 14 * head_dim / FLOPS
 
@@ -177,6 +184,7 @@ def plan_in_groups(
     head_dim: int = 64,
     element_size: int = 2,
     links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
 ) -> Plan:
     """The plan of a rank of a call, given for single ranks, with the cheapest size of head-parallel groups.
 
@@ -188,6 +196,7 @@ def plan_in_groups(
     """
     sizes = {"head_dim": head_dim, "element_size": element_size}
     options: dict[str, Any] = {"ranks_per_node": ranks_per_node, "links": links, **sizes}
+    options["exchange_memory"] = exchange_memory
     if (reason := _not_priced(problem)) is not None:
         return replace(plan(problem, exchange, **options), head_reasons=((1, reason),))
     prices, rejected = head_prices(problem, exchange, **options)

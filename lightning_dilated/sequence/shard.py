@@ -184,7 +184,7 @@ def check_head_size(size: int | str) -> int | Literal["auto"]:
     return integer(size, "head_size", 1)
 
 
-def check_chunked(layout: str, exchange: str, head_size: int | str) -> None:
+def check_chunked(layout: str, exchange: str, head_size: int | str, exchange_memory_gib: float | None = None) -> None:
     """Raise for settings that the chunked layout does not have."""
     if layout != "chunked":
         return
@@ -193,6 +193,11 @@ def check_chunked(layout: str, exchange: str, head_size: int | str) -> None:
     if exchange not in ("auto", "gather"):
         raise ValueError(
             f"layout='chunked' exchanges rows by gather, not by exchange={exchange!r}: set exchange='auto'."
+        )
+    if exchange_memory_gib is not None:
+        raise ValueError(
+            f"layout='chunked' is not offered with exchange_memory_gib={exchange_memory_gib}: leave it out, and take "
+            "shorter chunks (ActivationRecompute(stream=...)) to exchange fewer rows at a time."
         )
 
 

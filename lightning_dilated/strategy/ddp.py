@@ -49,6 +49,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         bucket_cap_mb: MiB of gradients that are summed at a time during the backward (DDP's). None: on GPUs of one node all
             at once after it, which costs less than sums that overlap with it; else DDP's default, 25.
         cpu_offload: only False: this strategy holds all parameters on every GPU.
+        exchange_memory_gib: the most GiB of other ranks' rows, and of fp32 sums of their gradients, that the exchange of a
+            call of attention may hold on a rank at once. exchange="auto" then takes the cheapest that keeps to it; where
+            none does, or a named one does not, the first call raises an error that says what each holds. Rows that leave,
+            and the trade of `head_size`, are not among them. None: not bounded.
 
     Raises:
         OSError: when made, where the file of links is not there.
@@ -73,11 +77,12 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         global_batch: int | None = None,
         bucket_cap_mb: int | None = None,
         cpu_offload: Any = False,
+        exchange_memory_gib: float | None = None,
     ) -> None:
         _refuse_offload(type(self).__name__, cpu_offload)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
-            global_batch,
+            global_batch, exchange_memory_gib,
         )  # fmt: skip
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)

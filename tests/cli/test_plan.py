@@ -16,7 +16,7 @@ from lightning_dilated.planning.estimate import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import make_problem
+from lightning_dilated.sequence.planner import make_problem, most_held
 
 pytestmark = pytest.mark.full
 
@@ -360,3 +360,18 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
     of_recipe = ["--config", recipe, *SIZES]
     assert asked(*of_recipe).head_size == "auto"
     assert asked(*of_recipe, "--head_size", 2).head_size == 2
+
+
+def test_bounds_the_exchange(cli):
+    """The exchange that keeps to the bound is planned, the longest sequence is where one does, and errors say the least."""
+    sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
+    of = lambda *more: cli("plan", *sizes, "--gpus", 8, *more)  # noqa: E731
+    problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 12, ranks=8, causal=True)
+    least = most_held(problem, "ring", 8, 64, 2) / GIB
+    free, bounded = of("--tokens", "1M"), of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
+    assert "exchange switch, a rank" in free.out and "exchange ring, a rank" in bounded.out
+    assert "more than exchange_memory_gib" in bounded.out
+    refused = of("--tokens", "1M", "--exchange_memory_gib", least / 2)
+    assert refused.code != 0 and "no exchange of this call holds as little as exchange_memory_gib" in refused.err
+    longest = [int(row(of(*more), "block")[0]) for more in ((), ("--exchange_memory_gib", least))]
+    assert 0.9 * (1 << 20) < longest[1] <= 1 << 20 < longest[0]

@@ -163,6 +163,7 @@ def _merge_requests(
     for batches, rows in arrivals:
         for batch in batches:
             merge_batch(call, batch, queries, rows, *state)
+        del rows  # before the next round is posted
     if reached is not None:
         reached.put(out, state[0][0, :, 0])
         reached.put(lse.transpose(1, 2), state[1][0, 0])
@@ -184,6 +185,7 @@ def _add_requests(
     for batches, rows, grads in arrivals:
         for batch in batches:
             add_batch(call, batch, chosen, rows, rows_lse, dq, grads)
+        del rows, grads  # as above
     return dq if reached is None else dq[0, :, 0]
 
 
@@ -234,12 +236,12 @@ class AllToAll:
         run = SwitchRun(self.route, self.wires[1], received)
         posted = run.to_owners(grad, out, lse)
         queries, rows = run.arrived()
-        queries, (sides, owned_lse) = _as_tensor(queries), run.at_owner(posted)
-        owned, owned_lse = (_as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])), owned_lse[None, None]
-        dq, grads = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (queries, rows))
+        queries, (sides, sent_lse) = _as_tensor(queries), run.at_owner(posted)
+        owned, owned_lse = (_as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])), sent_lse[None, None, :, 0]
+        dq, grads = run.sums(lse.dtype)
         for batch in self.route.batches:
-            add_batch(self.call, batch, owned, rows, owned_lse, dq, grads)
-        posted = run.gradients_home(dq[0, :, 0], grads)
+            add_batch(self.call, batch, owned, rows, owned_lse, _as_tensor(dq), grads)
+        posted = run.gradients_home(dq, grads)
         self.local.backward(tensors, lse, None, total)
         query_grads, key_grads = run.at_home(posted)
         dim = q.shape[3]

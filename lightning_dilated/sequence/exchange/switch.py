@@ -279,9 +279,14 @@ class SwitchRun:
 
     @staticmethod
     def at_owner(posted: PostedBlocks) -> tuple[Tensor, Tensor]:
-        """((m, 2, D) grad and out, (m,) lse) of the queries that this rank owns."""
+        """((m, 2, D) grad and out, (m, 1) lse) of the queries that this rank owns."""
         sides, lse = (joined(x, block.rows) for x, block in zip(posted.wait(), posted.blocks, strict=True))
-        return sides, lse[:, 0]
+        return sides, lse
+
+    def sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros for the gradients of what `arrived`."""
+        queries, keys = (torch.zeros_like(x, dtype=dtype) for x in self.arrived())
+        return queries, keys
 
     def home(self, rows: Tensor) -> Posted:
         """Send outputs of received queries back to where those came from."""
