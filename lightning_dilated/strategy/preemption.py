@@ -62,6 +62,11 @@ class Preemption:
         self._hooks = SignalHooks(trainer)
         self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether this rank was sent a signal."""
+        return bool(self._recorded)
+
     def close(self) -> None:
         """Give the Trainer its own functions back."""
         self._hooks.restore()
@@ -325,6 +330,8 @@ def _nothing(*args: Any) -> None:
 # -- lost ranks --------------------------------------------------------------------------------------------------------
 #: seconds to wait for the reasons of other ranks, whose connections break at about the same time
 PATIENCE = 5.0
+#: the same, once this rank was told to end
+TOLD = 1.0
 #: numbers of the runs of this process, which are the same on all ranks
 _runs = itertools.count()
 
@@ -351,11 +358,16 @@ class ReportsLostRanks:
         try:
             reasons = dist.PrefixStore(f"lightning-dilated/reasons/{self._run}", default_store())
             reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
-            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size()) if broken else ""
+            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size(), self._told) if broken else ""
         except RuntimeError:
             words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
         if broken:
             exception.args = (f"{words}\n{exception}", *exception.args[1:])
+
+    def _told(self) -> bool:
+        """Whether this rank was sent a signal to end, as torchrun's agents do once a rank has died."""
+        preemption = getattr(self, "_preemption", None)
+        return preemption is not None and preemption.recorded
 
 
 def connection_broke(error: BaseException | None) -> bool:
@@ -367,28 +379,36 @@ def connection_broke(error: BaseException | None) -> bool:
     return False
 
 
-def report_lost_ranks(reasons: Any, rank: int, world: int, patience: float = PATIENCE) -> str:
+def report_lost_ranks(
+    reasons: Any, rank: int, world: int, told: Callable[[], bool] = lambda: False, patience: float = PATIENCE
+) -> str:
     """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
 
     Args:
         reasons: a store in which each rank that ended left its reason under its number, "" for a broken connection.
         rank: of this process, of `world` ranks of the job.
+        told: whether this rank was told to end, and waits for `TOLD` seconds only: a launcher that knows of the loss waits
+            for it, to start the ranks again.
         patience: seconds to wait for the other ranks.
 
     Raises:
         RuntimeError: where the store is gone.
     """
-    silent, end = [x for x in range(world) if x != rank], time.monotonic() + patience
+    silent, begin = [x for x in range(world) if x != rank], time.monotonic()
     ended: list[int] = []
+    end = begin + patience
     while silent and time.monotonic() < end:
         ended += [x for x in silent if reasons.check([str(x)])]
         silent = [x for x in silent if x not in ended]
+        if told():
+            end = min(end, begin + TOLD)
         time.sleep(0.1 if silent else 0)
+    waited = min(patience, time.monotonic() - begin)
     raised = {x: words for x in sorted(ended) if (words := reasons.get(str(x)).decode())}
     sentences = [f"Rank {x} of the job raised {words}." for x, words in raised.items()]
     if silent:
         sentences.append(
-            f"Ranks {silent} of the job gave no sign within {patience:g} seconds after it: they died (look at their output, "
+            f"Ranks {silent} of the job gave no sign within {waited:.2g} seconds after it: they died (look at their output, "
             "and whether the system ended them for memory), or hang."
         )
     others = [x for x in range(world) if x != rank]
