@@ -71,7 +71,7 @@ class Nodes:
             self._do("ip", "-n", name, "address", "add", f"{address}/24", "dev", self.INTERFACE)
             for device in ("lo", self.INTERFACE):
                 self._do("ip", "-n", name, "link", "set", device, "up")
-            bucket = ("rate", self._rate, "burst", "64kb", "latency", "200ms")
+            bucket = ("rate", self._rate, "burst", "64kb", "limit", "16mb")
             self._do("tc", "-n", name, "qdisc", "add", "dev", self.INTERFACE, "root", "tbf", *bucket)
 
     def _do(self, *command: str) -> None:

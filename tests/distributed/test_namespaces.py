@@ -62,17 +62,14 @@ def test_a_row_enters_a_node_once(counted):
 
 
 def test_bench_links(tmp_path):
-    """The link's speed, shared by the two ranks of a node, is found, and the machine's own is far above.
-
-    It is so slow that it takes longer than busy cores do.
-    """
-    speed = 2.0
+    """The link's speed, shared by the two ranks of a node, is found, and the machine's own is far above."""
+    speed = 8.0
     with namespaces.Nodes(speed) as nodes:
         words = ["-m", "lightning_dilated", "bench", "links", "--device", "cpu", "--output", "links.json"]
-        sizes = ["--sizes", "65536", "524288", "2097152", "--repeats", "3"]
+        sizes = ["--sizes", "65536", "8388608", "--repeats", "3"]
         ended = nodes.torchrun(2, [*words, *sizes], tmp_path, 400)
     assert [status for status, _ in ended] == [0, 0], ended
     links = Links.load(tmp_path / "links.json")
     print(links)
-    assert 0.67 < links.far / (speed * 1e6 / 2) < 1.5
-    assert links.near > 4 * links.far
+    assert 0.4 < links.far / (speed * 1e6 / 2) < 1.2  # never faster; slower where the cores are busy
+    assert links.near > 10 * links.far

@@ -18,25 +18,22 @@ from .test_failures import alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 JOB = str(Path(__file__).with_name("killed_job.py"))
-#: a node counts as lost after three seconds without a word
-CONF = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-#: seconds from a kill to the end of the next optimizer step, on two cores
+#: a node counts as lost after six seconds without a word
+CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=3"
+#: seconds from a kill to the end of the next optimizer step, on two cores that nothing else uses
 WORKER, NODE = 15, 20
 EPOCH = BATCHES // GLOBAL_BATCH
-NODES, FEWEST = 3, 2
+NODES = 3
 
 
-def planned(seed: int) -> list[dict]:
-    """Ten kills, of workers and of whole nodes, at random steps: in six of them at a random time after a batch begins."""
+def planned(seed: int, moments: list[str], node: bool) -> list[dict]:
+    """A kill for each moment, in random order and at random steps, at a random time after a batch begins."""
     draw = random.Random(seed)
-    moments = ["step"] * 6 + ["checkpoint"] * 2 + ["validation"] * 2
-    nodes = [True] * 3 + [False] * 7
     draw.shuffle(moments)
-    draw.shuffle(nodes)
     kills = []
-    for number, (moment, node) in enumerate(zip(moments, nodes, strict=True)):
-        first = 2 + 4 * number  # a kill in four steps
-        step = {"step": draw.randrange(first, first + 4), "checkpoint": first + 2, "validation": first + 2}[moment]
+    for number, moment in enumerate(moments):
+        first = 4 + 4 * number  # a kill in four steps
+        step = draw.randrange(first, first + 4) if moment == "step" else first
         place = {"moment": moment, "step": step, "rank": draw.randrange(NODES), "node": node}
         kills.append({**place, "delay": round(draw.uniform(0, 0.3), 3)})
     return kills
@@ -59,13 +56,19 @@ def entries(folder: Path) -> list[dict]:
 class Job:
     """The agents of a job. Their store is of this process, so that any of them may die."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.agents = folder, []
+    def __init__(self, folder: Path, fewest: int):
+        self.folder, self.fewest, self.agents = folder, fewest, []
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(self) -> None:
         """One more node."""
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={FEWEST}:{NODES}", "--nproc-per-node=1"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self.fewest}:{NODES}",
+            "--nproc-per-node=1",
+        ]
         command += ["--max-restarts=30", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
         command += [f"--rdzv-conf={CONF}", "--rdzv-id=job", "--monitor-interval=0.1", JOB]
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -97,8 +100,8 @@ class Job:
             self.stop()
         return entries(self.folder)
 
-    def wait(self, seconds: float = 60) -> None:
-        """Until the ranks of the finished job ended; an agent that came last of all finds nobody to join."""
+    def wait(self, seconds: float = 20) -> None:
+        """Until the agents of the finished job ended; one that came last of all may find nobody to join."""
         end = time.monotonic() + seconds
         while any(x.poll() is None for x in self.agents) and time.monotonic() < end:
             time.sleep(0.2)
@@ -107,7 +110,10 @@ class Job:
         for agent in self.agents:
             if agent.poll() is None:
                 agent.send_signal(signal.SIGTERM)  # and its worker with it
-                agent.wait(60)
+        time.sleep(3)
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
 
     def texts(self) -> str:
         return "\n".join(x.read_text()[-2000:] for x in sorted(self.folder.glob("node*.txt")))
@@ -144,37 +150,63 @@ def report(kills: list[dict], noted: list[dict], folder: Path) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_ten_kills(tmp_path, seed, capsys):
-    kills = planned(seed)
-    quiet = prepare(tmp_path / "undisturbed", [])
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """{step: (loss, samples)} of one rank to which nothing happens."""
+    quiet = prepare(tmp_path_factory.mktemp("quiet") / "job", [])
     ended = run_ranks(1, Path(JOB), cwd=quiet)
     assert ended.codes == [0], ended.stderr[-3000:]
-    (undisturbed,) = steps_of(entries(quiet)).values()
-    assert sorted(undisturbed) == list(range(1, STEPS + 1))
+    (steps,) = steps_of(entries(quiet)).values()
+    assert sorted(steps) == list(range(1, STEPS + 1))
     for first in range(1, STEPS + 1, EPOCH):
-        samples = [i for step in range(first, first + EPOCH) for i in undisturbed[step][1]]
+        samples = [i for step in range(first, first + EPOCH) for i in steps[step][1]]
         assert sorted(samples) == list(range(BATCHES))  # every sample once in an epoch
+    return steps
 
-    folder = prepare(tmp_path / "killed", kills)
-    job = Job(folder)
-    noted = job.run(kills, 1200)
-    assert {x.name for x in folder.glob("killed_?")} == {f"killed_{i}" for i in range(10)}, job.texts()
+
+def check(kills: list[dict], fewest: int, folder: Path, undisturbed: dict, capsys) -> list[dict]:
+    """Run the job; every step that any attempt completed has the loss and the samples of the undisturbed run."""
+    job = Job(prepare(folder, kills), fewest)
+    noted = job.run(kills, 900)
+    assert len(list(folder.glob("killed_?"))) == len(kills), job.texts()
     rows = report(kills, noted, folder)
     with capsys.disabled():
         print()
         for row in rows:
-            print(json.dumps(row))
+            print(json.dumps({**row, "load": os.getloadavg()[0]}))
     found = steps_of(noted)
     assert set().union(*found.values()) == set(undisturbed)
     for steps in found.values():
         for step, (loss, samples) in steps.items():
             assert samples == undisturbed[step][1]
             assert loss == pytest.approx(undisturbed[step][0], rel=1e-6)
-    assert {x["ranks"] for x in rows} == {2, 3}  # nodes went, and came back
-    slow = [x for x in rows if x["seconds"] > (NODE if x["node"] else WORKER)]
-    assert not slow, rows
     end = time.monotonic() + 60
     while alive(folder) and time.monotonic() < end:
         time.sleep(0.2)
     assert not alive(folder), "a rank lives on"
+    return rows
+
+
+def check_seconds(rows: list[dict], limit: float) -> None:
+    """Where the cores have nothing else to do, that the job went on in time."""
+    if os.getloadavg()[1] > 4:
+        pytest.skip(f"the machine is busy (load {os.getloadavg()[1]:.1f}): only losses and samples were compared")
+    assert all(row["seconds"] <= limit for row in rows), rows
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_ten_workers_are_killed(tmp_path, undisturbed, capsys, seed):
+    moments = ["step"] * 6 + ["checkpoint"] * 2 + ["validation"] * 2
+    rows = check(planned(seed, moments, node=False), NODES, tmp_path / "job", undisturbed, capsys)
+    assert {x["ranks"] for x in rows} == {NODES}
+    check_seconds(rows, WORKER)
+
+
+@pytest.mark.parametrize("moment", ["step", "checkpoint", "validation"])
+def test_a_node_is_killed_and_comes_back(tmp_path, undisturbed, capsys, moment):
+    folder = tmp_path / "job"
+    rows = check(planned(len(moment), [moment], node=True), NODES - 1, folder, undisturbed, capsys)
+    assert [x["ranks"] for x in rows] == [NODES - 1]
+    begun = [x["ranks"] for x in entries(folder) if x["what"] == "begin"]
+    assert begun[-1] == NODES  # it came back
+    check_seconds(rows, NODE)
