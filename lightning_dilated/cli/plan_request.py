@@ -144,6 +144,7 @@ class Request:
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
         cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
+        outer: whether the recipe's strategy takes outer steps, which are only named.
         head_size: of the strategy; "auto" is chosen and printed, and others than 1 are only named.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
     """
@@ -168,6 +169,7 @@ class Request:
     layout: str = "contiguous"
     streams: int = 0
     shared_by: int | None = None
+    outer: bool = False
     head_size: int | str = 1
     exchange_memory: int | None = None
 
@@ -214,7 +216,8 @@ def settled(args: argparse.Namespace) -> Request:
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
         offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
-        _shared_by(trainer.get("strategy"), ranks), recipe.head_size if args.head_size is None else args.head_size,
+        _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
+        recipe.head_size if args.head_size is None else args.head_size,
         check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib),
     )  # fmt: skip
 
@@ -343,11 +346,19 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
     )
 
 
-def _shared_by(strategy: Any, ranks: int) -> int | None:
-    """GPUs that share a sequence by a recipe's sequence_size; None where it is all of them, or cannot be of so many GPUs."""
+def _has_outer_steps(strategy: Any) -> bool:
+    options = strategy.get("init_args") if isinstance(strategy, dict) else None
+    return bool(options and options.get("outer"))
+
+
+def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
+    """GPUs that share a sequence by a recipe's sequence_size and regions; None where it is all of them, or cannot be of so
+    many GPUs."""
     options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    regions = options.get("regions", 1)
     try:
-        size = MeshSizes(ranks, options.get("sequence_size", "auto")).sequence_size
+        sizes = MeshSizes(ranks, options.get("sequence_size", "auto"), regions=nodes if regions == "auto" else regions)
+        size = sizes.sequence_size
     except (TypeError, ValueError):  # an error of the run itself
         return None
     return None if size == ranks else int(size)
