@@ -73,7 +73,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--text", type=Path, help="bytes to learn")
     p.add_argument("--losses", type=Path, help="where the loss of each step is written, as JSON")
     p.add_argument("--gpu", default="H200", help="that `plan` is asked for")
-    p.add_argument("--profile", action="store_true", help="kernels and host of one chunk of each pass, on stderr")
+    p.add_argument("--profile", action="store_true", help="kernels and host of two chunks of each pass, on stderr")
     return p.parse_args()
 
 
@@ -214,7 +214,7 @@ def _report(name: str, done: int, chunks: int) -> None:
 
 
 class Profile:
-    """Prints what kernels and host do in a chunk in the middle of each pass."""
+    """Prints what kernels and host do in a chunk at the begin, and one in the middle, of each pass."""
 
     def __init__(self) -> None:
         self._running: torch.profiler.profile | None = None
@@ -231,7 +231,7 @@ class Profile:
             print(f"{name} {done}: {milliseconds:.0f} ms, kernels {kernels:.0f} ms", file=sys.stderr)
             for key in ("self_device_time_total", "self_cpu_time_total"):
                 print(events.table(sort_by=key, row_limit=15, max_name_column_width=60), file=sys.stderr, flush=True)
-        elif done == chunks // 2 and chunks > 8:
+        elif done in (3, chunks // 2) and chunks > 8:
             torch.cuda.synchronize()
             activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
             self._running, self._begin = torch.profiler.profile(activities=activities), time.perf_counter()

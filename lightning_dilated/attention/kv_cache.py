@@ -22,7 +22,9 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.backends.base import merge
+from lightning_dilated.attention.backends import MATH, Request, choose
+from lightning_dilated.attention.backends.base import Engine, merge
+from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
@@ -459,16 +461,19 @@ class KVCache:
         return rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
 
     # -- attending -----------------------------------------------------------------------------------------------------
-    def attend(self, q: Tensor, out: Tensor, lse: Tensor, start: int) -> None:
-        """Merge the attention of scaled queries (B, n, H, D), from position `start` on, to the cache into out and lse.
+    def attend(
+        self, q: Tensor, out: Tensor, lse: Tensor, start: int, scale: float, engine: Engine | None = None
+    ) -> None:
+        """Merge the attention of queries (B, n, H, D), from position `start` on, to the cache into out and lse.
 
-        out (B, n, H, D) and lse (B, n, H) are changed in place. A single token may stand elsewhere in each sample.
+        out (B, n, H, D) and lse (B, n, H), at least fp32, are changed in place. A single token may stand elsewhere in each
+        sample. `engine` computes blocks that are large enough for it, and matrix products the others.
         """
         stops = self.clock.kept(self.length, q.shape[0])
         for rows, stop in _alike(stops):
             begin = stop - 1 if q.shape[1] == 1 and self.length > start else start
             for i in range(len(self._branches)) if stop else ():
-                self._attend_branch(i, rows, q[rows], out[rows], lse[rows], begin, stop)
+                self._attend_branch(i, rows, q[rows], out[rows], lse[rows], begin, stop, scale, engine)
 
     def _count(self, branch: _BranchSlots, residue: int, first: int, stop: int) -> int:
         """Rows of a slot that are kept here, of a sample with `stop` tokens."""
@@ -478,12 +483,13 @@ class KVCache:
         return self.shared.dealt.count(branch.positions(residue, first, stop), prompt)
 
     def _attend_branch(
-        self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int
-    ) -> None:
+        self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,
+        engine: Engine | None,
+    ) -> None:  # fmt: skip
         """`attend` of one branch, for samples that have `stop` tokens."""
         branch = self._branches[number]
         if branch.window is not None and stop <= start:  # tokens before, of which each query sees others
-            self._attend_window(number, samples, q, out, lse, stop)
+            self._attend_window(number, samples, q.to(out.dtype) * scale, out, lse, stop)
             return
         first = branch.first(stop - 1)
         end = q.shape[1] if branch.width is None else min(q.shape[1], first + branch.width - start)
@@ -493,12 +499,18 @@ class KVCache:
             count = 0 if lane is None else self._count(branch, residue, first, stop)
             if lane is None or count == 0:
                 continue
-            heads = _index(lane.heads, q.device)
-            keys, values = (x[samples, lane.slots, :count].to(q.dtype) for x in self._views[number])
+            heads, rows = _index(lane.heads, q.device), slice(skip, end, branch.rate)
+            keys, values = (x[samples, lane.slots, :count] for x in self._views[number])
+            if engine is not None and min(len(range(skip, end, branch.rate)), count) >= engine.min_rows:
+                part = _by_engine(engine, q[:, rows][:, :, heads], keys.to(q.dtype), values.to(q.dtype), scale)
+                _merge(out[:, rows], lse[:, rows], heads, *part)
+                continue
+            keys, values = keys.to(out.dtype), values.to(out.dtype)
             tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0])) * branch.rate
             for at in range(skip, end, tile):
                 rows = slice(at, min(at + tile, end), branch.rate)
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values))
+                queries = q[:, rows][:, :, heads].to(out.dtype) * scale
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(queries, keys, values))
 
     def _attend_window(self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int) -> None:
         """`attend` of a window for queries that follow `stop` cached tokens.
@@ -666,7 +678,7 @@ def decode_attention(
 
     One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
     products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
-    matrix products; the two are merged by their log-sum-exp. Where ranks share prompts, a prompt is `dilated_attention` of
+    the same engine; the two are merged by their log-sum-exp. Where ranks share prompts, a prompt is `dilated_attention` of
     their group, and each attends with a token to the rows that it keeps; one collective merges the parts.
 
     Args:
@@ -695,9 +707,8 @@ def decode_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     if new == 1 and start >= cache.clock.longest:
         cache.append(k, v)
-        query = q.to(wide) * scale
-        out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
-        cache.attend(query, out, lse, start)
+        out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        cache.attend(q, out, lse, start, scale)
         return (out if shared is None else shared.merged(out, lse)).to(q.dtype)
     options = {"causal": True, "scale": scale, "engine": engine}
     if shared is not None:
@@ -710,7 +721,8 @@ def decode_attention(
         if (pattern := _continued(cache.pattern, start)) is not None:
             part, part_lse = dilated_attention(q, k, v, pattern, return_lse=True, **options)
             merged, lse = part.to(wide), part_lse.transpose(1, 2).contiguous()
-        cache.attend(q.to(wide) * scale, merged, lse, start)
+        chosen = choose(engine, Request.of(q, scale=scale), say=False).engine
+        cache.attend(q, merged, lse, start, scale, None if chosen is MATH else chosen)
         out = merged.to(q.dtype)
     cache.append(k, v)
     return out
@@ -761,8 +773,16 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple
     return back(out), back(lse)
 
 
+def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`_dense` of queries that are not scaled, by an engine."""
+    grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    out, lse = engine.forward(*suited(engine, grouped, k, v), False, scale, None)
+    back = lambda x: x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731
+    return back(out), back(lse)
+
+
 def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge the part of these heads into the running out (B, n, H, D) and lse (B, n, H), in place."""
     total, weight, part_weight = merge(lse[:, :, heads], part_lse)
-    out[:, :, heads] = (out[:, :, heads] * weight[..., None]).addcmul_(part, part_weight[..., None])
+    out[:, :, heads] = (out[:, :, heads] * weight[..., None]).addcmul_(part.to(out.dtype), part_weight[..., None])
     lse[:, :, heads] = total

@@ -325,9 +325,10 @@ class MultiheadDilatedAttention(nn.Module):
             packed = lengths is not None or cu_seqlens is not None
             return self.join(self.decode(query, positions, cache, causal, packed)), None
         table = self.table(query, positions)
-        q, k, v, *unrotated = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
-        if self.recurrence is None:
-            unrotated.clear()  # the attention needs the memory
+        projected = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
+        q, k, v = projected[:3]
+        unrotated = () if self.recurrence is None else projected[3:]
+        del projected  # the attention needs the memory
         out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
         if self.recurrence is not None:
             out = out + self.recurrence(query, *unrotated, v, lengths, cu_seqlens, cache).to(out.dtype)

@@ -5,13 +5,18 @@ Shape letters: T chunks, C slots of a chunk, K kv heads, G query heads of a kv h
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_dilated.recurrence.rules import positive, ratio, unit
 from lightning_dilated.recurrence.runs import Tables
+
+#: chunks of a run from which they are passed in groups: a GPU waits for the launches of a step, not for its products
+GROUPED_FROM = 32
 
 
 class Transition(NamedTuple):
@@ -123,6 +128,15 @@ def pass_states(transition: Transition, added: Tensor, begin: Tensor, counts: tu
     """
     if transition.left is not None and transition.left.shape[2] >= transition.left.shape[3]:
         transition = _multiplied(transition)
+    steps, runs = len(counts), len(begin)
+    if steps >= GROUPED_FROM and counts[-1] == runs:
+        group = math.isqrt(steps // 2)
+        return _pass_groups(transition, added, begin, group, steps // group)
+    return _pass_steps(transition, added, begin, counts)
+
+
+def _pass_steps(transition: Transition, added: Tensor, begin: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """`pass_states`, chunk after chunk."""
     steps = zip(*(_steps(x, counts) for x in (*transition, added)), strict=True)
     before, after, state = [begin[:0]], [], begin
     for count, (decay, left, right, new) in zip(counts, steps, strict=True):
@@ -135,6 +149,36 @@ def pass_states(transition: Transition, added: Tensor, begin: Tensor, counts: tu
             kept = kept - (changed if left is None else left.mT @ changed)
         state = kept + new
     return torch.cat(before), torch.cat([state, *reversed(after)])
+
+
+def _pass_groups(
+    transition: Transition, added: Tensor, begin: Tensor, group: int, number: int
+) -> tuple[Tensor, Tensor]:
+    """`pass_states` of runs of equal length, in `number` groups of `group` chunks and what is left.
+
+    All groups at once give what each makes of any state, then group after group the state before each, then all at once
+    those before their chunks: 2 `group` + `number` steps in place of their product.
+    """
+    runs, dim = len(begin), begin.shape[2]
+    inside = runs * group * number
+    counts, rest = (number * runs,) * group, (runs,) * ((len(added) - inside) // runs)
+
+    def by_group(x: Tensor | None) -> Tensor | None:
+        """Of chunks step by step those of all groups step by step."""
+        return None if x is None else x[:inside].unflatten(0, (number, group, runs)).transpose(0, 1).flatten(0, 2)
+
+    maps, sums = Transition(*map(by_group, transition)), by_group(added)
+    whole = torch.eye(dim, dtype=begin.dtype, device=begin.device).expand(number * runs, *begin.shape[1:2], dim, dim)
+    _, composed = _pass_steps(maps, pad(sums, (dim, 0)), pad(whole, (0, begin.shape[3])), counts)
+    state, firsts = begin, []
+    for one in composed.split(runs):
+        firsts.append(state)
+        state = one[..., :dim] @ state + one[..., dim:]
+    before, _ = _pass_steps(maps, sums, torch.cat(firsts), counts)
+    before = before.unflatten(0, (group, number, runs)).transpose(0, 1).flatten(0, 2)
+    last = Transition(*(None if x is None else x[inside:] for x in transition))
+    later, after = _pass_steps(last, added[inside:], state, rest)
+    return torch.cat([before, later]), after
 
 
 def _multiplied(transition: Transition) -> Transition:

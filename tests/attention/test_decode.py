@@ -14,6 +14,7 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..examples import examples
 from ..pattern.strategies import head_counts, patterns
+from .recorder import record
 
 LONGEST, D = 80, 3
 TOL = {"rtol": 1e-10, "atol": 1e-10}
@@ -188,8 +189,19 @@ def test_cached_scores_in_tiles(budget, monkeypatch):
     monkeypatch.setattr(decode, "SCORES", budget)
     q, k, v = qkv(4, 2, batch=2)
     for pattern in NAMED.values():
-        got = run(q, k, v, pattern, [17, 30, 1, 32])
+        got = run(q, k, v, pattern, [17, 30, 1, 32], engine="math")
         torch.testing.assert_close(got, dilated_attention(q, k, v, pattern, causal=True), **TOL)
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-10), (torch.bfloat16, 2e-2)])
+def test_later_pieces_of_a_prompt_attend_to_the_cache_by_the_engine(dtype, tol, monkeypatch):
+    calls = record(monkeypatch, "cpu_flash")
+    q, k, v = (x.to(dtype) for x in qkv(4, 2, batch=2))
+    pattern = DilatedPattern([(None, 1)])
+    got = run(q, k, v, pattern, [50, 30])
+    assert [tuple(k.shape) for _, k, _ in calls.forward if k.shape[2] == 50][-1] == (2, 2, 50, D)
+    want = dilated_attention(q.double(), k.double(), v.double(), pattern, causal=True)
+    torch.testing.assert_close(got.double(), want, rtol=tol, atol=tol)
 
 
 def test_no_tokens_change_nothing():

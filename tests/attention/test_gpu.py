@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_dilated.attention import DilatedAttention, backends, dilated_attention, resolve
-from lightning_dilated.attention.backends import ENGINES, Request, choose
+from lightning_dilated.attention.backends import ENGINES, Request, choose, cudnn_bands
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.pattern import Branch, DilatedPattern, Window
 
@@ -82,6 +82,16 @@ def check(case: Case, engine: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_oracle(name, engine, dtype):
     check(CASES[name], engine, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in CASES if "window" in name])
+def test_windows_by_cudnns_own_band(name, dtype, monkeypatch):
+    pytest.importorskip("cudnn")
+    monkeypatch.setattr(cudnn_bands, "FEWEST", 1)
+    cudnn_bands._built.cache_clear()
+    check(CASES[name], "cudnn", dtype)
+    assert cudnn_bands._built.cache_info().misses
 
 
 WIDE = [("math", torch.float64), ("math", torch.float32), ("auto", torch.float64), ("auto", torch.float32)]

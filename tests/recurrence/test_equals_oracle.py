@@ -5,20 +5,39 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.recurrence import compute
+from lightning_dilated.recurrence import chunks, compute
 from lightning_dilated.recurrence.rules import KINDS, oracle
 
 from ..examples import examples
 from .cases import Case, cases, compare
 
 
-@given(case=cases())
+@given(case=cases(), grouped_from=st.integers(2, 40))
 @settings(max_examples=examples(40), deadline=None)
-def test_any_call(case):
-    with mock.patch.object(compute, "CHUNK", case.chunk):
+def test_any_call(case, grouped_from):
+    with mock.patch.object(compute, "CHUNK", case.chunk), mock.patch.object(chunks, "GROUPED_FROM", grouped_from):
         compare(case.run(), case.by_definition())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [24, 61])
+def test_chunks_passed_in_groups(kind, tokens, monkeypatch):
+    monkeypatch.setattr(compute, "CHUNK", 3)
+    monkeypatch.setattr(chunks, "GROUPED_FROM", 4)
+    steps = record(monkeypatch, "_pass_groups")
+    case = Case(kind, (tokens, tokens), segment=3, kv_heads=2, group=2, dim=4)
+    compare(case.run(), case.by_definition())
+    assert steps
+
+
+def record(monkeypatch, name):
+    """The calls of a function of `chunks`."""
+    calls, real = [], getattr(chunks, name)
+    monkeypatch.setattr(chunks, name, lambda *given: calls.append(given) or real(*given))
+    return calls
 
 
 @pytest.mark.parametrize("kind", KINDS)

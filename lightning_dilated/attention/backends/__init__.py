@@ -13,6 +13,7 @@ import torch
 import torch.nn.attention
 
 from lightning_dilated import kernels
+from lightning_dilated.attention.backends import cudnn_bands
 from lightning_dilated.attention.backends.base import Engine, Request
 from lightning_dilated.attention.backends.math import MATH
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
@@ -87,12 +88,16 @@ def for_rows(engine: Engine, rows: int) -> Engine:
 
 
 def for_band(engine: Engine, request: Request) -> Engine:
-    """The engine, or one that takes a `Band` where it does not: on a GPU triton, if it serves the request."""
+    """The engine, or one that takes a `Band` where it does not.
+
+    On a GPU that is triton, if it serves the request; long windows are cuDNN's where nvidia-cudnn-frontend is installed.
+    """
     if engine.bands:
         return engine
     if request.device.type == "cpu":
         return with_windows(engine)
-    return MATH if TRITON.why_not(request) else TRITON
+    other = MATH if TRITON.why_not(request) else TRITON
+    return cudnn_bands.with_bands(engine, other) if engine is CUDNN and cudnn_bands.installed() else other
 
 
 def check_name(name: str) -> str:

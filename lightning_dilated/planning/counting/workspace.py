@@ -27,6 +27,7 @@ from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
 from lightning_dilated.recurrence import op
+from lightning_dilated.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.recurrence.runs import CHUNK
 
 #: bytes of a log-sum-exp
@@ -283,7 +284,8 @@ def _metered(
     """(tokens, bytes) of two calls on the CPU."""
     segment = op.RecurrenceSpec.decode(spec).segment or CHUNK
     with real_tensors():
-        lengths = (4 * segment, 8 * segment)
+        grouped = 2 * GROUPED_FROM * segment <= op.WINDOW  # as those of a window are
+        lengths = tuple(n * segment for n in ((GROUPED_FROM, 2 * GROUPED_FROM) if grouped else (4, 8)))
         return tuple((n, _recurrence_held(forward, n, sizes, dtype, spec, meter())) for n in lengths)
 
 

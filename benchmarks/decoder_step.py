@@ -1,0 +1,185 @@
+"""A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, beside the same decoder in transformers alone.
+
+    python benchmarks/decoder_step.py --size 1.3B --seq-len 32768 131072
+    python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768 131072
+
+Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
+segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All have
+random weights, layers computed again in the backward, AdamW (fused), a loss by tiles of tokens, and nothing compiled unless
+`--compile` is given, which the first two follow. Milliseconds of the median step after two; peak memory, and both by `plan`
+for the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dilated.integrations.transformers import HFCausalLM
+from lightning_dilated.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.planning.estimate import Case
+from lightning_dilated.planning.gpus import find_gpu
+from lightning_dilated.planning.memory import GIB, Setup
+
+SIZES = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "intermediate_size": 128, "vocab_size": 256},
+    "1.3B": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,
+             "intermediate_size": 5504, "vocab_size": 32000},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+           "intermediate_size": 14336, "vocab_size": 128256},
+}  # fmt: skip
+BACKENDS = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
+TILE = 4096
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--size", choices=SIZES, default="1.3B")
+    p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
+    p.add_argument("--lora", type=int, help="the rank of the adapters of all projections; weights are bf16 then")
+    p.add_argument("--ways", nargs="+", default=["dense", "sdpa-cudnn", "sdpa-flash", "hybrid"])
+    p.add_argument("--compile", action="store_true", help="compile the layers of dense and hybrid")
+    p.add_argument("--steps", type=int, default=3, help="measured, after two for warming up")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--gpu", default="H100", help="that `plan` is asked for")
+    return p.parse_args()
+
+
+def config_of(a: argparse.Namespace) -> Any:
+    """The decoder's config."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**SIZES[a.size], max_position_embeddings=max(a.seq_len), use_cache=False, pad_token_id=None,
+                       bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)  # fmt: skip
+
+
+def lora_of(a: argparse.Namespace) -> dict[str, Any]:
+    """Options of peft."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return {"r": a.lora, "lora_alpha": 2 * a.lora, "target_modules": names}
+
+
+def ours(a: argparse.Namespace, way: str) -> HFCausalLM:
+    """The HFCausalLM of a way, not built."""
+    pattern = {"hybrid": {"local": 2048, "global_every": 4}} if way == "hybrid" else None
+    options = {"tile": TILE, "gradient_checkpointing": True, "compile_blocks": a.compile}
+    return HFCausalLM(config_of(a), pattern, lora=lora_of(a) if a.lora else None, **options)
+
+
+def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
+    """The decoder alone, with adapters of peft."""
+    from transformers import AutoModelForCausalLM
+
+    decoder = AutoModelForCausalLM.from_config(
+        config_of(a), attn_implementation="sdpa", dtype=torch.get_default_dtype()
+    )
+    decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    if a.lora:
+        from peft import LoraConfig, get_peft_model
+
+        decoder.enable_input_require_grads()
+        return get_peft_model(decoder, LoraConfig(**lora_of(a))).base_model.model
+    return decoder
+
+
+def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss, with the logits of `TILE` tokens at a time."""
+    hidden = decoder.model(input_ids=tokens)[0][0]
+    nats = lambda x, y: cross_entropy(decoder.lm_head(x).float(), y, reduction="sum")  # noqa: E731
+    parts = zip(hidden.split(TILE), labels[0].split(TILE), strict=True)
+    return torch.stack([checkpoint(nats, x, y, use_reentrant=False) for x, y in parts]).sum() / labels.numel()
+
+
+def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
+    """[GiB, ms] of a step by `plan`, or why there are none."""
+    try:
+        model, gpu = ours(a, way), find_gpu(a.gpu)
+        subject = subject_of(model, "bf16-true" if a.lora else "bf16-mixed", None, True, gpu.capability)
+        case, settings = Case(subject, Facts.of(model, subject), Setup("single", 1), gpu), subject.memory
+        return [f"{case.memory(settings, tokens).peak / GIB:.1f}", f"{1e3 * case.time(settings, tokens).seconds:.0f}"]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"[:80], ""]
+
+
+def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list[Tensor]) -> list[str]:
+    """[ms, tokens a second without the number, GiB] of a step."""
+    cuda = a.device == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
+    seconds = []
+    for _ in range(2 + a.steps):
+        begin = time.perf_counter()
+        with torch.autocast(a.device, torch.bfloat16, enabled=not a.lora):
+            loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else float("nan")
+    return [statistics.median(seconds[2:]), f"{peak:.1f}"]
+
+
+def row(a: argparse.Namespace, way: str, tokens: int) -> str:
+    """Of the table."""
+    device, ids = (
+        torch.device(a.device),
+        torch.randint(0, SIZES[a.size]["vocab_size"], (1, tokens + 1), device=a.device),
+    )
+    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:]}
+    torch.set_default_dtype(torch.bfloat16 if a.lora else torch.float32)
+    try:
+        with device:
+            if way in BACKENDS:
+                model: Any = of_transformers(a)
+            else:
+                model = ours(a, way)
+                model.configure_model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.to(device).train()
+    if way in BACKENDS:
+        loss, context = lambda: peer_loss(model, *batch.values()), sdpa_kernel(BACKENDS[way])
+    else:
+        loss, context = lambda: (lambda t: t[0] / t[1])(model.loss_terms(batch)), contextlib.nullcontext()
+    with context:
+        seconds, peak = measured(a, loss, [p for p in model.parameters() if p.requires_grad])
+    plan = ["", ""] if way in BACKENDS else planned(a, way, tokens)
+    compiled = ", compiled" if a.compile and way not in BACKENDS else ""
+    cells = [a.size + (f", adapters of rank {a.lora}" if a.lora else ""), f"{tokens:,}", way + compiled]
+    return f"| {' | '.join([*cells, f'{1e3 * seconds:.0f}', f'{tokens / seconds / 1e3:.1f}K', peak, *plan])} |"
+
+
+def main() -> None:
+    """Print the table; what runs out of memory says so."""
+    a = options()
+    print("| decoder | tokens | way | ms a step | tokens/s | GiB | planned GiB | planned ms |\n" + "| --- " * 8 + "|")
+    for tokens in a.seq_len:
+        for way in a.ways:
+            torch.manual_seed(0)
+            if a.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                print(row(a, way, tokens), flush=True)
+            except torch.OutOfMemoryError:
+                print(f"| {a.size} | {tokens:,} | {way} | out of memory | | | | |", flush=True)
+            gc.collect()
+            torch.compiler.reset()
+            if a.device == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
