@@ -77,16 +77,20 @@ def run_page(name: str, tmp_path: Path) -> list[str]:
     return [text for part, text in zip(parts, printed, strict=True) if part.kind != "file"]
 
 
+def pattern_of(part: str) -> str:
+    """What a word of a page, a number, a space or … may be in what is printed."""
+    if re.fullmatch(NUMBER, part):
+        return f"({NUMBER})"
+    return ".*" if part == "…" else r"\s+" if part.isspace() else re.escape(part)
+
+
 def not_printed(shown: str, printed: str) -> list[str]:
     """Lines of a page that were not printed in this order. Numbers may differ a little, and … stands for anything."""
     missing, end = [], 0
     for line in filter(None, map(str.strip, shown.splitlines())):
         parts = [part for part in re.split(rf"(…|{NUMBER}|\s+)", line) if part]
         expected = [float(part.replace(",", "")) for part in parts if re.fullmatch(NUMBER, part)]
-        pattern = "".join(
-            ".*" if part == "…" else f"({NUMBER})" if re.fullmatch(NUMBER, part) else r"\s+" if part.isspace() else re.escape(part)
-            for part in parts
-        )  # fmt: skip
+        pattern = "".join(map(pattern_of, parts))
         for match in re.compile(pattern).finditer(printed, end):
             got = [float(x.replace(",", "")) for x in match.groups()]
             if all(abs(x - y) <= 0.3 + 0.3 * max(abs(x), abs(y)) for x, y in zip(expected, got, strict=True)):
