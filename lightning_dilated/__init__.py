@@ -2,7 +2,7 @@
 
 from lightning_dilated import callbacks, data, integrations, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.attention.stream import StreamState
+from lightning_dilated.attention.stream_state import StreamState
 from lightning_dilated.models import (
     DilatedModule,
     LongNetClassifier,
@@ -16,7 +16,7 @@ from lightning_dilated.models.export import Exported, export
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_attention
 from lightning_dilated.sequence import SequenceSpec, loss_share
-from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "LongNetMLM",
     "LongViT",
     "MultiheadDilatedAttention",
+    "OuterSteps",
     "Recurrence",
     "RecurrentState",
     "RingDilatedFSDPStrategy",

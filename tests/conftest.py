@@ -21,7 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
 LONGEST = (
-    "strategy/test_elastic.py", "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
+    "strategy/test_elastic.py", "strategy/test_outer_steps.py", "strategy/test_regions.py",
+    "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
     "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
     "strategy/test_equals_one_rank.py", "planning/test_memory.py", "strategy/test_cpu_offload.py",
     "planning/test_advice.py", "distributed/test_options.py", "kernels/test_combine.py", "strategy/test_memory.py",

@@ -242,6 +242,12 @@ def test_checkpoints_between_micro_batches(trainer):
     assert calls == [2]
 
 
+def test_checkpoints_by_time():
+    saver = pl.callbacks.ModelCheckpoint(train_time_interval=timedelta(minutes=1))
+    has(saver, "_train_time_interval", "regions wait for rank 0 after each batch")
+    assert ours.saves_by_time(saver) and not ours.saves_by_time(pl.callbacks.ModelCheckpoint(every_n_train_steps=1))
+
+
 def _noted(calls, trainer, batch):
     calls.append(batch)
 

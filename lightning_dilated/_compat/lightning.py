@@ -125,6 +125,11 @@ def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
             callback.on_train_batch_end = hook  # type: ignore[method-assign]
 
 
+def saves_by_time(callback: Any) -> bool:
+    """Whether a callback is a ModelCheckpoint that is due by time: `_train_time_interval`."""
+    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
+
+
 def _unless_accumulating(hook: Callable[..., None], trainer: Any, *args: Any) -> None:
     if not is_accumulating(trainer):
         hook(trainer, *args)

@@ -29,6 +29,7 @@ from lightning_dilated.checkpoint.reader import ALONE
 from lightning_dilated.checkpoint.state import (
     HostStager,
     assign_writers,
+    others_write,
     replicated_sizes,
     replication_digest,
     trainer_state,
@@ -53,8 +54,8 @@ class ShardedCheckpoint(Checkpoint):
     newest valid one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
 
     **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all of them, ends a fit
-    on all ranks after the same optimizer step (a validation under way is finished first). Then a checkpoint is written,
-    and the process exits with 128 and the signal's number:
+    on all ranks after the same optimizer step (a validation under way is finished first; where regions train apart, an
+    outer step has to tell the others). Then a checkpoint is written, and the process exits with 128 and the signal's number:
 
     - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a complete checkpoint. After SIGUSR1 rank 0 has called
       `scontrol requeue`, once. (A second SIGINT ends a process at once, with 130, too; then nothing may be saved.)
@@ -71,7 +72,7 @@ class ShardedCheckpoint(Checkpoint):
     Args:
         folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
         every_n_train_steps: optimizer steps between two of them; None: not by steps.
-        every_n_minutes: minutes between two of them, counted by rank 0; None: not by time.
+        every_n_minutes: minutes between two of them, counted by rank 0 (in regions, at outer steps); None: not by time.
         at_end: save at the end of fit, too.
         keep: how many of the newest stay.
         resume: "never"; "auto": go on from the newest valid one in the folder, if there is any; "must": there has to be
@@ -269,7 +270,7 @@ class ShardedCheckpoint(Checkpoint):
             return
         self._last_step = step
         due = self.every_n_train_steps is not None and step % self.every_n_train_steps == 0
-        if self.every_n_minutes is not None:
+        if self.every_n_minutes is not None and not getattr(trainer.strategy, "between_outer_steps", False):
             late = time.monotonic() - self._clock >= 60 * self.every_n_minutes
             due |= self._peers.gather(late)[0]
         if due:
@@ -357,6 +358,7 @@ class ShardedCheckpoint(Checkpoint):
         module = trainer.lightning_module
         writers = assign_writers(sizes, self._peers.size, module) if replicated else []
         others = set().union(*(names for rank, names in enumerate(writers) if rank != self._peers.rank))
+        others |= others_write(sizes, trainer.strategy)
         state, meta = self._peers.together(what, self._stage, state, rest, others, trainer.strategy.root_device)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if self.keep_finite else []
         job = partial(write, state, meta, path, step, self.keep, self._writers, names)

@@ -187,8 +187,9 @@ def warn_of_skipped(problems: list[str], loaded: Path) -> None:
         rank_zero_warn(f"{kind} were passed over, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
-def read_tensors(folder: Path, below: str = "") -> dict[str, Any]:
-    """The nested contents of the `.distcp` files, gathered on the CPU; with `below` only what lies under that name.
+def read_tensors(folder: Path, below: str = "", wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
+    """The nested contents of the `.distcp` files, gathered on the CPU; with `below` only what lies under that name, and of
+    that only names that are `wanted`.
 
     Raises:
         FileNotFoundError, ValueError: where files are missing or cannot be read.
@@ -197,7 +198,7 @@ def read_tensors(folder: Path, below: str = "") -> dict[str, Any]:
     paths = metadata.planner_data or {}
     flat: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
-        if key.startswith(below):
+        if key.startswith(below) and wanted(key):
             if key not in paths:
                 raise ValueError(f"{folder / METADATA} does not say where {key} belongs. Use an earlier checkpoint.")
             is_tensor = isinstance(entry, TensorStorageMetadata)
@@ -236,13 +237,32 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def read_whole(folder: Path) -> dict[str, Any]:
+def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any]:
     """A folder as the dict of a Lightning checkpoint in one file, tensors on the CPU.
+
+    Args:
+        regions: of the job that reads, of which this process is in `region`; of as many in the folder only that is read.
 
     Raises:
         FileNotFoundError, ValueError: where files are missing or cannot be read.
     """
-    meta, tensors = read_meta(folder), read_tensors(folder)
+    meta = read_meta(folder)
+    outer = meta.pop("outer_steps", None)
+    if outer is not None and not (isinstance(outer, dict) and isinstance(outer.get("regions"), int)):
+        raise ValueError(f"{folder / META} does not say of how many regions it is. Use an earlier checkpoint.")
+    own = f"regions.{region}." if outer is not None and outer["regions"] == regions else None
+    wanted = lambda key: not key.startswith("regions.") or (own is not None and key.startswith(own))  # noqa: E731
+    tensors = read_tensors(folder, wanted=wanted)
+    whole = {**meta, **_model_and_optimizers(tensors, folder)}
+    if outer is not None:
+        whole["outer_steps"] = {**outer, "tensors": tensors.get("outer_steps", {})}
+        parts = tensors.get("regions", {})
+        whole["regions"] = {number: _model_and_optimizers(part, folder) for number, part in parts.items()}
+    return whole
+
+
+def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The state dict, and optimizers' states with numbers in place of the parameters' names."""
     numbers = sorted(int(k.removeprefix("optimizer_")) for k in tensors if re.fullmatch(r"optimizer_\d{1,4}", k))
     if not isinstance(tensors.get("state_dict", {}), dict):
         raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
@@ -252,7 +272,7 @@ def read_whole(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"the optimizer states in {folder} are damaged ({reason(error)}). Use an earlier one."
         ) from None
-    return {**meta, "state_dict": tensors.get("state_dict", {}), "optimizer_states": states}
+    return {"state_dict": tensors.get("state_dict", {}), "optimizer_states": states}
 
 
 def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:

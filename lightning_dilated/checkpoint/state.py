@@ -21,13 +21,22 @@ from lightning_dilated._compat.lightning import dump_checkpoint
 
 
 def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, the rest) of what Lightning's own checkpoint holds; the tensors are not copied."""
+    """(tensors, the rest) of what Lightning's own checkpoint holds; the tensors are not copied.
+
+    Of a strategy with outer steps also their state, and under "regions" the own parameters and optimizers of this region.
+    """
     rest = dump_checkpoint(trainer)
-    tensors = {"state_dict": rest.pop("state_dict")}
+    tensors, optimizers = {"state_dict": rest.pop("state_dict")}, {}
     states = rest.pop("optimizer_states", [])
     for i, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
-        tensors[f"optimizer_{i}"] = flatten_low_bit(to_names(state, optimizer, trainer.lightning_module))
-    return tensors, rest
+        optimizers[f"optimizer_{i}"] = flatten_low_bit(to_names(state, optimizer, trainer.lightning_module))
+    strategy: Any = trainer.strategy
+    outer = strategy.outer_state() if hasattr(strategy, "outer_state") else None
+    if outer is not None:
+        tensors["outer_steps"], rest["outer_steps"] = outer.pop("tensors"), outer
+        if outer["regions"] > 1:
+            tensors["regions"] = {str(strategy.region): {"state_dict": strategy.local_state_dict(), **optimizers}}
+    return {**tensors, **optimizers}, rest
 
 
 # -- optimizer states --------------------------------------------------------------------------------------------------
@@ -219,6 +228,17 @@ def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list
         names[rank].add(name)
         loads[rank] += sizes[name]
     return names
+
+
+def others_write(sizes: dict[str, int], strategy: Any) -> set[str]:
+    """Names that this rank leaves to others where there are several regions: the first rank of each writes what is its
+    region's own, and that of the first region the rest."""
+    ranks = getattr(strategy, "sizes", None)
+    if ranks is None or ranks.regions == 1:
+        return set()
+    if strategy.global_rank % ranks.region_size:
+        return {*sizes}
+    return {name for name in sizes if strategy.region and not name.startswith(".regions.")}
 
 
 # -- of staged copies --------------------------------------------------------------------------------------------------

@@ -144,6 +144,11 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
             f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those."
         )
+    if request.outer:
+        notes.append(
+            "the recipe's outer steps are not in these numbers: shared parameters and momentum take 8 bytes a trained "
+            "parameter more, of the host with offload: true, and a parameter that is being sent up to 12 of the GPU."
+        )
     if request.batch > 1:
         notes.append(
             f"one sequence is planned, and the recipe's batches hold {request.batch} on each data rank: for their memory "

@@ -134,6 +134,7 @@ class Request:
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
         cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
+        outer: whether the recipe's strategy takes outer steps, which are only named.
     """
 
     model: DilatedModule
@@ -156,6 +157,7 @@ class Request:
     layout: str = "contiguous"
     streams: int = 0
     shared_by: int | None = None
+    outer: bool = False
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
@@ -199,7 +201,7 @@ def settled(args: argparse.Namespace) -> Request:
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
         offload, bucket, layout, _number_of(config.get("data"), "streams", 0),
-        _shared_by(trainer.get("strategy"), ranks),
+        _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
     )  # fmt: skip
 
 
@@ -310,11 +312,19 @@ def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | N
     return kind, options.get("exchange", "auto"), offload, options.get("bucket_cap_mb"), layout
 
 
-def _shared_by(strategy: Any, ranks: int) -> int | None:
-    """GPUs that share a sequence by a recipe's sequence_size; None where it is all of them, or cannot be of so many GPUs."""
+def _has_outer_steps(strategy: Any) -> bool:
+    options = strategy.get("init_args") if isinstance(strategy, dict) else None
+    return bool(options and options.get("outer"))
+
+
+def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
+    """GPUs that share a sequence by a recipe's sequence_size and regions; None where it is all of them, or cannot be of so
+    many GPUs."""
     options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    regions = options.get("regions", 1)
     try:
-        size = MeshSizes(ranks, options.get("sequence_size", "auto")).sequence_size
+        sizes = MeshSizes(ranks, options.get("sequence_size", "auto"), regions=nodes if regions == "auto" else regions)
+        size = sizes.sequence_size
     except (TypeError, ValueError):  # an error of the run itself
         return None
     return None if size == ranks else int(size)

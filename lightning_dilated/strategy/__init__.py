@@ -9,8 +9,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dilated.strategy.ddp import RingDilatedStrategy
 from lightning_dilated.strategy.elastic import launched_nodes
 from lightning_dilated.strategy.fsdp import RingDilatedFSDPStrategy
+from lightning_dilated.strategy.outer import OuterSteps
 
-__all__ = ["RingDilatedFSDPStrategy", "RingDilatedStrategy", "launched_nodes"]
+__all__ = ["OuterSteps", "RingDilatedFSDPStrategy", "RingDilatedStrategy", "launched_nodes"]
 
 
 def register() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_dilated._compat.lightning import set_update_count
+from lightning_dilated._compat.lightning import saves_by_time, set_update_count
 from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS
 from lightning_dilated.sequence import SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
 from lightning_dilated.strategy.mesh import MeshSizes
@@ -364,6 +364,7 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, shard
     """
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         reason = _callback_reason(callback, sizes.world, sizes.sequence_size, shards_parameters)
+        reason = reason or (_region_reason(callback) if sizes.regions > 1 else None)
         if reason:
             trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # or the error would set it off
             raise ValueError(f"the callback {type(callback).__name__} does not go with {strategy} here: {reason}")
@@ -385,6 +386,21 @@ def _callback_reason(callback: Any, world: int, sequence_size: int, shards_param
         return (
             f"it multiplies by all ranks, and would report {sequence_size} times as many sequences as there are. Take "
             "lightning_dilated.callbacks.ThroughputMonitor."
+        )
+    return None
+
+
+def _region_reason(callback: Any) -> str | None:
+    """Why a callback does not go with regions that train apart."""
+    if isinstance(callback, callbacks.WeightAveraging):
+        return (
+            "it averages the parameters of one region, and would validate and save these. Leave it out: validations and "
+            "checkpoints take the mean of the regions."
+        )
+    if isinstance(callback, callbacks.Timer) or saves_by_time(callback):
+        return (
+            "after each batch all regions would wait for rank 0 to tell the time. Count steps (max_steps, "
+            "every_n_train_steps), or take ShardedCheckpoint(every_n_minutes=...), which asks at outer steps."
         )
     return None
 

@@ -20,6 +20,7 @@ from lightning_dilated.checkpoint.folder import checked, read_whole
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import read_to_host
 from lightning_dilated.strategy.fsdp import Exchange, Layout
+from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -42,11 +43,14 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         check_first_batch: compare one rank with all on the head of the first batch (see `strategy.checks`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
-        global_batch: sequences of an optimizer step, whatever the number of ranks: gradients accumulate over global_batch /
-            (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step. None: as
-            `accumulate_grad_batches` of the Trainer says.
+        global_batch: sequences of an optimizer step over all ranks, whatever their number: gradients accumulate over
+            global_batch / (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step.
+            None: as `accumulate_grad_batches` of the Trainer says.
         bucket_cap_mb: MiB of gradients that are summed at a time during the backward (DDP's). None: on GPUs of one node all
             at once after it, which costs less than sums that overlap with it; else DDP's default, 25.
+        regions: parts of the job that train apart between outer steps, each on neighbouring ranks, with a mesh and samples
+            of its own; "auto": each node is one. Gradients, their clipping and the training loss are the region's.
+        outer: the outer steps that keep regions one model; needed where `regions` is not 1, and allowed for one.
         cpu_offload: only False: this strategy holds all parameters on every GPU.
 
     Raises:
@@ -71,12 +75,14 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         links: str | None = None,
         global_batch: int | None = None,
         bucket_cap_mb: int | None = None,
+        regions: int | Literal["auto"] = 1,
+        outer: OuterSteps | None = None,
         cpu_offload: Any = False,
     ) -> None:
         _refuse_offload(type(self).__name__, cpu_offload)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
-            global_batch,
+            global_batch, regions, outer,
         )  # fmt: skip
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)
@@ -127,8 +133,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         peers = Peers(self.global_rank, self.world_size)
         if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it has to enter the checks, too
             read_to_host(self.checkpoint_io)
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        return read_whole(checked(Path(checkpoint_path), peers))
+            return self._of_this_region(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+        return self._of_this_region(read_whole(checked(Path(checkpoint_path), peers), self.sizes.regions, self.region))
 
 
 def _refuse_offload(name: str, value: Any) -> None:

@@ -44,6 +44,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             Before parameters are sharded, each rank makes the whole model on the host. Accumulated gradients are sharded
             after every micro-batch, since they would otherwise wait whole on the GPU. A
             `CPUOffloadPolicy(pin_memory=False)` does without page-locked memory.
+        regions, outer: only 1 and None: its checkpoints hold one sharded model, and regions have one each.
 
     Raises:
         OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards;
@@ -69,7 +70,10 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         links: str | None = None,
         global_batch: int | None = None,
         cpu_offload: bool | CPUOffloadPolicy = False,
+        regions: Any = 1,
+        outer: Any = None,
     ) -> None:
+        _refuse_regions(type(self).__name__, regions, outer)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
             global_batch,
@@ -150,7 +154,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:
             with use_autograd_cache(False):  # see `_load_folder`
-                return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+                return self._of_this_region(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
         except UnpicklingError as error:
             raise UnpicklingError(
                 f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "
@@ -164,7 +168,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         if self.optimizers:  # to validate, test and predict weights suffice
             refuse_replicated_low_bit(read_metadata(folder).state_dict_metadata, folder)
         with use_autograd_cache(False):  # torch makes an optimizer step so that there are states to load into
-            return load_sharded(folder, self.model, self.optimizers, module.strict_loading)
+            return self._of_this_region(load_sharded(folder, self.model, self.optimizers, module.strict_loading))
 
     @override
     @contextmanager
@@ -195,3 +199,11 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def _reduces(self, at_once: bool) -> None:
         """Whether gradients are reduced as a backward ends, or wait for further micro-batches."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(at_once)
+
+
+def _refuse_regions(name: str, regions: Any, outer: Any) -> None:
+    if regions != 1 or outer is not None:
+        raise ValueError(
+            f"{name} has no regions and outer steps: its checkpoints hold one sharded model and optimizer, and regions "
+            "train one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold all parameters."
+        )

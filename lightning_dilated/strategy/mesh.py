@@ -1,4 +1,6 @@
-"""Ranks of a job: sizes of the mesh (data, ring, head), how processes find each other under torchrun, seeds of each step."""
+"""Ranks of a job: sizes of the mesh (region, data, ring, head), how processes find each other under torchrun, seeds of each
+step.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each axis: world = data x ring x head; a sequence lies on ring x head neighbouring ranks.
+    """Ranks along each axis: world = regions x data x ring x head; a region and a sequence lie on neighbouring ranks.
 
     Args:
         world: ranks in all.
-        sequence_size: ranks that share one sequence; "auto": all of them; of several numbers the largest that divides them.
+        sequence_size: ranks that share one sequence; "auto": all of a region; of several numbers the largest that divides
+            these.
         head_size: of these, ranks that exchange tokens for heads.
+        regions: parts of the job that train apart between outer steps.
 
     Raises:
         TypeError, ValueError: naming the option, with what is allowed.
@@ -44,11 +48,17 @@ class MeshSizes:
     world: int
     sequence_size: SequenceSize = "auto"
     head_size: int = 1
+    regions: int = 1
 
     def __post_init__(self) -> None:
         integer(self.head_size, "head_size", 1)
+        if self.world % integer(self.regions, "regions", 1):
+            raise ValueError(
+                f"regions={self.regions} must divide the {self.world} ranks (devices x nodes); "
+                f"allowed: {divisors(self.world)}."
+            )
         if self.sequence_size == "auto":
-            object.__setattr__(self, "sequence_size", self.world)
+            object.__setattr__(self, "sequence_size", self.region_size)
         elif isinstance(self.sequence_size, (list, tuple)):
             object.__setattr__(self, "sequence_size", self._largest(self.sequence_size))
         if isinstance(self.sequence_size, str):
@@ -56,10 +66,10 @@ class MeshSizes:
                 f'sequence_size must be "auto", a number of ranks or a list of numbers, got {self.sequence_size!r}.'
             )
         integer(self.sequence_size, "sequence_size", 1)
-        if self.world % self.sequence_size:
+        if self.region_size % self.sequence_size:
             raise ValueError(
-                f"sequence_size={self.sequence_size} must divide the {self.world} ranks (devices x nodes); "
-                f"allowed: {divisors(self.world)}."
+                f"sequence_size={self.sequence_size} must divide the {self._ranks}; "
+                f"allowed: {divisors(self.region_size)}."
             )
         if self.sequence_size % self.head_size:
             raise ValueError(
@@ -69,32 +79,72 @@ class MeshSizes:
 
     def _largest(self, sizes: Sequence[int]) -> int:
         """The largest of the sizes that divides the ranks."""
-        fitting = [size for size in sizes if self.world % integer(size, "sequence_size", 1) == 0]
+        fitting = [size for size in sizes if self.region_size % integer(size, "sequence_size", 1) == 0]
         if not fitting:
             raise ValueError(
-                f"none of sequence_size={list(sizes)} divides the {self.world} ranks (devices x nodes); "
-                f"allowed: {divisors(self.world)}. Add 1 to the list to go on with any number of ranks."
+                f"none of sequence_size={list(sizes)} divides the {self._ranks}; "
+                f"allowed: {divisors(self.region_size)}. Add 1 to the list to go on with any number of ranks."
             )
         return max(fitting)
 
     @property
+    def _ranks(self) -> str:
+        """The ranks that sequences are distributed over, in words."""
+        if self.regions == 1:
+            return f"{self.world} ranks (devices x nodes)"
+        return f"{self.region_size} ranks of each of {self.regions} regions (devices x nodes / regions)"
+
+    @property
+    def region_size(self) -> int:
+        """Ranks of a region."""
+        return self.world // self.regions
+
+    @property
     def data(self) -> int:
-        """Sequences at a time."""
+        """Sequences at a time, over all regions."""
         return self.world // self.sequence_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(data, ring, head)."""
-        return self.data, self.sequence_size // self.head_size, self.head_size
+        """(data, ring, head) of a region."""
+        return self.data // self.regions, self.sequence_size // self.head_size, self.head_size
 
     def make(self, device_type: str, timeout: timedelta | None = None) -> tuple[DeviceMesh, dist.ProcessGroup]:
-        """The mesh (data, ring, head), and the process group of this rank's sequence; every rank has to call.
+        """The mesh (data, ring, head) of this rank's region, and the process group of its sequence; every rank has to call.
 
-        A sequence that is the world has a group of its own, too, so that its rows do not queue behind gradients.
+        A sequence that is the region has a group of its own, too, so that its rows do not queue behind gradients.
         """
-        mesh = init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
+        if self.regions == 1:
+            mesh = init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
+        else:
+            mesh = init_device_mesh(device_type, (self.regions, *self.shape), mesh_dim_names=("region", *AXES))[AXES]
         sequence = flatten_mesh(mesh["ring", "head"], "sequence").get_group()
-        return mesh, dist.new_group(timeout=timeout) if self.data == 1 else sequence
+        return mesh, self.new_group("region", timeout) if self.shape[0] == 1 else sequence
+
+    def new_group(
+        self,
+        kind: Literal["region", "peers"],
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        options: Any = None,
+    ) -> dist.ProcessGroup:
+        """A new process group of this rank's region, or of the ranks at its place in all regions; every rank has to call."""
+        regions = [list(range(first, first + self.region_size)) for first in range(0, self.world, self.region_size)]
+        ranks = regions if kind == "region" else [list(peers) for peers in zip(*regions, strict=True)]
+        return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, pg_options=options)[0]
+
+
+#: thread blocks of a communicator that works during the backward: while it waits for a slower rank, its kernels keep these
+#: multiprocessors from the backward's own
+BLOCKS = 4
+
+
+def nccl_options(overlapped: bool) -> dist.ProcessGroupNCCL.Options:
+    """Of a group over NCCL; one that works during the backward gets few thread blocks."""
+    options = dist.ProcessGroupNCCL.Options()
+    if overlapped:
+        options.config.max_ctas = BLOCKS
+    return options
 
 
 def divisors(n: int) -> list[int]:

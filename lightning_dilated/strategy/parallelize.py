@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -44,7 +43,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.strategy.checks import compare_loader, compare_training, refuse_callbacks, refuse_mixing
 from lightning_dilated.strategy.loader import Loaders, keep_order
-from lightning_dilated.strategy.mesh import run_seed
+from lightning_dilated.strategy.mesh import nccl_options, run_seed
 from lightning_dilated.strategy.preemption import Preemption
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
             lightning()  # processes find each other; with cpu_offload, also over gloo (`join_host`)
             strategy._seed = run_seed(strategy)
-            make_groups(strategy)  # the mesh (data, ring, head) and the sequence group
-            strategy._preemption = Preemption(trainer, strategy._rank_timeout)
+            make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
+            strategy._preemption = Preemption(trainer, strategy._rank_timeout, strategy._region_group)
             keep_order(trainer)
             strategy._loaders, strategy._why_unshared = make_loaders(strategy), {}
 
@@ -88,6 +87,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
                 refuse_mixing(module, strategy._allow)
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers
+                strategy._start_outer_steps()
                 return None
             shard_parameters(module, strategy.device_mesh, policy_for(strategy._offload, strategy.root_device))
             place_parameters(module, strategy.root_device, strategy._offload is not None)
@@ -97,6 +97,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 
         case "_setup_model", (model,):  # DDP, in a fit
             set_gradient_options(strategy)
+            strategy._copy_first_region(model)
             return lightning(model)
 
         # Lightning loads a checkpoint: of DDP before `setup`, of FSDP here
@@ -118,6 +119,7 @@ def make_groups(strategy: SequenceStrategy) -> None:
     """The mesh and the sequence group, once for all runs of a strategy; every module gets the mesh."""
     sizes, timeout = strategy.sizes, strategy._rank_timeout
     stream = chunk_of(strategy.lightning_module.trainer, strategy._exchange_settings["layout"])
+    strategy._make_region_groups()
     if strategy._mesh is None:
         strategy._mesh, ranks = sizes.make(strategy.root_device.type, timeout)
         per_node = strategy._ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
@@ -125,7 +127,7 @@ def make_groups(strategy: SequenceStrategy) -> None:
             ranks,
             stream=stream,
             ranks_per_node=per_node if per_node is None else min(per_node, sizes.sequence_size),
-            loss_group=dist.group.WORLD,
+            loss_group=strategy._region_group or dist.group.WORLD,
             timeout=timeout,
             **strategy._exchange_settings,
         )
@@ -192,32 +194,30 @@ def join_host(device: torch.device, existed: bool) -> None:
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 #: MiB of a bucket that takes all gradients
 ONE_BUCKET = 2**20
-#: thread blocks of a communicator that sums gradients during the backward: while it waits for a slower rank, its kernels
-#: keep these multiprocessors from the backward's own
-GRADIENT_BLOCKS = 4
 
 
 def set_gradient_options(strategy: Any) -> None:
-    """On GPUs, give DDP a communicator of its own, and on one node a single bucket.
+    """Have DDP sum gradients within a region; on GPUs, give it a communicator of its own, and on one node a single bucket.
 
     Sums that overlap with the backward wait for the slowest rank again and again, in kernels that take multiprocessors from
     the backward (benchmarks/results/2026-11-22_h200_scaling.md).
     """
     options = ddp_options(strategy)
-    if process_group_backend(strategy) != "nccl" or "process_group" in options:
+    if "process_group" in options:
+        return
+    if process_group_backend(strategy) != "nccl":
+        if strategy._region_group is not None:
+            options["process_group"] = strategy._region_group
         return
     overlapped = "bucket_cap_mb" in options or strategy.num_nodes > 1
     if not overlapped:
         options["bucket_cap_mb"] = ONE_BUCKET
-    options["process_group"] = gradient_group(strategy._rank_timeout, overlapped)
+    options["process_group"] = gradient_group(strategy, overlapped)
 
 
-def gradient_group(timeout: timedelta, overlapped: bool) -> dist.ProcessGroup:
-    """All ranks, over NCCL, with few thread blocks where it works during the backward; every rank has to call."""
-    options = dist.ProcessGroupNCCL.Options()
-    if overlapped:
-        options.config.max_ctas = GRADIENT_BLOCKS
-    return dist.new_group(backend="nccl", pg_options=options, timeout=timeout)
+def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
+    """All ranks of this one's region, over NCCL; every rank has to call."""
+    return strategy.sizes.new_group("region", strategy._rank_timeout, "nccl", nccl_options(overlapped))
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ errors of the others name it.
 Lightning 2.6 has every rank read a number from its GPU before each batch, so that hosts wait for their GPUs between steps;
 its signal handlers broadcast that number, or save a checkpoint, whatever the rank is doing, which another rank may take for
 a collective of a step; and a fit that a signal ended exits with status 0. Here a handler only records the signal, and hosts
-exchange what they recorded before each batch.
+exchange what they recorded before each batch: those of a region, where there are several; the next outer step tells the
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,9 @@ from lightning_dilated._compat.torch import default_store
 from lightning_dilated.checkpoint.ranks import reason
 from lightning_dilated.sequence.consensus import ControlGroup
 
+if TYPE_CHECKING:
+    from lightning_dilated.strategy.mesh import MeshSizes
+
 _log = logging.getLogger(__name__)
 
 
@@ -46,9 +50,14 @@ class Preemption:
     Args:
         trainer: whose fits end; before it registers its signal handlers.
         timeout: for which a rank waits for the others before a batch.
+        region: the ranks of this one's region, which alone meet before each batch; None: all ranks do.
+
+    Attributes:
+        is_region_signalled: whether some rank of the region recorded a signal, before the latest batch.
+        all_meet: set where all regions know that one of them is; then all ranks meet before the next batch.
     """
 
-    def __init__(self, trainer: Any, timeout: timedelta) -> None:
+    def __init__(self, trainer: Any, timeout: timedelta, region: dist.ProcessGroup | None = None) -> None:
         self._trainer, self._process = trainer, os.getpid()
         #: the signal that ended the fit, the same on all ranks; None until then
         self.signal: int | None = None
@@ -58,6 +67,8 @@ class Preemption:
         self.saves = False
         self._recorded, self._requeue_requested, self._requeued = 0, False, False
         self._quiet = ControlGroup(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
+        self._region = None if region is None else ControlGroup(region, timeout, "endings in a region")
+        self.is_region_signalled = self.all_meet = False
         self._second = OnSecondInterrupt(self._kill_at_once)
         self._hooks = SignalHooks(trainer)
         self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)
@@ -77,8 +88,8 @@ class Preemption:
             self._second.watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the channel to other ranks, which belongs to this process."""
-        return {**self.__dict__, "_quiet": None}
+        """Without the channels to other ranks, which belong to this process."""
+        return {**self.__dict__, "_quiet": None, "_region": None}
 
     def record(self, signum: int, frame: Any) -> None:
         """SIGTERM: pass it on to the processes that this one started, as Lightning's handler does.
@@ -123,7 +134,10 @@ class Preemption:
 
     # -- between steps -----------------------------------------------------------------------------------------------
     def _check_and_advance(self, *args: Any) -> None:
-        self.end_if_signalled()
+        if self._region is None or self.all_meet or not self._fitting:
+            self.end_if_signalled()
+        elif self.signal is None:
+            self.is_region_signalled = any(signum for signum, _ in self._gather(self._region))
         self._hooks.advance(*args)
 
     def end_if_signalled(self) -> None:
@@ -137,7 +151,7 @@ class Preemption:
         """
         if not self._fitting or self.signal is not None:
             return
-        recorded = self._gather()
+        recorded = self._gather(self._quiet)
         sent = {rank: signum for rank, (signum, _) in enumerate(recorded) if signum}
         if not sent or is_accumulating(self._trainer):
             return
@@ -154,15 +168,15 @@ class Preemption:
         forget_launched_processes(self._trainer.strategy.launcher)
         raise SIGTERMException(128 + self.signal)
 
-    def _gather(self) -> list[tuple[int, bool]]:
-        """What each rank recorded: (signal or 0, whether it was SLURM's to requeue)."""
-        if self._quiet is None:
+    def _gather(self, ranks: ControlGroup | None) -> list[tuple[int, bool]]:
+        """What each of the ranks recorded: (signal or 0, whether it was SLURM's to requeue)."""
+        if ranks is None:
             return [(self._recorded, self._requeue_requested)]
         try:
-            recorded = self._quiet.gather(torch.tensor([self._recorded, int(self._requeue_requested)], device="cpu"))
+            recorded = ranks.gather(torch.tensor([self._recorded, int(self._requeue_requested)], device="cpu"))
         except RuntimeError as error:
             rank = dist.get_rank()
-            others = [r for r in range(dist.get_world_size()) if r != rank]
+            others = [r for r in dist.get_process_group_ranks(ranks.group) if r != rank]
             raise RuntimeError(
                 f"rank {rank} of the job waited in vain for the others, ranks {others} of the job, before a batch. One of "
                 "them died, raised, or had fewer batches."
@@ -337,6 +351,7 @@ class ReportsLostRanks:
     """
 
     _run = -1
+    sizes: MeshSizes
 
     def _count_run(self) -> None:
         """As a run begins, on every rank: reasons of an earlier run, after which a script went on, have another number."""
@@ -351,7 +366,8 @@ class ReportsLostRanks:
         try:
             reasons = dist.PrefixStore(f"lightning-dilated/reasons/{self._run}", default_store())
             reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
-            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size()) if broken else ""
+            size = self.sizes.region_size
+            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size(), size) if broken else ""
         except RuntimeError:
             words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
         if broken:
@@ -367,12 +383,15 @@ def connection_broke(error: BaseException | None) -> bool:
     return False
 
 
-def report_lost_ranks(reasons: Any, rank: int, world: int, patience: float = PATIENCE) -> str:
+def report_lost_ranks(
+    reasons: Any, rank: int, world: int, region_size: int | None = None, patience: float = PATIENCE
+) -> str:
     """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
 
     Args:
         reasons: a store in which each rank that ended left its reason under its number, "" for a broken connection.
         rank: of this process, of `world` ranks of the job.
+        region_size: ranks of a region; None: there is one.
         patience: seconds to wait for the other ranks.
 
     Raises:
@@ -391,7 +410,20 @@ def report_lost_ranks(reasons: Any, rank: int, world: int, patience: float = PAT
             f"Ranks {silent} of the job gave no sign within {patience:g} seconds after it: they died (look at their output, "
             "and whether the system ended them for memory), or hang."
         )
+    sentences += lost_regions([*raised, *silent], world, region_size or world)
     others = [x for x in range(world) if x != rank]
     if not sentences:
         sentences.append(f"Ranks {others} of the job lost a connection, too: look at the network between their nodes.")
     return f"Rank {rank} of the job lost the connection to another rank. {' '.join(sentences)}"
+
+
+def lost_regions(lost: list[int], world: int, region_size: int) -> list[str]:
+    """A sentence on each region with lost ranks, where there are several regions."""
+    sentences = []
+    for region, first in enumerate(range(0, world, region_size) if region_size < world else ()):
+        ranks = range(first, first + region_size)
+        left = [x for x in ranks if x not in lost]
+        if len(left) < region_size:
+            which = "all" if not left else f"{region_size - len(left)} of its {region_size}"
+            sentences.append(f"Region {region} (ranks {first} to {ranks[-1]}) has lost {which} ranks.")
+    return sentences

@@ -26,11 +26,13 @@ from lightning_dilated.strategy.checks import check_first_batch, computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes, SequenceSize, join_under_torchrun, step_seeds
+from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
+from lightning_dilated.strategy.regions import Regions, TrainsInRegions, check_regions
 
 
-class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
+class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     """A mixin for a Lightning strategy of many processes; it comes before that strategy among the bases."""
 
     #: whether each rank holds a shard of the parameters only, so that all ranks meet in every step of every stage
@@ -48,6 +50,8 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         check_first_batch: bool,
         links: str | None,
         global_batch: int | None,
+        regions: Regions = 1,
+        outer: OuterSteps | None = None,
     ) -> None:
         real(timeout, "timeout", above=0, hint=" It is in seconds.")
         check_chunked(layout, exchange, head_size)
@@ -56,6 +60,8 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
                 f"layout='chunked' is not offered by {type(self).__name__}, which would gather all weights for every chunk. "
                 "Take RingDilatedStrategy, whose ranks hold all weights."
             )
+        check_regions(regions, outer)
+        self._regions, self._outer_settings = regions, outer
         self._requested_sizes = sequence_size, head_size
         self._exchange_settings = {
             "exchange": check_exchange(exchange),
@@ -81,11 +87,12 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         Raises:
             ValueError: for sizes that do not divide the world.
         """
-        return MeshSizes(self.num_nodes * self.num_processes, *self._requested_sizes)
+        regions = self.num_nodes if self._regions == "auto" else self._regions
+        return MeshSizes(self.num_nodes * self.num_processes, *self._requested_sizes, regions)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh (data, ring, head).
+        """The mesh (data, ring, head) of this rank's region.
 
         Raises:
             RuntimeError: before the Trainer runs.
@@ -123,6 +130,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
     @override
     def _configure_launcher(self) -> None:
         check_launched(self.num_processes, self.num_nodes)
+        self._check_precision()
         _ = self.sizes  # raises in Trainer(...), before a process is launched
         super()._configure_launcher()
 
@@ -177,7 +185,18 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Lightning's, without what belongs to this process: process groups and sharded loaders."""
-        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_preemption": None}
+        local = (
+            "_mesh",
+            "_sequence",
+            "_loaders",
+            "_preemption",
+            "_outer",
+            "_loaded_outer",
+            "_region_group",
+            "_peers",
+            "_peers_on_host",
+        )
+        state = {**super().__getstate__(), **dict.fromkeys(local)}
         if "_ddp_kwargs" in state:
             state["_ddp_kwargs"] = {k: v for k, v in state["_ddp_kwargs"].items() if k != "process_group"}
         return state
@@ -247,7 +266,7 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
     def _trusting(self) -> AbstractContextManager[None]:
         """Calls are compared after a backward only if no other sequence and no optimizer gets anything of it before."""
         module = self.lightning_module
-        return self.sequence.trusting() if self.sizes.data == 1 and module.automatic_optimization else nullcontext()
+        return self.sequence.trusting() if self.sizes.shape[0] == 1 and module.automatic_optimization else nullcontext()
 
     def _check_first_batch(self, batch: Any) -> None:
         """One rank against many, where that is requested and was not done yet."""
@@ -284,9 +303,9 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
                 "known what all ranks together count, and its gradient would be wrong. Return "
                 "lightning_dilated.sequence.loss_share(sum of this rank's losses, how many they are)."
             )
-        # the wrapper averages gradients over all ranks, and the ranks' shares sum to the loss
+        # the wrapper averages gradients over all ranks of a region, and the ranks' shares sum to the loss
         with self.sequence.active(), self._trusting():
-            super().backward(closure_loss * self.world_size, optimizer, *args, **kwargs)
+            super().backward(closure_loss * self.sizes.region_size, optimizer, *args, **kwargs)
         self.sequence.settle()  # before gradients are used
         return closure_loss
 

@@ -221,6 +221,22 @@ def test_generate_stops(cli, fitted):
         assert cli(*arguments, "--stop", given).out == "ab" + free[: free.index(stop) + 1] + "\n"
 
 
+@pytest.mark.slow
+def test_generate_on_two_processes(cli, fitted, capfd):
+    arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 40)
+    want = cli(*arguments).out
+    assert cli(*arguments, "--devices", 2).out == cli(*arguments, "--devices", 2, "--stream").out == want
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [(("--devices", 0), "--devices must be at least 1"), (("--devices", 2, "--device", "cuda:1"), "cuda")],
+)
+def test_generate_refuses_devices(cli, fitted, options, words):
+    result = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", *options)
+    assert result.code == 2 and words in result.err and "Traceback" not in result.err
+
+
 def test_generate_reads_standard_input(cli, fitted):
     given = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "-", "--max_new_bytes", 5, stdin="abc\n")
     assert given.out == cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "abc\n", "--max_new_bytes", 5).out

@@ -144,6 +144,15 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     assert asked("--config", tmp_path / "x.yaml", "--gpus", 6).shared_by == shared_by
 
 
+def test_regions_of_a_recipe_are_named(cli):
+    """Two nodes of eight: a sequence lies on one; what outer steps take is said, as it is not counted."""
+    result = cli("plan", "--config", "regions.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K")
+    text = " ".join(result.out.split())
+    assert result.code == 0 and "a sequence lies on 8 of the 16 GPUs, which train 2 at a time" in text, result.err
+    assert "shared parameters and momentum take 8 bytes a trained parameter more" in text
+    assert "outer steps" not in cli("plan", "--config", "elastic.yaml", *BLOCK, "--gpus", 8, "--tokens", "64K").out
+
+
 def test_a_sequence_on_some_of_the_gpus_is_named(cli):
     result = cli("plan", "--config", "elastic.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K")
     assert result.code == 0 and "16 x H200" in result.out, result.err

@@ -108,6 +108,7 @@ TINY_RUNS = {
     "far_recall": ["--data.train_size", "128", "--data.val_size", "4", "--data.test_size", "0", "--model.depth", "2"],
     "genome_mlm": ["--data.paths", "genome.fa", *TEXT[2:], *SIZES_OF],
     "longest": [*TEXT, *SIZES_OF, "--model.num_heads", "8", "--model.compile_blocks", "false"],
+    "regions": [*TEXT, *SIZES_OF, "--trainer.strategy.init_args.sequence_size", "1", *EVERY_BATCH],
     "slide_finetune": SLIDES,
     "slide_pretrain": [*SLIDES, "--model.decoder_dim", "16"],
     "strain_pairs": ["--data.species", STRAINS, "--data.seq_len", "64", "--data.val_size", "2", *SIZES_OF],

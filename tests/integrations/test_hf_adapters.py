@@ -102,10 +102,11 @@ class Resumed(HFCausalLM):
 
 
 @pytest.mark.full
-def test_two_ranks_train_on_as_one(pools, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_two_ranks_train_on_as_one(pools, tmp_path, sharded):
     base = HFCausalLM(config("llama", vocab_size=VOCAB)).save_pretrained(tmp_path / "base")
     HFCausalLM(base, HYBRID, lora=LORA).save_pretrained(tmp_path / "adapters")
-    run = Run(cls=Resumed, model={"folder": str(tmp_path / "adapters")}, steps=2)
+    run = Run(cls=Resumed, model={"folder": str(tmp_path / "adapters")}, steps=2, fsdp=sharded, double=sharded)
     want = pools(1).run(1, fit, run)[0]
     for got in pools(2).run(2, fit, run):
         torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=1e-6, atol=0)

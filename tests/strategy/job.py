@@ -1,7 +1,7 @@
-"""A training script as users write it, with trouble at its third step: job.py HOW RANK DEVICES [STRATEGY].
+"""A training script as users write it, with trouble at its third step: job.py HOW RANK[+RANK...] DEVICES [STRATEGY].
 
 HOW: kill, node (as kill, and the agent that started the rank dies, too), term, raise, config, nothing; or notebook, as if
-its lines had been typed in.
+its lines had been typed in. STRATEGY: a name, "regions" (each node is one) or "two regions".
 """
 
 import os
@@ -16,16 +16,24 @@ import lightning.pytorch as pl
 
 import lightning_dilated as ld
 
-HOW, WHO = sys.argv[1], int(sys.argv[2])
-ONCE = Path("once")
+HOW, WHO = sys.argv[1], [int(rank) for rank in sys.argv[2].split("+")]
+REGIONS = {"regions": "auto", "two regions": 2}
+
+
+def strategy(name=None):
+    """That of the command line."""
+    if name in REGIONS:
+        return ld.RingDilatedStrategy(timeout=20, regions=REGIONS[name], outer=ld.OuterSteps(every=2))
+    return name or ld.RingDilatedStrategy(timeout=20)
 
 
 class Trouble(pl.Callback):
-    """Happens to one rank, once."""
+    """Happens to each rank once."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 2 and trainer.global_rank == WHO and not ONCE.exists():
-            ONCE.touch()
+        once = Path("once" if trainer.global_rank == WHO[0] else f"once.{trainer.global_rank}")
+        if trainer.global_step == 2 and trainer.global_rank in WHO and not once.exists():
+            once.touch()
             if HOW == "node":
                 os.kill(os.getppid(), signal.SIGKILL)
             if HOW in ("kill", "node"):
@@ -38,12 +46,12 @@ class Trouble(pl.Callback):
 
 def main():
     pl.seed_everything(0)
-    other = HOW == "config" and int(os.environ.get("LOCAL_RANK", 0)) == WHO
+    other = HOW == "config" and int(os.environ.get("LOCAL_RANK", 0)) in WHO
     pattern = ld.DilatedPattern.longnet([16, 64 if other else 128], [1, 2])
     model = ld.LongNetLM(pattern, dim=16, depth=1)
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath="ckpt", every_n_train_steps=1, save_last=True)
     trainer = pl.Trainer(
-        strategy=sys.argv[4] if len(sys.argv) > 4 else ld.RingDilatedStrategy(timeout=20),
+        strategy=strategy(*sys.argv[4:]),
         accelerator="cpu",
         devices=int(sys.argv[3]),
         num_nodes=ld.strategy.launched_nodes(),

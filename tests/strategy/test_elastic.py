@@ -108,3 +108,15 @@ def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):
 def test_a_worker_of_three_nodes_dies(tmp_path, undisturbed):
     found = start_nodes(tmp_path, "kill", 2, 3, 3)
     assert went_on(tmp_path, found, undisturbed, 3) == ["0", "0", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_region_dies_and_the_others_go_on(tmp_path, nodes):
+    """Each node is a region: those that are left load the checkpoint of all, and say so."""
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    ended = start_nodes(tmp_path, "node", nodes - 1, nodes, 1, "regions", **env)
+    text = "\n".join(text for _, text in ended)
+    well = [text for status, text in ended if status == 0]
+    assert (tmp_path / "once").exists() and len(well) == nodes - 1 == len(losses("\n".join(well))), text[-6000:]
+    assert f"is of {nodes} region(s) with outer steps, this run has {nodes - 1}." in text

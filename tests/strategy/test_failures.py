@@ -1,12 +1,15 @@
 """Jobs in which a rank dies, raises or differs, started as users start them: they end, say who was awaited, and resume."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from ..distributed.forked import run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -88,3 +91,10 @@ def test_goes_on_with_fewer_ranks(tmp_path, undisturbed):
         status, text = start(again, "nothing", 0, ranks)
         assert status == 0, text[-3000:]
         assert losses(text) == pytest.approx([undisturbed] * ranks, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_lost_region_is_named(tmp_path):
+    ended = run_ranks(4, Path(JOB), "kill", "2+3", "4", "two regions", cwd=tmp_path)
+    assert ended.codes == [1, 1, -signal.SIGKILL, -signal.SIGKILL], ended.stderr[-3000:]
+    assert ended.stderr.count("Region 1 (ranks 2 to 3) has lost all ranks.") >= 2, ended.stderr[-3000:]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.cli import generate
 
 from .runs import VOCAB, launched, trainer
 
@@ -56,3 +57,20 @@ def test_predict_draws_as_one_rank(pools, way):
         for i, row in rows.items():
             n = 27 - 4 * i  # the rest is the last token again, up to the longest of its batch
             assert torch.equal(row[:n], want[i][:n])
+
+
+def commanded(rank, group, folder, prompt):
+    """What `generate --devices` computes on a rank."""
+    args = generate.parsed(["--ckpt_path", folder, "--prompt", prompt, "--max_new_bytes", "20", "--devices", "2"])
+    return list(generate.shared(rank, "cpu", args, prompt))
+
+
+@pytest.mark.parametrize("prompt", ["ab and so on", "a"], ids=["shared", "a rank without a token"])
+def test_the_command_draws_as_one_rank(pools, tmp_path, prompt):
+    torch.manual_seed(0)
+    model = LongNetLM({"hybrid": {"local": 5, "global_every": 2}}, dim=16, depth=2, num_heads=4)
+    model.configure_model()
+    model.save_pretrained(tmp_path)
+    args = generate.parsed(["--ckpt_path", str(tmp_path), "--prompt", prompt, "--max_new_bytes", "20"])
+    want = list(generate.Request.of(args, prompt).continued("cpu"))
+    assert len(want) == 20 and pools(2).run(2, commanded, str(tmp_path), prompt) == [want, []]
