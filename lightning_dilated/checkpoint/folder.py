@@ -43,7 +43,7 @@ from lightning_dilated.checkpoint.manifest import (
 )
 from lightning_dilated.checkpoint.ranks import Peers, reason
 from lightning_dilated.checkpoint.reader import METADATA, load_file, load_into, read_metadata
-from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host, to_numbers, unflatten_low_bit
+from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host, renamed, to_numbers, unflatten_low_bit
 
 
 class Background:
@@ -296,6 +296,35 @@ def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict:
         options = StateDictOptions(cpu_offload=True)
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name], options=options)
     return read_meta(folder)
+
+
+def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> None:
+    """Load the optimizer states of a checkpoint in one file into optimizers of sharded parameters; every rank calls.
+
+    Their numbers count the parameters of all groups in their order, as torch's optimizers do. Lightning takes them for
+    numbers of `module.parameters()`.
+
+    Raises:
+        ValueError: for states of other optimizers.
+    """
+    if len(states) != len(optimizers):
+        raise ValueError(f"the checkpoint holds {len(states)} optimizer states, and the module has {len(optimizers)}.")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        saved, own = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], optimizer.param_groups))
+        if saved != own:
+            raise ValueError(
+                f"the checkpoint's {type(optimizer).__name__} has groups of {saved} parameters, that of the module {own}: "
+                "train the parameters that it trained, or begin anew from its weights."
+            )
+        names = get_optimizer_state_dict(module, optimizer)["param_groups"]
+        order = [name for group in names for name in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        set_optimizer_state_dict(
+            module,
+            optimizer,
+            optim_state_dict=renamed(state, dict(zip(numbers, order, strict=True))),
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
 
 
 def load_folder_with(

@@ -46,16 +46,17 @@ def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn
     """An optimizer's state dict with the parameters' names in place of their numbers, where it has numbers."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in module.named_parameters()}
-    return _renamed(state, {i: names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)})
+    return renamed(state, {i: names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)})
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
     """The reverse of `to_names`: numbers count the parameters of all groups in their order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
-    return _renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
+    return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 
 
-def _renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state dict with other keys of its parameters; keys without a new one stay."""
     if "param_groups" not in state:  # of a rank that has no state
         return state
     groups = [{**g, "params": [names.get(x, x) for x in g["params"]]} for g in state["param_groups"]]

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from lightning_dilated.recurrence.rules import positive, ratio, unit
 from lightning_dilated.recurrence.runs import Tables
 
-#: chunks of a run from which they are passed in groups: a GPU waits for the launches of a step, not for its products
+#: chunks of a run, at least 2, from which they are passed in groups: a GPU waits for the launches of a step, not for its
+#: products
 GROUPED_FROM = 32
 
 

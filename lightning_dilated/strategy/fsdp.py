@@ -11,17 +11,20 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from typing_extensions import override
 
+from lightning_dilated._compat.lightning import writes_one_file
 from lightning_dilated._compat.torch import use_autograd_cache, uses_autograd_cache
-from lightning_dilated.checkpoint.folder import checked, load_sharded
+from lightning_dilated.checkpoint.folder import checked, load_sharded, load_whole_states
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.reader import read_metadata
-from lightning_dilated.checkpoint.state import refuse_one_file, refuse_replicated_low_bit
+from lightning_dilated.checkpoint.state import refuse_one_file, refuse_replicated_low_bit, to_numbers
 from lightning_dilated.strategy.parallelize import check_offload, join_host, rest_to_device, with_host
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -146,7 +149,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """A folder is read without running code that it names, whatever `weights_only` says; one file is read by Lightning.
 
-        Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies like this one.
+        One file may be of any strategy. Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies like this.
         """
         peers = Peers(self.global_rank, self.world_size)
         if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it has to enter the checks, too
@@ -155,13 +158,36 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:
             with use_autograd_cache(False):  # see `_load_folder`
-                return self._of_this_region(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
+                return self._of_this_region(self._load_file(checkpoint_path, weights_only))
         except UnpicklingError as error:
             raise UnpicklingError(
                 f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "
                 "it, name their classes in torch.serialization.add_safe_globals([...]), or set "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; weights_only=False of Trainer.fit does not reach this strategy."
             ) from error
+
+    def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Lightning's for the weights; it would mix up the optimizer states of files of other strategies."""
+        optimizers, self.optimizers = self.optimizers, []
+        try:
+            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        finally:
+            self.optimizers = optimizers
+        if optimizers:  # to validate, test and predict weights suffice
+            assert self.model is not None
+            load_whole_states(self.model, optimizers, checkpoint.get("optimizer_states", []))
+        return checkpoint
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As Lightning's; in one file parameters are numbered as torch's optimizers number them."""
+        if not writes_one_file(self):
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state = get_optimizer_state_dict(self.model, unwrapped, options=options)
+        return to_numbers(state) if self.global_rank == 0 else {}
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:
         module = self.lightning_module

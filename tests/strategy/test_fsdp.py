@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
-from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy
+from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
 
 from .runs import PATTERN, Data, Record, Run, full, launched, make, trainer
 
@@ -104,29 +104,59 @@ def test_unlike_numbers_of_batches(pools):
         assert error and "the ranks have [3, 2] batches" in error
 
 
-def part(rank, group, folder, stop, ckpt, whole_file):
-    """Losses and parameters of a run up to step `stop`; leaves a checkpoint."""
+FOLDER, WHOLE_FILE = RingDilatedFSDPStrategy(), RingDilatedFSDPStrategy(save_distributed_checkpoint=False)
+
+
+def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
+    """Parameters of a run up to step `stop`, the path of the checkpoint that it leaves, its number of steps."""
     pl.seed_everything(4, verbose=False)
     world, record = launched(rank), Record()
-    strategy = RingDilatedFSDPStrategy(save_distributed_checkpoint=not whole_file)
     built = trainer(strategy, world, max_steps=stop, callbacks=[record])
-    model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
+    model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2, recurrence=recurrence).double()
     built.fit(model, Data(RUN), ckpt_path=ckpt)
     path = str(Path(folder) / f"{stop}.{world}.ckpt")
     built.save_checkpoint(path)
     return torch.cat([full(p).detach().flatten() for p in model.parameters()]), path, len(record.losses)
 
 
-@pytest.mark.parametrize("whole_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("strategy", [FOLDER, WHOLE_FILE], ids=["folder", "file"])
 @pytest.mark.parametrize("after", [1, 4])
-def test_resumes_on_other_ranks(pools, tmp_path, after, whole_file):
+def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
     """Weights and optimizer states, also on one rank (trap 10: Lightning refuses models without sharded parameters).
 
     The position in the data is the loader's (see test_resume).
     """
-    _, path, _ = pools(2).run(2, part, str(tmp_path), 2, None, whole_file)[0]
-    assert Path(path).is_file() == whole_file
-    want, _, steps = pools(2).run(2, part, str(tmp_path), 4, path, whole_file)[0]
-    got, _, again = pools(after).run(after, part, str(tmp_path), 4, path, whole_file)[0]
+    _, path, _ = pools(2).run(2, part, str(tmp_path), strategy, 2, None)[0]
+    assert Path(path).is_file() == (strategy is WHOLE_FILE)
+    want, _, steps = pools(2).run(2, part, str(tmp_path), strategy, 4, path)[0]
+    got, _, again = pools(after).run(after, part, str(tmp_path), strategy, 4, path)[0]
     assert steps == again == 2
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("recurrence", [None, {"gate_init": 1.0}], ids=["two groups", "three groups"])
+@pytest.mark.parametrize("before, after", [(RingDilatedStrategy(), FOLDER), (WHOLE_FILE, RingDilatedStrategy())])
+def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence):
+    """Optimizer states find their parameters, though groups of parameters have another order than the module."""
+    _, path, _ = pools(2).run(2, part, str(tmp_path), before, 2, None, recurrence)[0]
+    assert Path(path).is_file()
+    want, *_ = pools(2).run(2, part, str(tmp_path), before, 4, path, recurrence)[0]
+    got, _, steps = pools(2).run(2, part, str(tmp_path), after, 4, path, recurrence)[0]
+    assert steps == 2
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def with_frozen_embedding(rank, group, path):
+    """The error of a run from a checkpoint in one file whose optimizer had more parameters."""
+    model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
+    model.embedding.requires_grad_(False)
+    try:
+        trainer(RingDilatedFSDPStrategy(), launched(rank), max_steps=4).fit(model, Data(RUN), ckpt_path=path)
+    except ValueError as error:
+        return str(error)
+
+
+def test_one_file_of_another_optimizer(pools, tmp_path):
+    _, path, _ = pools(2).run(2, part, str(tmp_path), RingDilatedStrategy(), 2, None)[0]
+    for error in pools(2).run(2, with_frozen_embedding, path):
+        assert error and "AdamW has groups of" in error and "train the parameters that it trained" in error
