@@ -2,7 +2,7 @@
 
 from lightning_dilated import callbacks, data, integrations, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.attention.stream import StreamState
+from lightning_dilated.attention.stream_state import StreamState
 from lightning_dilated.models import (
     DilatedModule,
     LongNetClassifier,

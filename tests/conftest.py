@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = (
     "strategy/test_elastic.py", "strategy/test_outer_steps.py", "strategy/test_regions.py",
     "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
-    "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
+    "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
     "strategy/test_equals_one_rank.py", "planning/test_memory.py", "strategy/test_cpu_offload.py",
     "planning/test_advice.py", "distributed/test_options.py", "kernels/test_combine.py", "strategy/test_memory.py",
     "distributed/test_stream.py", "distributed/test_streamed_model.py",

@@ -197,9 +197,10 @@ def attention_pairs(
         return sum(s.batches * pairs(spec.pattern, s.length, heads, kv_heads, spec.causal, window) for s in documents)
     seq_len = group.agreed.seq_len
     documents = spans(batch, seq_len, lengths, cu_seqlens)
-    problem, local = share(group, spec, heads, kv_heads, documents, seq_len, window)
-    joint = joint_pairs(problem, group.rank // group.head_size)
-    return _pairs_of(spec, problem, local, heads, kv_heads) + joint
+    sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
+    chosen, local = share(group, spec, heads, kv_heads, documents, seq_len, window, sizes)
+    joint = joint_pairs(chosen.problem, group.rank // chosen.head_size)
+    return _pairs_of(spec, chosen.problem, local, heads, kv_heads) + joint
 
 
 def _pairs_of(spec: CallSpec, problem: Problem, local: Sequence[Span], heads: int, kv_heads: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup
 from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
 from lightning_dilated.sequence.halo import chunk_wire
+from lightning_dilated.sequence.head_size import in_groups, plan_in_groups
 from lightning_dilated.sequence.planner import Plan, plan
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
 
@@ -399,12 +400,12 @@ def _shared(
     batch, _, heads, head_dim = q.shape
     first, num_heads, kv_heads = spec.window or (0, heads, k.shape[2])
     every = find_documents(batch, sum(lengths), *documents, spec)
-    problem, local = share(group, spec, num_heads, kv_heads, every, sum(lengths), (first, first + heads))
     sizes = {"head_dim": head_dim, "element_size": q.element_size()}
-    chosen = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, links=group.links, **sizes)
-    ring, member = divmod(group.rank, group.head_size)
-    members = range(ring * group.head_size, (ring + 1) * group.head_size)
-    per_node = max(1, group.ranks_per_node // group.head_size)
+    chosen, local = share(group, spec, num_heads, kv_heads, every, sum(lengths), (first, first + heads), sizes)
+    problem, head_size = chosen.problem, chosen.head_size
+    ring, member = divmod(group.rank, head_size)
+    members = range(ring * head_size, (ring + 1) * head_size)
+    per_node = max(1, group.ranks_per_node // head_size)
     route = None
     if name := chosen.exchange:
         parts = problem, ring, name, per_node, q.device
@@ -418,12 +419,12 @@ def _shared(
     both = group.forward_traffic, group.backward_traffic
     planned = None
     if name and route is not None:
-        ranks = tuple(range(member, group.ranks, group.head_size))
+        ranks = tuple(range(member, group.ranks, head_size))
         wires = _pair(lambda x: Wire(group.group, ranks, ring, x), both)
         executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
         planned = _pair(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
-    if group.head_size > 1:
-        cuts = windows(heads, k.shape[2], group.head_size)
+    if head_size > 1:
+        cuts = windows(heads, k.shape[2], head_size)
         kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
         tokens = tuple(lengths[m] for m in members)
         groups = _pair(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
@@ -444,19 +445,25 @@ def share(
     documents: Sequence[Span],
     seq_len: int,
     window: tuple[int, int],
-) -> tuple[Problem, tuple[Span, ...]]:
-    """The problem that this rank's ring solves, and the parts of documents that the rank computes alone.
+    sizes: Mapping[str, int],
+) -> tuple[Plan, tuple[Span, ...]]:
+    """The plan of the problem that this rank's ring solves, and the parts of documents that the rank computes alone.
 
-    `window` = (first, stop) of the `num_heads` query heads are attended with.
+    `window` = (first, stop) of the `num_heads` query heads are attended with; `sizes` are the planner's head_dim and
+    element_size.
     """
-    ring, member = divmod(group.rank, group.head_size)
-    first, count = window[0], window[1] - window[0]
-    low, high = windows(count, count * num_kv_heads // num_heads, group.head_size)[member]
-    shard = group.shard(seq_len, group.head_size)
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
-    heads = first + low, first + high
-    problem = Problem(spec.pattern, num_heads, num_kv_heads, spec.causal, shard, straddling(pieces, shard), heads)
-    return problem, local_spans(pieces, shard.ranges(ring))
+    shard = group.shard(seq_len)
+    problem = Problem(spec.pattern, num_heads, num_kv_heads, spec.causal, shard, straddling(pieces, shard), window)
+    options: dict[str, Any] = {"ranks_per_node": group.ranks_per_node, "links": group.links, **sizes}
+    options["exchange_memory"] = group.exchange_memory
+    if group.head_size == "auto" and group.layout != "chunked":
+        chosen = plan_in_groups(problem, group.rank, group.exchange, **options)
+    else:
+        size = group.head_size if isinstance(group.head_size, int) else 1
+        chosen = plan(in_groups(problem, size, group.rank % size), group.exchange, **options)
+    ring = chosen.problem.shard.ranges(group.rank // chosen.head_size)
+    return chosen, local_spans(pieces, ring)
 
 
 def _compile(

@@ -1,4 +1,4 @@
-"""Callbacks: recomputation, memory, throughput, communication, checkpoints, reports, evaluation, writers of predictions."""
+"""Callbacks: recomputation, memory, throughput, communication, checkpoints, progress, reports, evaluation, predictions."""
 
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
 from lightning_dilated.callbacks.by_depth import AccuracyByDepth
@@ -6,6 +6,7 @@ from lightning_dilated.callbacks.by_distance import LossByPosition, RecallByDist
 from lightning_dilated.callbacks.communication import CommunicationProfiler
 from lightning_dilated.callbacks.intervals import BootstrapIntervals
 from lightning_dilated.callbacks.memory import MemoryProfiler
+from lightning_dilated.callbacks.metrics_bar import MetricsProgressBar
 from lightning_dilated.callbacks.predictions import AttentionWriter, PredictionWriter
 from lightning_dilated.callbacks.report import RunReport
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
@@ -19,6 +20,7 @@ __all__ = [
     "CommunicationProfiler",
     "LossByPosition",
     "MemoryProfiler",
+    "MetricsProgressBar",
     "PredictionWriter",
     "RecallByDistance",
     "RunReport",

@@ -36,6 +36,8 @@ from lightning_dilated.planning.memory import GIB, Bar, Memory, memory_plot, mov
 from lightning_dilated.planning.simulating.rounds import EXACT
 from lightning_dilated.planning.streams import in_chunks
 from lightning_dilated.sequence.chunks import chunk_count
+from lightning_dilated.sequence.head_size import plan_in_groups
+from lightning_dilated.sequence.planner import make_problem
 
 #: another layout is named where the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
@@ -130,7 +132,8 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
             "the strategy), and only gradients move: --gpus 1 plans a GPU."
         )
-        notes += [hint] if (hint := layout_hint(request, time, _only_windows(request.model))) else []
+        hints = layout_hint(request, time, _only_windows(request.model)), head_size_note(request)
+        notes += [hint for hint in hints if hint]
     if request.tokens and (hints := advice(request.model, request.tokens)):
         notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
@@ -218,7 +221,7 @@ def report(request: Request) -> Report:
     chosen = next((row for row in rows if row.settings == best), None)
     lines = [*_head(request, case), "", *_table(rows, best, request.tokens)]
     if chosen is not None and chosen.memory is not None:
-        lines += ["", *_details(case, chosen), "", "in the recipe:", ""]
+        lines += ["", *_details(case, chosen), *_head_sizes(request, case, chosen.tokens), "", "in the recipe:", ""]
         lines += [f"  {line}" for line in yaml_lines(best, case.setup, request.residual)]
     else:
         lines += ["", _nothing(case, rows, request)]
@@ -368,6 +371,36 @@ def _exchange(case: Case, memory: Memory, time: Time) -> list[str]:
             mb = f"{(intra + inter) / 1e6:>11,.1f} MB ({inter / 1e6:,.1f} MB)"
             lines.append(f"  {name:<22}{mb}, {seconds * 1e3:,.2f} ms of the links")
     return lines + [line for layer, rows in crossing for line in _prices(layer, rows)]
+
+
+def _head_sizes(request: Request, case: Case, tokens: int) -> list[str]:
+    """What `head_size="auto"` chooses for each pattern of the layers."""
+    setup, call = case.setup, case.subject.call
+    if request.head_size != "auto" or setup.ranks == 1 or request.layout == "chunked":
+        return []
+    lines = []
+    for one, layers in call.layers(case.facts.depth):
+        heads = one.heads, one.kv_heads
+        problem = make_problem(
+            one.pattern, tokens, *heads, ranks=setup.ranks, layout=request.layout, causal=call.causal
+        )
+        sizes = {"head_dim": one.head_dim, "element_size": one.dtype.itemsize}
+        plan = plan_in_groups(
+            problem, 0, setup.exchange, ranks_per_node=setup.per_node, links=setup.links,
+            exchange_memory=setup.exchange_memory, **sizes,
+        )  # fmt: skip
+        lines += ["", f"  of {layers} layers' calls:", *(f"    {x}" for x in plan.head_lines())]
+    return lines
+
+
+def head_size_note(request: Request) -> str | None:
+    """What of the plan does not hold with head-parallel groups."""
+    if request.head_size == 1 or (request.head_size == "auto" and request.layout == "chunked"):
+        return None
+    return (
+        f"planned for head_size=1: with head_size={request.head_size} ranks also trade tokens for heads, whose bytes "
+        f"{'are above; ' if request.head_size == 'auto' else ''}memory and time of the trade are not planned."
+    )
 
 
 def _patterns(call: OpCall, depth: int) -> str:

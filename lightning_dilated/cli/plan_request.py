@@ -25,6 +25,7 @@ from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.planner import check_exchange_memory
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy, launched_nodes
 from lightning_dilated.strategy.mesh import MeshSizes
 
@@ -100,9 +101,18 @@ def _machine(p: Any) -> None:
                    "optimizer states on the host, with ring_dilated_fsdp (default: the recipe's, else no)")  # fmt: skip
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default %(default)s)")
     p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
+    p.add_argument("--exchange_memory_gib", "--exchange-memory-gib", type=float, metavar="GIB", help="of other ranks' rows "
+                   "that a call may hold (default: the recipe's, else not bounded)")  # fmt: skip
+    p.add_argument("--head_size", "--head-size", type=_head_size, metavar="RANKS", help="of groups that trade tokens for "
+                   "heads, or auto, whose choice is printed (default: the recipe's, else 1)")  # fmt: skip
     p.add_argument(
         "--links", type=Path, help="file of `lightning-dilated bench links` (default: those taken for the GPU)"
     )
+
+
+def _head_size(text: str) -> int | str:
+    """auto, or a number."""
+    return "auto" if text == "auto" else number(text)
 
 
 def _memory(p: Any) -> None:
@@ -135,6 +145,8 @@ class Request:
         cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
         outer: whether the recipe's strategy takes outer steps, which are only named.
+        head_size: of the strategy; "auto" is chosen and printed, and others than 1 are only named.
+        exchange_memory: bytes of the strategy's exchange_memory_gib.
     """
 
     model: DilatedModule
@@ -158,11 +170,14 @@ class Request:
     streams: int = 0
     shared_by: int | None = None
     outer: bool = False
+    head_size: int | str = 1
+    exchange_memory: int | None = None
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
         return Setup(
-            strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket
+            strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket,
+            self.exchange_memory,
         )  # fmt: skip
 
 
@@ -176,10 +191,10 @@ def settled(args: argparse.Namespace) -> Request:
     trainer = config.get("trainer") or {}
     model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
     tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
-    strategy, exchange, offload, bucket, layout = _strategy(args.config, trainer.get("strategy"))
+    recipe = _strategy(args.config, trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
-    chosen = args.strategy or strategy
-    offload = offload and chosen == strategy if args.cpu_offload is None else args.cpu_offload
+    chosen = args.strategy or recipe.name
+    offload = recipe.cpu_offload and chosen == recipe.name if args.cpu_offload is None else args.cpu_offload
     if chosen is None and (offload or ranks == 1):
         chosen = "ring_dilated_fsdp" if offload else "single"
     if offload and chosen != "ring_dilated_fsdp":
@@ -196,12 +211,14 @@ def settled(args: argparse.Namespace) -> Request:
     return Request(
         model, tokens, gpu, ranks, per_node, precision,
         compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
-        args.host_memory / per_node, chosen, args.optimizer, args.exchange or exchange,
+        args.host_memory / per_node, chosen, args.optimizer, args.exchange or recipe.exchange,
         Links.load(args.links) if args.links else gpu.links,
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
-        offload, bucket, layout, _number_of(config.get("data"), "streams", 0),
+        offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
         _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
+        recipe.head_size if args.head_size is None else args.head_size,
+        check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib),
     )  # fmt: skip
 
 
@@ -296,8 +313,20 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
     return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
 
 
-def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | None, str]:
-    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket, layout) of a Trainer's."""
+@dataclass(frozen=True)
+class StrategyOptions:
+    """What is planned of a Trainer's strategy; `name` is one of STRATEGIES, or None."""
+
+    name: str | None
+    exchange: str
+    cpu_offload: bool
+    bucket_cap_mb: int | None
+    layout: str
+    head_size: int | str
+    exchange_memory_gib: float | None
+
+
+def _strategy(path: Path, strategy: Any) -> StrategyOptions:
     options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
     name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy or "")
     cls = class_of(path, name, "lightning_dilated") if "." in name or name[:1].isupper() else None
@@ -306,10 +335,15 @@ def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | N
         for kind, base in OURS.items()
         if name.startswith(kind) or (isinstance(cls, type) and issubclass(cls, base))
     )
-    kind = next(ours, None)
-    offload = options.get("cpu_offload", False) is not False
-    layout = options.get("layout", "contiguous")
-    return kind, options.get("exchange", "auto"), offload, options.get("bucket_cap_mb"), layout
+    return StrategyOptions(
+        next(ours, None),
+        options.get("exchange", "auto"),
+        options.get("cpu_offload", False) is not False,
+        options.get("bucket_cap_mb"),
+        options.get("layout", "contiguous"),
+        options.get("head_size", 1),
+        options.get("exchange_memory_gib"),
+    )
 
 
 def _has_outer_steps(strategy: Any) -> bool:

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_dilated._compat.torch import hooks_paused
-from lightning_dilated.attention.stream import ChunkLayer, Stream, StreamState
+from lightning_dilated.attention.stream import ChunkLayer, Stream
+from lightning_dilated.attention.stream_state import StreamState
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence

@@ -39,6 +39,7 @@ from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
 from lightning_dilated.planning.streams import Carried, Exchange, further_pairs, in_chunks, with_carried
 from lightning_dilated.sequence.chunks import chunk_count
+from lightning_dilated.sequence.planner import ExchangeMemoryError
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
@@ -165,7 +166,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     parameters, trained = facts.parameters, facts.trained_parameters
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
-    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
+    exchange = setup.exchange, setup.links, setup.exchange_memory
+    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, *exchange)
     names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
         simulate, machines[0], facts.call.cycle, tokens_here, setup.ranks, exchange=names,
@@ -344,7 +346,7 @@ class Case:
 
     def _shares_chunks(self) -> Setup:
         """How a chunk is run: several ranks exchange its rows by gather."""
-        return replace(self.setup, exchange="gather") if self.setup.ranks > 1 else self.setup
+        return replace(self.setup, exchange="gather", exchange_memory=None) if self.setup.ranks > 1 else self.setup
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""
@@ -407,7 +409,10 @@ class Case:
         # an exchange is priced once for each guess; it grows with N, so what fits beside that of more tokens fits
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
-            beside = up_to(self.memory(settings, guess * unit).exchange)
+            try:
+                beside = up_to(self.memory(settings, guess * unit).exchange)
+            except ExchangeMemoryError:
+                beside = 0
             if beside >= guess:
                 fitting = guess
             else:

@@ -149,6 +149,7 @@ class Setup:
         cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
         bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
             as large as the gradients, so memory does not depend on it.
+        exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
     """
 
     strategy: str = "single"
@@ -159,6 +160,7 @@ class Setup:
     links: Links = DEFAULTS
     cpu_offload: bool = False
     bucket_cap_mb: int | None = None
+    exchange_memory: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
@@ -217,7 +219,8 @@ def memory(
     """
     setup = setup or Setup()
     subject = footprint.subject
-    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
+    exchange = setup.exchange, setup.links, setup.exchange_memory
+    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *exchange)
     local = -(-tokens // setup.ranks)
     size = footprint.hidden * local
     away = _offloaded_inputs(footprint, depth, size)

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import Agreement, Consensus
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import Plan, check_exchange
-from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_layout, check_stream
+from lightning_dilated.sequence.planner import Plan, check_exchange, check_exchange_memory
+from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_head_size, check_layout, check_stream
 
 _groups: dict[str, SequenceGroup] = {}
 _active: list[SequenceGroup | None] = []  # of the process, not of a thread: the backward runs in threads of its own
@@ -41,10 +41,13 @@ class SequenceGroup:
         stream: tokens of a chunk of the chunked layout, whose ranks share every chunk of a stream (`MemorySettings.stream`).
         exchange: "auto", or one of `sequence.exchange.EXCHANGES`.
         head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
+            "auto": what costs each call least (see `sequence.head_size`), 1 in the chunked layout.
         ranks_per_node: ranks that share fast links; None: all of them.
         loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
         timeout: of control messages between ranks; None: torch's default.
         links: the link speeds behind "auto", equal on all ranks; None: `Links.of_this_machine()`.
+        exchange_memory_gib: the most GiB of other ranks' rows, and of fp32 sums of their gradients, that the exchange of a
+            call may hold on a rank at once: "auto" takes an exchange that keeps to it. None: not bounded.
 
     Attributes:
         forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
@@ -63,19 +66,21 @@ class SequenceGroup:
         layout: str = "contiguous",
         stream: int | None = None,
         exchange: str = "auto",
-        head_size: int = 1,
+        head_size: int | Literal["auto"] = 1,
         ranks_per_node: int | None = None,
         loss_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         links: Links | None = None,
+        exchange_memory_gib: float | None = None,
     ) -> None:
         self.group = _checked_group(group)
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.layout, self.exchange = check_layout(layout), check_exchange(exchange)
         check_stream(layout, stream)
-        self.stream, self.head_size = stream, integer(head_size, "head_size", 1)
-        check_chunked(layout, exchange, head_size)
-        if self.ranks % self.head_size:
+        self.stream, self.head_size = stream, check_head_size(head_size)
+        check_chunked(layout, exchange, head_size, exchange_memory_gib)
+        self.exchange_memory = check_exchange_memory(exchange_memory_gib)
+        if isinstance(self.head_size, int) and self.ranks % self.head_size:
             raise ValueError(
                 f"head_size={head_size} must divide the {self.ranks} ranks of the group; "
                 f"allowed: {[n for n in range(1, self.ranks + 1) if self.ranks % n == 0]}."
@@ -84,8 +89,8 @@ class SequenceGroup:
         if links is not None and not isinstance(links, Links):
             raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
         self.links = Links.of_this_machine() if links is None else links
-        # link speeds do not matter to a named exchange
-        self._link_speeds = self.links.numbers if self.exchange == "auto" else None
+        # link speeds do not matter where nothing is chosen by them
+        self._link_speeds = self.links.numbers if "auto" in (self.exchange, self.head_size) else None
         self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
         self.plan: Plan | None = None
@@ -196,6 +201,7 @@ class SequenceGroup:
             "head_size": self.head_size,
         }
         facts |= {"ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
+        facts["exchange_memory"] = self.exchange_memory
         if chunk is not None:  # a short last chunk may leave some ranks as many tokens as a full one
             facts["tokens of the chunk"] = chunk
         check = functools.partial(self._checked, length is not None)
@@ -261,7 +267,7 @@ class SequenceGroup:
     def __repr__(self) -> str:
         return (
             f"SequenceGroup(rank {self.rank} of {self.ranks}, layout={self.layout!r}, exchange={self.exchange!r}, "
-            f"head_size={self.head_size}, ranks_per_node={self.ranks_per_node})"
+            f"head_size={self.head_size!r}, ranks_per_node={self.ranks_per_node})"
         )
 
 

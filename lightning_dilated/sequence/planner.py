@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dilated._validation import integer, one_of
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import global_tokens, row_pairs, windowed
 from lightning_dilated.sequence import strided
@@ -46,6 +46,13 @@ WHOLE = 1.08
 KEPT = 4
 #: link speeds of prices unless others are given
 DEFAULTS = Links()
+#: up to this many ranks' programs are listed to see what an exchange holds; of more ranks, those of `PRICED`
+LISTED = 64
+GIB = 2**30
+
+
+class ExchangeMemoryError(ValueError):
+    """No exchange of a call holds as little as it may."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,7 @@ class Price:
         seconds: both passes, nothing hidden behind computation.
         waiting: seconds that the ranks wait for the busiest of them (causal attention over contiguous shards), and of the
             switch's copies of whole tensors.
+        held: the most that a rank holds at once, see `held`; counted where it is bounded.
     """
 
     exchange: str
@@ -70,20 +78,73 @@ class Price:
     kept: int
     seconds: float
     waiting: float = 0.0
+    held: int | None = None
+
+
+@dataclass(frozen=True)
+class HeadPrice:
+    """What a call costs with head-parallel groups of `head_size` ranks.
+
+    Attributes:
+        exchange: between groups; None where no segment crosses one.
+        traded: bytes that a rank receives with tokens for heads, forward and backward.
+        exchanged: bytes that it receives with the exchange between groups.
+        seconds: of both, nothing hidden behind computation, with the copies of a trade.
+        waiting: for ranks with more to compute.
+    """
+
+    head_size: int
+    exchange: str | None
+    traded: int
+    exchanged: int
+    seconds: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all."""
+        return self.seconds + self.waiting
+
+    def __str__(self) -> str:
+        rows = "nothing" if self.exchange is None else f"{self.exchange} {self.exchanged / 1e6:.2f} MB"
+        trade = f"tokens for heads {self.traded / 1e6:.2f} MB, " if self.head_size > 1 else ""
+        return f"{trade}between ranks {rows}, {self.seconds * 1e3:.3f} ms, waiting {self.waiting * 1e3:.3f}"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not, and
-    the link speeds behind the prices (None without prices)."""
+    the link speeds behind the prices (None without prices).
+
+    With `head_size="auto"` also the prices of sizes of head-parallel groups, and why others were not taken.
+    """
 
     problem: Problem
     exchange: str | None
     prices: tuple[Price, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
     links: Links | None = None
+    head_prices: tuple[HeadPrice, ...] = ()
+    head_reasons: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def head_size(self) -> int:
+        """Ranks of a head-parallel group."""
+        return getattr(self.problem.shard, "members", 1)
 
     def __str__(self) -> str:
+        return "\n".join([self._exchange_lines(), *self.head_lines()])
+
+    def head_lines(self) -> list[str]:
+        """The sizes of head-parallel groups, where they were chosen."""
+        if not self.head_prices and not self.head_reasons:
+            return []
+        lines = [f"head_size: {self.head_size}"]
+        lines += [f"  {x.head_size:<6}{x}" for x in self.head_prices]
+        taken = "not taken, " if self.head_prices else ""
+        return lines + [f"  {size:<6}{taken}{why}" for size, why in self.head_reasons]
+
+    def _exchange_lines(self) -> str:
         if self.exchange is None:
             return "no segment crosses a shard: nothing is exchanged"
         lines = [f"exchange: {self.exchange}"]
@@ -188,8 +249,24 @@ class Moved:
     messages: int
 
 
-#: collectives: (what moves, its round, bytes of a row)
-Collectives = list[tuple[str, Round, int]]
+@dataclass(frozen=True)
+class Collective:
+    """One all-to-all: what moves, under the names that `Wire.post` records, and each round in it with the bytes of a row."""
+
+    what: str
+    parts: tuple[tuple[Round, int], ...]
+
+    def bytes(self, side: str, rank: int) -> dict[int, int]:
+        """{other rank: bytes} of "sends" or "receives"."""
+        total: dict[int, int] = {}
+        for step, size in self.parts:
+            for peer, message in getattr(step, side).items():
+                if peer != rank:
+                    total[peer] = total.get(peer, 0) + size * count(message)
+        return total
+
+
+Collectives = list[Collective]
 
 
 def moved(
@@ -206,42 +283,94 @@ def moved(
 def collectives(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Collectives, Collectives]:
-    """The collectives of a call on one rank, (forward, backward), under the names that `Wire.post` records."""
+    """The collectives of a call on one rank, (forward, backward), in their order."""
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
+    one = lambda what, step, size: Collective(what, ((step, size),))  # noqa: E731
     row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
     if isinstance(program, Switched):
         keys, queries = program.keys, program.queries
         unit = head_dim * element_size
-        forward = [("rows", keys, row), ("queries", queries, unit), ("outputs", flip(queries), (head_dim + 1) * wide)]
-        backward = [("outputs", queries, 2 * unit), ("outputs", queries, wide)]
-        backward += [("gradients", flip(queries), head_dim * wide), ("gradients", flip(keys), wide_row)]
+        forward = [
+            Collective("rows", ((keys, row), (queries, unit))),
+            one("outputs", flip(queries), (head_dim + 1) * wide),
+        ]
+        backward = [
+            one("outputs", queries, 2 * unit + wide),
+            Collective("gradients", ((flip(queries), head_dim * wide), (flip(keys), wide_row))),
+        ]
     elif program.keep:
-        forward = [("rows", step, row) for step in program.rounds]
-        backward = [("gradients", flip(step), wide_row) for step in program.rounds]
+        forward = [one("rows", step, row) for step in program.rounds]
+        backward = [one("gradients", flip(step), wide_row) for step in program.rounds]
     else:  # the first round, and the first return, are copies of a rank's own rows
-        forward = [("rows", step, row) for step in program.rounds[1:]]
-        backward = forward + [("gradients", step, wide_row) for step in program.returns[1:]]
+        forward = [one("rows", step, row) for step in program.rounds[1:]]
+        backward = forward + [one("gradients", step, wide_row) for step in program.returns[1:]]
     return forward, backward
 
 
 def _moved(steps: Collectives, rank: int) -> Moved:
-    total = lambda side: sum(  # noqa: E731
-        size * count(message)
-        for _, step, size in steps
-        for peer, message in getattr(step, side).items()
-        if peer != rank
+    total = lambda side: sum(sum(x.bytes(side, rank).values()) for x in steps)  # noqa: E731
+    return Moved(total("sends"), total("receives"), sum(len(x.bytes("sends", rank)) for x in steps))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int) -> int:
+    """The most bytes of received rows, and of fp32 sums of their gradients, that a rank holds at once in a call.
+
+    It is that of the backward. Rows of the rank's own that the exchange copies are among them; what leaves is not.
+    """
+    wide = max(4, element_size)
+    program = EXCHANGES[exchange].program(problem, rank, per_node)
+    row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
+    landed = lambda step: sum(map(count, step.receives.values()))  # noqa: E731
+    if isinstance(program, Switched):
+        keys, queries = landed(program.keys), landed(program.queries)
+        unit, sums = head_dim * element_size, head_dim * wide
+        # q, k and v of the forward; the outputs, their gradients and log-sum-exp; the gradients of q, k and v
+        return keys * (row + wide_row) + queries * (unit + 2 * unit + wide + sums)
+    rows = [landed(step) for step in program.rounds]
+    if program.keep:
+        return sum(rows) * (row + wide_row)
+    # a round's rows with their gradients, while the next ones arrive
+    return max(a * (row + wide_row) + b * row for a, b in itertools.pairwise([*rows, 0]))
+
+
+def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
+    """The most of all ranks, and of all windows of a head-parallel group."""
+    ranks = problem.shard.ranks
+    listed = range(ranks) if ranks <= LISTED else priced_ranks(ranks)
+    return max(held(x, exchange, r, per_node, head_dim, element_size) for x in _windows(problem) for r in listed)
+
+
+def check_exchange_memory(gib: float | None) -> int | None:
+    """Bytes of a bound in GiB."""
+    return None if gib is None else int(real(gib, "exchange_memory_gib", above=0, hint=" It is in GiB.") * GIB)
+
+
+def _too_much(holds: dict[str, int], bound: int, named: str | None = None) -> ExchangeMemoryError:
+    """What to change where an exchange that was named, or every one, holds more than it may."""
+    least = min(holds, key=lambda name: holds[name])
+    sizes = ", ".join(f"{name} {_gib(n)}" for name, n in sorted(holds.items(), key=lambda x: x[1]))
+    first = "no exchange of this call holds" if named is None else f"exchange={named!r} does not hold"
+    other = "" if named is None or holds[least] > bound else f"Take exchange='auto' or {least!r}, or raise"
+    return ExchangeMemoryError(
+        f"{first} as little as exchange_memory_gib={bound / GIB:.6g} of other ranks' rows and their gradients. GiB at most: "
+        f"{sizes}. {other or 'Raise'} exchange_memory_gib to {_gib(holds[named or least])}, share the sequence among more "
+        "ranks, or take a pattern with fewer keys beyond a rank's tokens."
     )
-    messages = sum(peer != rank for _, step, _ in steps for peer in step.sends)
-    return Moved(total("sends"), total("receives"), messages)
+
+
+def _gib(size: int) -> str:
+    """Rounded up, so that the number is enough."""
+    digits = 6
+    return f"{-(-size * 10**digits // GIB) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------
 def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
     """The price of an exchange: that of the most expensive priced rank and window of a head-parallel group."""
-    ranks = problem.shard.ranks
-    priced = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
+    priced = priced_ranks(problem.shard.ranks)
     sizes = per_node, head_dim, element_size, links
     highest = max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in priced), key=_seconds)
     work = [[rank_pairs(x, exchange, r) for r in priced] for x in _windows(problem)]
@@ -252,6 +381,11 @@ def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element
         heads = max((x.heads[1] - x.heads[0] for x in _windows(problem) if _few_rows(x)), default=0)
         waiting += COPIED * rows * heads * head_dim / MEMORY
     return replace(highest, waiting=waiting)
+
+
+def priced_ranks(ranks: int) -> Sequence[int]:
+    """The ranks that stand for all."""
+    return range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
 
 
 def _price(
@@ -291,6 +425,11 @@ def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
+def _able(problem: Problem, per_node: int) -> list[str]:
+    """The exchanges that can serve a problem."""
+    return [x for x in EXCHANGES if _why_not(problem, x, per_node) is None]
+
+
 @functools.lru_cache(maxsize=1024)
 def plan(
     problem: Problem,
@@ -300,6 +439,7 @@ def plan(
     head_dim: int = 64,
     element_size: int = 2,
     links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
 ) -> Plan:
     """The exchange of a problem: the one named, or the cheapest.
 
@@ -309,9 +449,11 @@ def plan(
         ranks_per_node: ranks that share fast links; None: all of them.
         head_dim, element_size: D, and bytes of an element of q, k and v.
         links: the link speeds of this machine.
+        exchange_memory: the most bytes that a rank may hold at once, see `held`; None: not bounded.
 
     Raises:
-        ValueError: if the named exchange cannot serve the problem, with the condition that fails.
+        ValueError: if the named exchange cannot serve the problem, with the condition that fails; if it, or every exchange,
+            holds more than `exchange_memory`, with what each holds.
     """
     check_exchange(exchange)
     if not crosses(problem):
@@ -323,23 +465,36 @@ def plan(
             "first tokens of a document. Use layout='contiguous' or 'zigzag', where a rank has runs of tokens."
         )
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
+    reason = None if exchange == "auto" else _why_not(problem, exchange, per_node)
+    if reason:
+        able = ", ".join(_able(problem, per_node))
+        raise ValueError(f"exchange={exchange!r} cannot serve this call: {reason}. Use auto, {able}.")
+    holds: dict[str, int] = {}
+    if exchange_memory is not None:
+        holds = {x: most_held(problem, x, per_node, head_dim, element_size) for x in _able(problem, per_node)}
+        if (min(holds.values()) if exchange == "auto" else holds[exchange]) > exchange_memory:
+            raise _too_much(holds, exchange_memory, None if exchange == "auto" else exchange)
     if exchange != "auto":
-        reason = _why_not(problem, exchange, per_node)
-        if reason:
-            able = [x for x in EXCHANGES if _why_not(problem, x, per_node) is None]
-            raise ValueError(f"exchange={exchange!r} cannot serve this call: {reason}. Use auto, {', '.join(able)}.")
         return Plan(problem, exchange)
+    over = {
+        x: f"holds {n / 1e6:.2f} MB of rows and gradients, more than exchange_memory_gib"
+        for x, n in holds.items()
+        if n > (exchange_memory or 0)
+    }
     whole = (0, problem.shard.seq_len)
     if any((d.start, d.stop) != whole for d in problem.documents):
-        others = tuple(
-            (x, "documents differ from batch to batch; name it to use it") for x in EXCHANGES if x != "gather"
-        )
-        return Plan(problem, "gather", (), others)
-    return _cheapest(problem, per_node, head_dim, element_size, links)
+        first = next(x for x in holds or ("gather",) if x not in over)
+        reason = "documents differ from batch to batch; name it to use it"
+        return Plan(problem, first, (), tuple((x, over.get(x, reason)) for x in EXCHANGES if x != first))
+    chosen = _cheapest(problem, per_node, head_dim, element_size, links, over)
+    return replace(chosen, prices=tuple(replace(p, held=holds.get(p.exchange)) for p in chosen.prices))
 
 
-def _cheapest(problem: Problem, per_node: int, head_dim: int, element_size: int, links: Links) -> Plan:
-    prices, rejected = [], {}
+def _cheapest(
+    problem: Problem, per_node: int, head_dim: int, element_size: int, links: Links, over: Mapping[str, str]
+) -> Plan:
+    """`over`: exchanges that hold too much, and how much."""
+    prices, rejected = [], dict(over)
     for exchange in EXCHANGES.values():
         reason = _why_not(problem, exchange.name, per_node)
         if reason is None:
@@ -349,9 +504,10 @@ def _cheapest(problem: Problem, per_node: int, head_dim: int, element_size: int,
     samples = max(d.samples for d in problem.documents)
     kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in _windows(problem))
     own = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
-    fits = [p for p in prices if p.kept <= KEPT * own]
+    within = [p for p in prices if p.exchange not in over]
+    fits = [p for p in within if p.kept <= KEPT * own] or within
     best = min(fits, key=_seconds)
-    for p in prices:
+    for p in within:
         if p not in fits:
             rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
         elif p is not best:

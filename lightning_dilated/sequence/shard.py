@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -175,15 +175,29 @@ def check_stream(layout: str, stream: int | None) -> None:
         raise ValueError(f"stream={stream} goes with layout='chunked', not with layout={layout!r}.")
 
 
-def check_chunked(layout: str, exchange: str, head_size: int | str) -> None:
+def check_head_size(size: int | str) -> int | Literal["auto"]:
+    """`size`, or an error that says what is allowed."""
+    if isinstance(size, str):
+        if size != "auto":
+            raise ValueError(f'head_size must be "auto" or a number of ranks, got {size!r}.')
+        return "auto"
+    return integer(size, "head_size", 1)
+
+
+def check_chunked(layout: str, exchange: str, head_size: int | str, exchange_memory_gib: float | None = None) -> None:
     """Raise for settings that the chunked layout does not have."""
     if layout != "chunked":
         return
-    if head_size != 1:
+    if head_size not in (1, "auto"):
         raise ValueError(f"layout='chunked' is not offered with head_size={head_size}: set head_size=1.")
     if exchange not in ("auto", "gather"):
         raise ValueError(
             f"layout='chunked' exchanges rows by gather, not by exchange={exchange!r}: set exchange='auto'."
+        )
+    if exchange_memory_gib is not None:
+        raise ValueError(
+            f"layout='chunked' is not offered with exchange_memory_gib={exchange_memory_gib}: leave it out, and take "
+            "shorter chunks (ActivationRecompute(stream=...)) to exchange fewer rows at a time."
         )
 
 

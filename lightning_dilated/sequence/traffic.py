@@ -9,13 +9,12 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lightning_dilated.sequence.exchange.program import count
 from lightning_dilated.sequence.exchange.transport import Flight, Mark, Planned, TrafficLog, Wait, seconds
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS, collectives
 
 #: what the plan of an exchange counts; the trading of tokens for heads in head-parallel groups is not part of it
-EXCHANGED = ("rows", "queries", "outputs", "gradients")
+EXCHANGED = ("rows", "outputs", "gradients")
 Times = list[tuple[float, float]]
 
 
@@ -93,9 +92,9 @@ def planned(call: Planned, links: Links) -> tuple[Sums, ...]:
         call.problem, call.exchange, call.rank, call.per_node, call.head_dim, call.element_size
     )
     sums: dict[str, Sums] = {}
-    for what, step, size in forward if call.run == "forward" else backward:
-        bytes_of = lambda side: {p: size * count(m) for p, m in side.items() if p != call.rank}  # noqa: E731, B023
-        sent, received = bytes_of(step.sends), bytes_of(step.receives)
+    for collective in forward if call.run == "forward" else backward:
+        what = collective.what
+        sent, received = (collective.bytes(side, call.rank) for side in ("sends", "receives"))
         near = sum(n for peer, n in received.items() if peer // call.per_node == call.rank // call.per_node)
         took = near / links.near + (sum(received.values()) - near) / links.far
         took += links.round + links.message * len(received)

@@ -31,7 +31,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     Args:
         sequence_size: ranks that share a sequence; "auto": all of them; [8, 4, 2]: the largest of these that divides the
             ranks that there are. The others hold other samples (data parallel).
-        head_size: how many neighbours of these exchange tokens for heads.
+        head_size: how many neighbours of these exchange tokens for heads, within a node. "auto": in each call what costs
+            least by the planner's prices for its heads, length, ranks and links; `print(strategy.sequence.plan)` lists them.
         exchange: how rows travel between ranks; "auto" is the planner's cheapest.
         layout: which positions a rank holds. "chunked": a piece of every chunk of ActivationRecompute(stream=TOKENS), so
             that ranks compute each chunk together.
@@ -52,6 +53,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             of its own; "auto": each node is one. Gradients, their clipping and the training loss are the region's.
         outer: the outer steps that keep regions one model; needed where `regions` is not 1, and allowed for one.
         cpu_offload: only False: this strategy holds all parameters on every GPU.
+        exchange_memory_gib: the most GiB of other ranks' rows, and of fp32 sums of their gradients, that the exchange of a
+            call of attention may hold on a rank at once. exchange="auto" then takes the cheapest that keeps to it; where
+            none does, or a named one does not, the first call raises an error that says what each holds. Rows that leave,
+            and the trade of `head_size`, are not among them. None: not bounded.
 
     Raises:
         OSError: when made, where the file of links is not there.
@@ -62,7 +67,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     def __init__(
         self,
         sequence_size: int | Literal["auto"] | list[int] = "auto",
-        head_size: int = 1,
+        head_size: int | Literal["auto"] = 1,
         exchange: Exchange = "auto",
         layout: Layout = "contiguous",
         ranks_per_node: int | None = None,
@@ -78,11 +83,12 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         regions: int | Literal["auto"] = 1,
         outer: OuterSteps | None = None,
         cpu_offload: Any = False,
+        exchange_memory_gib: float | None = None,
     ) -> None:
         _refuse_offload(type(self).__name__, cpu_offload)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
-            global_batch, regions, outer,
+            global_batch, exchange_memory_gib, regions, outer,
         )  # fmt: skip
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)

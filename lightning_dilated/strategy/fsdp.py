@@ -40,7 +40,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     Args:
         sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
-            links, global_batch: as in `RingDilatedStrategy`.
+            links, global_batch, exchange_memory_gib: as in `RingDilatedStrategy`.
         save_distributed_checkpoint: False assembles one file on rank 0; not with torchao's optimizers of 4 or 8 bits.
         cpu_offload: True keeps each rank's shard of parameters, gradients and optimizer states in page-locked memory of the
             host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
@@ -61,7 +61,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def __init__(
         self,
         sequence_size: int | Literal["auto"] | list[int] = "auto",
-        head_size: int = 1,
+        head_size: int | Literal["auto"] = 1,
         exchange: Exchange = "auto",
         layout: Layout = "contiguous",
         ranks_per_node: int | None = None,
@@ -75,11 +75,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         cpu_offload: bool | CPUOffloadPolicy = False,
         regions: Any = 1,
         outer: Any = None,
+        exchange_memory_gib: float | None = None,
     ) -> None:
         _refuse_regions(type(self).__name__, regions, outer)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
-            global_batch,
+            global_batch, exchange_memory_gib,
         )  # fmt: skip
         self._offload = check_offload(cpu_offload)
         super().__init__(

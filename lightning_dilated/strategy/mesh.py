@@ -24,10 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dilated._compat.torch import flatten_mesh
 from lightning_dilated._validation import integer
+from lightning_dilated.sequence.shard import check_head_size
 
 AXES = ("data", "ring", "head")
 #: ranks that share a sequence, as users give them
 SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
+#: of these, ranks that exchange tokens for heads
+HeadSize: TypeAlias = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class MeshSizes:
         world: ranks in all.
         sequence_size: ranks that share one sequence; "auto": all of a region; of several numbers the largest that divides
             these.
-        head_size: of these, ranks that exchange tokens for heads.
+        head_size: of these, ranks that exchange tokens for heads. "auto": each call has its own, so the mesh has 1.
         regions: parts of the job that train apart between outer steps.
 
     Raises:
@@ -47,11 +50,11 @@ class MeshSizes:
 
     world: int
     sequence_size: SequenceSize = "auto"
-    head_size: int = 1
+    head_size: HeadSize = 1
     regions: int = 1
 
     def __post_init__(self) -> None:
-        integer(self.head_size, "head_size", 1)
+        object.__setattr__(self, "head_size", 1 if check_head_size(self.head_size) == "auto" else self.head_size)
         if self.world % integer(self.regions, "regions", 1):
             raise ValueError(
                 f"regions={self.regions} must divide the {self.world} ranks (devices x nodes); "

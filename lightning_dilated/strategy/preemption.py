@@ -73,6 +73,11 @@ class Preemption:
         self._hooks = SignalHooks(trainer)
         self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether this rank was sent a signal."""
+        return bool(self._recorded)
+
     def close(self) -> None:
         """Give the Trainer its own functions back."""
         self._hooks.restore()
@@ -339,6 +344,8 @@ def _nothing(*args: Any) -> None:
 # -- lost ranks --------------------------------------------------------------------------------------------------------
 #: seconds to wait for the reasons of other ranks, whose connections break at about the same time
 PATIENCE = 5.0
+#: the same, once this rank was told to end
+TOLD = 1.0
 #: numbers of the runs of this process, which are the same on all ranks
 _runs = itertools.count()
 
@@ -367,11 +374,17 @@ class ReportsLostRanks:
             reasons = dist.PrefixStore(f"lightning-dilated/reasons/{self._run}", default_store())
             reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
             size = self.sizes.region_size
-            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size(), size) if broken else ""
+            of_rank = reasons, dist.get_rank(), dist.get_world_size(), size
+            words = report_lost_ranks(*of_rank, told=self._told) if broken else ""
         except RuntimeError:
             words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
         if broken:
             exception.args = (f"{words}\n{exception}", *exception.args[1:])
+
+    def _told(self) -> bool:
+        """Whether this rank was sent a signal to end, as torchrun's agents do once a rank has died."""
+        preemption = getattr(self, "_preemption", None)
+        return preemption is not None and preemption.recorded
 
 
 def connection_broke(error: BaseException | None) -> bool:
@@ -384,7 +397,12 @@ def connection_broke(error: BaseException | None) -> bool:
 
 
 def report_lost_ranks(
-    reasons: Any, rank: int, world: int, region_size: int | None = None, patience: float = PATIENCE
+    reasons: Any,
+    rank: int,
+    world: int,
+    region_size: int | None = None,
+    patience: float = PATIENCE,
+    told: Callable[[], bool] = lambda: False,
 ) -> str:
     """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
 
@@ -393,21 +411,27 @@ def report_lost_ranks(
         rank: of this process, of `world` ranks of the job.
         region_size: ranks of a region; None: there is one.
         patience: seconds to wait for the other ranks.
+        told: whether this rank was told to end, and waits for `TOLD` seconds only: a launcher that knows of the loss waits
+            for it, to start the ranks again.
 
     Raises:
         RuntimeError: where the store is gone.
     """
-    silent, end = [x for x in range(world) if x != rank], time.monotonic() + patience
+    silent, begin = [x for x in range(world) if x != rank], time.monotonic()
     ended: list[int] = []
+    end = begin + patience
     while silent and time.monotonic() < end:
         ended += [x for x in silent if reasons.check([str(x)])]
         silent = [x for x in silent if x not in ended]
+        if told():
+            end = min(end, begin + TOLD)
         time.sleep(0.1 if silent else 0)
+    waited = min(patience, time.monotonic() - begin)
     raised = {x: words for x in sorted(ended) if (words := reasons.get(str(x)).decode())}
     sentences = [f"Rank {x} of the job raised {words}." for x, words in raised.items()]
     if silent:
         sentences.append(
-            f"Ranks {silent} of the job gave no sign within {patience:g} seconds after it: they died (look at their output, "
+            f"Ranks {silent} of the job gave no sign within {waited:.2g} seconds after it: they died (look at their output, "
             "and whether the system ended them for memory), or hang."
         )
     sentences += lost_regions([*raised, *silent], world, region_size or world)

@@ -19,13 +19,13 @@ from typing_extensions import override
 from lightning_dilated._validation import integer, real
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import check_exchange
+from lightning_dilated.sequence.planner import check_exchange, check_exchange_memory
 from lightning_dilated.sequence.shard import SequenceSpec, check_chunked, check_layout
 from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import check_first_batch, computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
-from lightning_dilated.strategy.mesh import MeshSizes, SequenceSize, join_under_torchrun, step_seeds
+from lightning_dilated.strategy.mesh import HeadSize, MeshSizes, SequenceSize, join_under_torchrun, step_seeds
 from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
@@ -41,7 +41,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     def _configure_sequence(
         self,
         sequence_size: SequenceSize,
-        head_size: int,
+        head_size: HeadSize,
         exchange: str,
         layout: str,
         ranks_per_node: int | None,
@@ -50,11 +50,13 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         check_first_batch: bool,
         links: str | None,
         global_batch: int | None,
+        exchange_memory_gib: float | None,
         regions: Regions = 1,
         outer: OuterSteps | None = None,
     ) -> None:
         real(timeout, "timeout", above=0, hint=" It is in seconds.")
-        check_chunked(layout, exchange, head_size)
+        check_chunked(layout, exchange, head_size, exchange_memory_gib)
+        check_exchange_memory(exchange_memory_gib)
         if layout == "chunked" and self.shards_parameters:
             raise ValueError(
                 f"layout='chunked' is not offered by {type(self).__name__}, which would gather all weights for every chunk. "
@@ -67,6 +69,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             "exchange": check_exchange(exchange),
             "layout": check_layout(layout),
             "head_size": head_size,
+            "exchange_memory_gib": exchange_memory_gib,
             "links": Links.of_this_machine() if links is None else Links.load(links),
         }
         self._ranks_per_node, self._rank_timeout = ranks_per_node, timedelta(seconds=timeout)

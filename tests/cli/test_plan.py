@@ -14,7 +14,9 @@ from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.estimate import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
+from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.planner import make_problem, most_held
 
 pytestmark = pytest.mark.full
 
@@ -352,3 +354,33 @@ def test_data_of_streams(cli, tmp_path):
     result = cli("plan", "--config", tmp_path / "x.yaml", *BLOCK, "--gpu", "H200", "--gpus", 1)
     assert result.code == 0, result.err
     assert "the recipe's data are 8 streams, and one step of one stream is planned" in " ".join(result.out.split())
+
+
+def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
+    sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
+    result = cli("plan", *sizes, "--tokens", "1M", "--gpus", 8, "--head_size", "auto", "--exchange", "gather")
+    problem = make_problem(DilatedPattern.dense(1 << 20), 1 << 20, 12, ranks=8, causal=True)
+    lines = plan_in_groups(problem, 0, "gather", ranks_per_node=8).head_lines()
+    assert result.code == 0 and lines[0] == "head_size: 8" and all(f"    {x}\n" in result.out for x in lines)
+    assert "planned for head_size=1: with head_size=auto ranks also trade tokens for heads" in result.out
+    recipe = tmp_path / "recipe.yaml"
+    strategy = {"class_path": "RingDilatedStrategy", "init_args": {"head_size": "auto"}}
+    recipe.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}, "model": {"class_path": "LongNetLM"}}))
+    of_recipe = ["--config", recipe, *SIZES]
+    assert asked(*of_recipe).head_size == "auto"
+    assert asked(*of_recipe, "--head_size", 2).head_size == 2
+
+
+def test_bounds_the_exchange(cli):
+    """The exchange that keeps to the bound is planned, the longest sequence is where one does, and errors say the least."""
+    sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
+    of = lambda *more: cli("plan", *sizes, "--gpus", 8, *more)  # noqa: E731
+    problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 12, ranks=8, causal=True)
+    least = most_held(problem, "ring", 8, 64, 2) / GIB
+    free, bounded = of("--tokens", "1M"), of("--tokens", "1M", "--exchange_memory_gib", least + 0.01)
+    assert "exchange switch, a rank" in free.out and "exchange ring, a rank" in bounded.out
+    assert "more than exchange_memory_gib" in bounded.out
+    refused = of("--tokens", "1M", "--exchange_memory_gib", least / 2)
+    assert refused.code != 0 and "no exchange of this call holds as little as exchange_memory_gib" in refused.err
+    longest = [int(row(of(*more), "block")[0]) for more in ((), ("--exchange_memory_gib", least))]
+    assert 0.9 * (1 << 20) < longest[1] <= 1 << 20 < longest[0]

@@ -5,7 +5,10 @@ import torch
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence.planner import make_problem, moved, plan
+from lightning_dilated.sequence import Links
+from lightning_dilated.sequence.exchange.transport import TrafficLog
+from lightning_dilated.sequence.planner import collectives, make_problem, moved, plan, price
+from lightning_dilated.sequence.traffic import summary
 
 from .calls import sequence
 
@@ -75,3 +78,26 @@ def test_nodes(pool, exchange):
 def test_a_ring_leaves_a_node_at_its_last_rank(pool):
     found = torch.tensor(pool.run(4, between_nodes, "ring", NESTED, 32))
     assert (found[1::2, 0, 0] > 0).all() and (found[::2, 0, 0] == 0).all()
+
+
+def flights(rank, group, exchange):
+    """[(pass, what moved, bytes sent)] of every collective of a call, and the sums next to the plan."""
+    with sequence(group, exchange=exchange) as ours:
+        log = TrafficLog()
+        ours.watch(log)
+        tokens = ours.shard(30).length(rank)
+        q, k, v = (torch.randn(1, tokens, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        dilated_attention(q, k, v, BLOCKED, sequence=ours).sum().backward()
+        return [(x.run, x.what, x.sent) for x in log.flights], summary(log)
+
+
+def test_a_switch_takes_two_collectives_a_pass(pool):
+    """q, k and v leave together, and so do their gradients."""
+    problem = make_problem(BLOCKED, 30, HEADS, KV_HEADS, ranks=4)
+    assert price(problem, "switch", 4, DIM, 4, Links()).rounds == 4
+    for rank, (moves, sums) in enumerate(pool.run(4, flights, "switch")):
+        forward, backward = collectives(problem, "switch", rank, 4, DIM, 4)
+        planned = [("forward", x) for x in forward] + [("backward", x) for x in backward]
+        assert moves == [(run, x.what, sum(x.bytes("sends", rank).values())) for run, x in planned]
+        assert [x for _, x, _ in moves] == ["rows", "outputs", "outputs", "gradients"]
+        assert all(x.as_planned for x in sums if x.what != "all")

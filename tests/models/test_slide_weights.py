@@ -110,6 +110,7 @@ def table(state, dim=64, side=32):
 
 LAYOUTS = {
     "bare": lambda state: state,
+    "of data parallel training": lambda state: {f"module.{k}": v for k, v in state.items()},
     "part of a fine-tuned model": lambda state: {
         **{f"slide_encoder.{k}": v for k, v in state.items()}, "classifier.0.weight": torch.ones(2, 64),
     },

@@ -33,6 +33,7 @@ WAYS = {
     "4, data 2": (4, {"sequence_size": 2}),
     "4, head 2": (4, {"head_size": 2}),
     "4, head 4": (4, {"head_size": 4}),
+    "2, head auto": (2, {"head_size": "auto"}),
     "2, zigzag": (2, {"layout": "zigzag"}),
     "2, strided": (2, {"layout": "strided"}),
     "2, ring": (2, {"exchange": "ring"}),

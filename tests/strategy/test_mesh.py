@@ -25,6 +25,7 @@ from .runs import trainer
         (8, [8, 4, 2], 1, (1, 8, 1)),
         (6, [8, 4, 2], 1, (3, 2, 1)),
         (12, [2, 4], 2, (3, 2, 2)),
+        (8, 4, "auto", (2, 4, 1)),
     ],
 )
 def test_shape(world, sequence, head, want):
@@ -37,6 +38,7 @@ def test_shape(world, sequence, head, want):
         ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
         ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
         ({"sequence_size": 2, "head_size": 4}, "head_size=4 must divide sequence_size=2"),
+        ({"head_size": "all"}, 'head_size must be "auto" or a number of ranks'),
         ({"sequence_size": "all"}, 'sequence_size must be "auto", a number of ranks or a list'),
         ({"sequence_size": [8, 3]}, r"none of sequence_size=\[8, 3\] divides the 4 ranks .*\[1, 2, 4\]. Add 1"),
         ({"sequence_size": []}, r"none of sequence_size=\[\]"),

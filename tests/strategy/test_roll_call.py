@@ -1,5 +1,7 @@
 """A rank is lost: the errors of the others name it, and say what it raised."""
 
+import time
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -30,6 +32,13 @@ def test_does_not_wait_once_all_have_spoken():
     assert report_lost_ranks(reasons, 1, 2, patience=1e9).endswith("Rank 0 of the job raised OSError: no space.")
     reasons.set("0", "")
     assert "Ranks [0] of the job lost a connection, too" in report_lost_ranks(reasons, 1, 2, patience=1e9)
+
+
+def test_does_not_wait_long_once_it_is_told_to_end():
+    """torchrun's agents tell the ranks that live to end, and start all of them again when these have ended."""
+    begin = time.monotonic()
+    words = report_lost_ranks(dist.HashStore(), 0, 2, patience=1e9, told=lambda: time.monotonic() > begin + 0.3)
+    assert 0.9 < time.monotonic() - begin < 60 and "Ranks [1] of the job gave no sign within" in words
 
 
 def test_knows_a_broken_connection():

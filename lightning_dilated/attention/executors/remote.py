@@ -163,6 +163,7 @@ def _merge_requests(
     for batches, rows in arrivals:
         for batch in batches:
             merge_batch(call, batch, queries, rows, *state)
+        del rows  # before the next round is posted
     if reached is not None:
         reached.put(out, state[0][0, :, 0])
         reached.put(lse.transpose(1, 2), state[1][0, 0])
@@ -184,6 +185,7 @@ def _add_requests(
     for batches, rows, grads in arrivals:
         for batch in batches:
             add_batch(call, batch, chosen, rows, rows_lse, dq, grads)
+        del rows, grads  # as above
     return dq if reached is None else dq[0, :, 0]
 
 
@@ -232,18 +234,19 @@ class AllToAll:
         grad, q, _, _, out = tensors
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
         run = SwitchRun(self.route, self.wires[1], received)
-        sides, sent_lse = run.to_owners(grad, out), run.to_owners(lse.transpose(1, 2)[..., None])
+        posted = run.to_owners(grad, out, lse)
         queries, rows = run.arrived()
-        queries, sides, owned_lse = _as_tensor(queries), sides.wait(), sent_lse.wait()[:, 0, 0][None, None]
-        owned = _as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])
-        dq, grads = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (queries, rows))
+        queries, (sides, sent_lse) = _as_tensor(queries), run.at_owner(posted)
+        owned, owned_lse = (_as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])), sent_lse[None, None, :, 0]
+        dq, grads = run.sums(lse.dtype)
         for batch in self.route.batches:
-            add_batch(self.call, batch, owned, rows, owned_lse, dq, grads)
-        query_grads, key_grads = run.home(dq[0, :, 0]), run.home(grads, keys=True)
+            add_batch(self.call, batch, owned, rows, owned_lse, _as_tensor(dq), grads)
+        posted = run.gradients_home(dq, grads)
         self.local.backward(tensors, lse, None, total)
+        query_grads, key_grads = run.at_home(posted)
         dim = q.shape[3]
-        total[0].view(-1, dim).index_add_(0, self.route.queries.rows, query_grads.wait())
-        for x, part in zip(total[1:], key_grads.wait().unbind(1), strict=True):
+        total[0].view(-1, dim).index_add_(0, self.route.queries.rows, query_grads)
+        for x, part in zip(total[1:], key_grads.unbind(1), strict=True):
             x.view(-1, dim).index_add_(0, self.route.keys.rows, part)
         return total
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_dilated._compat.lightning import attached_trainer, batches_finished
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.stream import ChunkLayer, StreamState
+from lightning_dilated.attention.stream import ChunkLayer
+from lightning_dilated.attention.stream_state import StreamState
 from lightning_dilated.attention.views import spans
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.memory.chunked_loss import IGNORE

@@ -308,21 +308,27 @@ def exchanged(
     element_size: int,
     exchange: str = "auto",
     links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
 ) -> Exchanged:
     """Of N tokens on R ranks; `heads` = (H, K, D).
 
     Raises:
-        ValueError: for an exchange that cannot run this pattern, and with many ranks for one that is not simulated.
+        ValueError: for an exchange that cannot run this pattern, and with many ranks for one that is not simulated; where
+            `exchange_memory` does not suffice.
     """
     if ranks == 1:
         return Exchanged()
     problem = make_problem(pattern, tokens, *heads[:2], ranks=ranks, causal=causal)
-    chosen = plan(problem, exchange, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links)
+    chosen = plan(
+        problem, exchange, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links,
+        exchange_memory=exchange_memory,
+    )  # fmt: skip
     if chosen.exchange is None:
         return Exchanged(chosen)
     name = chosen.exchange
     if exchange == "auto" and ranks > EXACT and name in FEW_RANKS:
-        others = [p for p in chosen.prices if p.exchange not in FEW_RANKS]
+        bound = math.inf if exchange_memory is None else exchange_memory
+        others = [p for p in chosen.prices if p.exchange not in FEW_RANKS and (p.held or 0) <= bound]
         name = min(others, key=lambda p: p.seconds + p.waiting).exchange if others else "gather"
     if ranks > EXACT:
         return _priced(chosen, name, per_node, heads[2], element_size, links)
@@ -371,23 +377,36 @@ def _of(chosen: Plan, name: str, moves: Moves, dim: int, size: int) -> Exchanged
 
 
 def of_call(
-    call: OpCall, tokens: int, ranks: int, per_node: int, exchange: str = "auto", links: Links = DEFAULTS
+    call: OpCall,
+    tokens: int,
+    ranks: int,
+    per_node: int,
+    exchange: str = "auto",
+    links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
 ) -> Exchanged:
     """`exchanged` of a model's calls over N tokens."""
     call = lighter(call, ranks)
     heads = call.heads, call.kv_heads, call.head_dim
+    settings = call.dtype.itemsize, exchange, links, exchange_memory
     first, *others = (
-        exchanged(pattern, tokens, heads, call.causal, ranks, per_node, call.dtype.itemsize, exchange, links)
-        for pattern in call.cycle
+        exchanged(pattern, tokens, heads, call.causal, ranks, per_node, *settings) for pattern in call.cycle
     )
     return replace(first, others=tuple(others))
 
 
 def of_subject(
-    subject: Subject, tokens: int, ranks: int, per_node: int, exchange: str = "auto", links: Links = DEFAULTS
+    subject: Subject,
+    tokens: int,
+    ranks: int,
+    per_node: int,
+    exchange: str = "auto",
+    links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
 ) -> Exchanged:
     """`exchanged` of the calls of both stacks of a model."""
-    of = functools.partial(of_call, tokens=tokens, ranks=ranks, per_node=per_node, exchange=exchange, links=links)
+    settings = tokens, ranks, per_node, exchange, links, exchange_memory
+    of = lambda call: of_call(call, *settings)  # noqa: E731
     main = of(subject.call)
     return main if subject.decoder is None else replace(main, decoder=of(subject.decoder.call))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,13 +74,20 @@ class Clock:
         slowest of them needs for its intra-node and inter-node bytes, which move concurrently, in the direction with more
         of them, and for a message to each peer.
         """
+        return self.post_together(run, [(rows, row_bytes)], stream)
+
+    def post_together(self, run: str, parts: Sequence[tuple[Rows, float]], stream: str = COMPUTE) -> Array:
+        """`post` of rows of several widths in one round."""
         start = np.maximum(self.free[stream], self.free[EXCHANGE])
-        near, far = np.maximum(rows.sent, rows.received) * row_bytes
-        needs = np.maximum(near / self.links.near, far / self.links.far) + rows.messages * self.links.message
-        end = rows.latest(start) + self.links.round + rows.latest(needs)
+        sent, received = (sum(getattr(rows, side) * size for rows, size in parts) for side in ("sent", "received"))
+        near, far = np.maximum(sent, received)
+        messages = np.max([rows.messages for rows, _ in parts], 0)
+        needs = np.maximum(near / self.links.near, far / self.links.far) + messages * self.links.message
+        latest = lambda x: np.max([rows.latest(x) for rows, _ in parts], 0)  # noqa: E731
+        end = latest(start) + self.links.round + latest(needs)
         self.free[EXCHANGE] = end
-        for side, n in zip(("near", "far"), rows.received.sum(1), strict=True):
-            self.moved[run, side] += float(n) * row_bytes
+        for side, size in zip(("near", "far"), received.sum(1), strict=True):
+            self.moved[run, side] += float(size)
         self._note(EXCHANGE, run, start, end)
         return end
 
@@ -212,12 +219,10 @@ class Op:
         returned = (self.machine.head_dim + 1) * self.machine.wide_size
         keys, queries = self.moves.rounds
         self._move(clock, self.machine.pack, keys.packed * self.row)
-        ends = [clock.post(run, keys, self.row)]
         self._move(clock, self.machine.pack, queries.packed * unit)
-        ends.append(clock.post(run, queries, unit))
+        end = clock.post_together(run, [(keys, self.row), (queries, unit)])
         clock.work(ATTENTION, self.local_forward)
-        for end in ends:
-            clock.wait(end)
+        clock.wait(end)
         self._owned(clock, self.machine.arrive_forward)
         clock.wait(clock.post(run, queries.back(), returned))
         self._move(clock, self.machine.add, queries.packed * returned)
@@ -227,17 +232,14 @@ class Op:
         unit, wide = self.machine.head_dim * self.machine.element_size, self.machine.wide_size
         keys, queries = self.moves.rounds
         self._move(clock, self.machine.pack, queries.packed * 2 * unit)
-        ends = [clock.post("backward", queries, 2 * unit)]
         self._move(clock, self.machine.pack, queries.packed * wide)
-        ends.append(clock.post("backward", queries, wide))
-        for end in ends:
-            clock.wait(end)
+        clock.wait(clock.post("backward", queries, 2 * unit + wide))
         self._owned(clock, self.machine.arrive_backward)
         returned = self.machine.head_dim * wide
-        ends = [clock.post("backward", queries.back(), returned), clock.post("backward", keys.back(), self.wide_row)]
+        end = clock.post_together("backward", [(queries.back(), returned), (keys.back(), self.wide_row)])
         local()
-        for end, size in zip(ends, (queries.packed * returned, keys.packed * self.wide_row), strict=True):
-            clock.wait(end)
+        clock.wait(end)
+        for size in (queries.packed * returned, keys.packed * self.wide_row):
             self._move(clock, self.machine.add, size)
 
     def _owned(self, clock: Clock, line: Line) -> None:

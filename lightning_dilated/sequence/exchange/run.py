@@ -165,8 +165,12 @@ class Arrival:
     """Batches that can be computed now, the rows (n, 2, D) they read, and (backward) the fp32 sum for their gradients."""
 
     batches: list[Batch]
-    rows: Tensor
+    rows: Tensor | None
     grads: Tensor | None = None
+
+    def free(self) -> None:
+        """Let go of the tensors, whoever holds the arrival."""
+        self.rows = self.grads = None
 
 
 class Run:
@@ -265,9 +269,12 @@ class Run:
             rows = self.rows if self.compiled.keep else arrived
             if number + 1 == len(self._posted) < len(self.compiled.rounds):
                 self._post(number + 1, rows, self._send_buffer(number + 1))
+            arrival = Arrival(step.batches, rows)
+            if not self.compiled.keep:  # a later round reuses its memory
+                self._posted[number] = arrived = rows = None
+            yield arrival
             if not self.compiled.keep:
-                self._posted[number] = None  # a later round reuses its memory
-            yield Arrival(step.batches, rows)
+                arrival.free()
 
 
 class BackwardRun(Run):
@@ -309,6 +316,7 @@ class BackwardRun(Run):
             arrival.grads = self._zeros(arrival.rows)
             yield arrival
             self._return(number, arrival.grads, self._receive_buffer(number))
+            self._collect(leave=1)
 
     def _in_flight(self) -> list[Posted]:
         return [*super()._in_flight(), *(posted for _, posted in self._returning)]
@@ -335,9 +343,10 @@ class BackwardRun(Run):
         posted = self.wire.post(grads[gradients.leaving], gradients.sends, gradients.receives, buffer, "gradients")
         self._returning.append((number, posted))
 
-    def _collect(self) -> None:
-        """Sum the gradients that arrive; those of relayed rows travel on to where the rows came from."""
-        while self._returning:
+    def _collect(self, leave: int = 0) -> None:
+        """Sum the gradients that arrive, of all rounds but the last `leave`; those of relayed rows travel on to where the
+        rows came from."""
+        while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()
             pack = self.compiled.rounds[number].gradients.packing

@@ -32,7 +32,7 @@ from lightning_dilated.sequence.exchange.program import (
     strided_message,
 )
 from lightning_dilated.sequence.exchange.row_ops import Batch, LocalRows, Packing, ReceivedRows, batches, pair, take
-from lightning_dilated.sequence.exchange.transport import Posted, Wire
+from lightning_dilated.sequence.exchange.transport import Block, Posted, PostedBlocks, Wire, joined
 from lightning_dilated.sequence.ranges import intersect, union
 from lightning_dilated.sequence.requirements import (
     BranchSegment,
@@ -164,11 +164,12 @@ def _rows(problem: Problem, tasks: list[RowRequest], owner: int, source: int, gr
 def volume(problem: Problem, rank: int, per_node: int) -> Volume:
     """What a rank receives: rows of the tasks it owns, and results for the rows that it sent to other owners."""
     mates = node_of(rank, per_node, problem.shard.ranks)
-    total = Volume(rounds=7, messages=0)
+    total = Volume(rounds=4, messages=0)
     for group, units in ((problem.group, 2), (1, 1)):
         queries = group == 1 and units == 1
         needs, sent = (_strided_counts if problem.shard.interleaved else _counts)(problem, rank, group)
-        total.messages += 2 * len(needs.ranks - {rank}) + (3 * len(sent) if queries else 0)
+        if queries:  # whoever holds queries of a task holds keys of it, too
+            total.messages = 2 * len(needs.ranks - {rank}) + 2 * len(sent)
         own, inside = needs.held_by([rank]), needs.held_by(mates)
         total.kept += units * needs.total
         for far, n in ((False, inside - own), (True, needs.total - inside)):
@@ -208,6 +209,10 @@ class OwnerRoute:
     sends: dict[int, int]
     receives: dict[int, int]
 
+    def block(self, rows: Tensor) -> Block:
+        """These rows of this rank, as they leave for their owners."""
+        return Block(rows, self.sends, self.receives)
+
 
 @dataclass
 class CompiledSwitch:
@@ -241,43 +246,64 @@ def _route(step: Round, local: LocalRows, device: torch.device) -> OwnerRoute:
 
 
 class SwitchRun:
-    """One call's rows in transit. `kept` holds the owner's rows in the backward, which does not move them again."""
+    """One call's rows in transit, two collectives a pass: to the owners, and back.
+
+    `kept` holds the owner's rows in the backward, which does not move them again.
+    """
 
     def __init__(self, compiled: CompiledSwitch, wire: Wire, kept: Tensor | None = None):
-        self.compiled, self.wire = compiled, wire
-        self.kept, self._results = kept, "outputs" if kept is None else "gradients"
-        self._posted: list[Posted] = []
+        self.compiled, self.wire, self.kept = compiled, wire, kept
+        self._posted: PostedBlocks | None = None
 
     def post(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Send the rows of q, k and v to their owners."""
         keys, queries = self.compiled.keys, self.compiled.queries
-        self._posted = [
-            self._send(keys, pair(k, v, keys.rows), "rows"),
-            self._send(queries, take(q, queries.rows), "queries"),
-        ]
+        blocks = keys.block(pair(k, v, keys.rows)), queries.block(take(q, queries.rows))
+        self._posted = self.wire.post_together(blocks, "rows")
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """(query rows (m, D), key rows (n, 2, D)) that this rank owns."""
         if self.kept is None:
-            rows, queries = (posted.wait() for posted in self._posted)
-            self.kept = torch.cat([rows.flatten(0, 1), queries])
+            keys, queries = self._posted.wait()
+            self.kept = joined([*keys, *queries], self._posted.blocks[1].rows)
+            self._posted = None
         n = 2 * sum(self.compiled.keys.receives.values())
         keys = self.kept[:n].unflatten(0, (-1, 2)) if n else self.kept.new_empty(0, 2, self.kept.shape[1])
         return self.kept[n:], keys
 
-    def _send(self, route: OwnerRoute, rows: Tensor, what: str) -> Posted:
-        return self.wire.post(rows, route.sends, route.receives, what=what)
+    def to_owners(self, grad: Tensor, out: Tensor, lse: Tensor) -> PostedBlocks:
+        """Rows of grad and out (B, L, H, D), and of lse (B, H, L), to the owners of their queries."""
+        queries = self.compiled.queries
+        sides = pair(grad, out, queries.rows), take(lse.transpose(1, 2)[..., None], queries.rows)
+        return self.wire.post_together([queries.block(x) for x in sides], "outputs")
 
-    def to_owners(self, x: Tensor, other: Tensor | None = None) -> Posted:
-        """Rows of a (B, L, H, *) tensor, or of two side by side, to the owners of their queries."""
-        numbers = self.compiled.queries.rows
-        rows = take(x, numbers)[:, None] if other is None else pair(x, other, numbers)
-        return self._send(self.compiled.queries, rows, "outputs")
+    @staticmethod
+    def at_owner(posted: PostedBlocks) -> tuple[Tensor, Tensor]:
+        """((m, 2, D) grad and out, (m, 1) lse) of the queries that this rank owns."""
+        sides, lse = (joined(x, block.rows) for x, block in zip(posted.wait(), posted.blocks, strict=True))
+        return sides, lse
 
-    def home(self, rows: Tensor, keys: bool = False) -> Posted:
-        """Send rows that belong to received queries (or keys) back to where those came from."""
-        route = self.compiled.keys if keys else self.compiled.queries
-        return self.wire.post(rows, route.receives, route.sends, what=self._results)
+    def sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Zeros for the gradients of what `arrived`."""
+        queries, keys = (torch.zeros_like(x, dtype=dtype) for x in self.arrived())
+        return queries, keys
+
+    def home(self, rows: Tensor) -> Posted:
+        """Send outputs of received queries back to where those came from."""
+        route = self.compiled.queries
+        return self.wire.post(rows, route.receives, route.sends, what="outputs")
+
+    def gradients_home(self, dq: Tensor, grads: Tensor) -> PostedBlocks:
+        """Send the gradients of received queries (m, D) and keys (n, 2, D) back to where those came from."""
+        keys, queries = self.compiled.keys, self.compiled.queries
+        blocks = Block(dq, queries.receives, queries.sends), Block(grads, keys.receives, keys.sends)
+        return self.wire.post_together(blocks, "gradients")
+
+    @staticmethod
+    def at_home(posted: PostedBlocks) -> tuple[Tensor, Tensor]:
+        """The gradients of the rows that this rank sent, as `gradients_home` takes them."""
+        dq, grads = (joined(x, block.rows) for x, block in zip(posted.wait(), posted.blocks, strict=True))
+        return dq, grads
 
     def by_peer(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(flat numbers, rows) of each peer's share of what `home` returned; no number occurs twice within a share."""

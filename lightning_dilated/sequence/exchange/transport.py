@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -212,6 +212,45 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows (n, ...) of one dtype and width in a collective that moves several; counts as `Wire.post` takes them."""
+
+    rows: Tensor
+    sends: Mapping[int, int]
+    receives: Mapping[int, int]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.rows.shape[1:]) * self.rows.element_size()
+
+
+@dataclass
+class PostedBlocks:
+    """Blocks in transit in one collective."""
+
+    posted: Posted
+    blocks: tuple[Block, ...]
+
+    def wait(self) -> list[list[Tensor]]:
+        """The bytes of each block, a piece of each peer that sent any, in rising order of peers."""
+        peers = _peers(x.receives for x in self.blocks)
+        sizes = [x.receives.get(peer, 0) * x.row_bytes for peer in peers for x in self.blocks]
+        pieces = self.posted.wait().flatten().split(sizes) if sizes else ()
+        return [list(pieces[i :: len(self.blocks)]) for i in range(len(self.blocks))]
+
+
+def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Pieces of bytes as rows of the shape and dtype of `like`'s, in memory of their own."""
+    if not pieces:
+        return like.new_empty(0, *like.shape[1:])
+    return torch.cat(list(pieces)).view(like.dtype).view(-1, *like.shape[1:])
+
+
+def _peers(counts: Iterable[Mapping[int, int]]) -> list[int]:
+    return sorted({peer for x in counts for peer in x})
+
+
 @dataclass
 class Wire:
     """Moves rows between the ranks of a call; `ranks` are their numbers in the process group."""
@@ -249,6 +288,19 @@ class Wire:
         if flight is not None:
             traffic.log.fly(flight, work, rows.device)
         return Posted(out, work, rows, flight, traffic.log)
+
+    def post_together(self, blocks: Sequence[Block], what: str = "rows") -> PostedBlocks:
+        """Send several blocks of rows in one collective, each peer's parts of them one after another."""
+        parts = [_bytes(x.rows.contiguous()).split(list(x.sends.values())) for x in blocks]
+        of_peer = [dict(zip(x.sends, part, strict=True)) for x, part in zip(blocks, parts, strict=True)]
+        leaving = [part[peer].flatten() for peer in _peers(x.sends for x in blocks) for part in of_peer if peer in part]
+        rows = torch.cat(leaving) if leaving else blocks[0].rows.new_empty(0, dtype=torch.uint8)
+        sends, receives = (
+            {peer: sum(getattr(x, side).get(peer, 0) * x.row_bytes for x in blocks) for peer in peers}
+            for side in ("sends", "receives")
+            for peers in [_peers(getattr(x, side) for x in blocks)]
+        )
+        return PostedBlocks(self.post(rows[:, None], sends, receives, what=what), tuple(blocks))
 
 
 def _bytes(x: Tensor) -> Tensor:

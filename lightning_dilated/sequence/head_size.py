@@ -1,0 +1,214 @@
+"""The size of head-parallel groups: what each size would cost a call, and the cheapest, for `head_size="auto"`.
+
+Integers and stated link speeds only. Neighbours of a group trade tokens for heads, so that the exchange of rows runs
+between groups only. A rank's tokens are the same with every size, so each call may take its own.
+Shape letters: N tokens, L tokens of a rank, H query heads, K kv heads, D head dim, R ranks, M ranks of a group.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.sequence.exchange.switch import windows
+from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.planner import (
+    DEFAULTS,
+    FLOPS,
+    MEMORY,
+    WHOLE,
+    HeadPrice,
+    Plan,
+    joint_pairs,
+    plan,
+    price,
+    priced_ranks,
+)
+from lightning_dilated.sequence.requirements import Problem, crosses, straddling
+
+#: bytes of a GPU's memory that a trade of tokens for heads reads and writes, forward and backward: for each number of q
+#: (with its output and their gradients), and for each number of k and of v; counted from the copies that it makes in bf16
+TRADED_Q, TRADED_KV = 90, 50
+#: collectives of a trade, forward and backward
+ROUNDS = 3, 5
+
+
+@dataclass(frozen=True)
+class Traded:
+    """Bytes that one rank receives from the others of its group in a pass."""
+
+    forward: int
+    backward: int
+
+
+def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
+    """The problem of a call, given for single ranks, of the ranks with number `member` in groups of `size`."""
+    one = problem.shard
+    shard = replace(one, ranks=one.ranks // size, members=size)
+    first, stop = problem.heads
+    count = stop - first
+    low, high = windows(count, count * problem.num_kv_heads // problem.num_heads, size)[member]
+    documents = straddling(problem.documents, shard)
+    return replace(problem, shard=shard, documents=documents, heads=(first + low, first + high))
+
+
+def traded(problem: Problem, size: int, rank: int, samples: int, head_dim: int, element_size: int) -> Traded:
+    """Exactly what the trade of a call, given for single ranks, brings to a rank; `Wire.traffic` shows the same numbers."""
+    first, stop = problem.heads
+    cuts = windows(stop - first, (stop - first) * problem.num_kv_heads // problem.num_heads, size)
+    group, me = range(rank // size * size, (rank // size + 1) * size), rank % size
+    tokens = [problem.shard.length(r) for r in group]
+    others = sum(tokens) - tokens[me]
+    heads = [b - a for a, b in cuts]
+    kv = [-(-b // problem.group) - a // problem.group for a, b in cuts]
+    own, own_kv = heads[me], kv[me]
+    elsewhere, kv_elsewhere = sum(heads) - own, sum(kv) - own_kv
+    wide, unit = max(4, element_size), head_dim * element_size
+    # q, k and v of others' tokens come, and the outputs and log-sum-exp of own tokens come back
+    forward = others * (own + 2 * own_kv) * unit + tokens[me] * elsewhere * (unit + wide)
+    # the outputs, their gradients and log-sum-exp come, and the gradients of q, k and v come back in fp32
+    backward = others * own * (2 * unit + wide) + tokens[me] * (elsewhere + 2 * kv_elsewhere) * head_dim * wide
+    return Traded(samples * forward, samples * backward)
+
+
+@functools.lru_cache(maxsize=1024)
+def head_prices(
+    problem: Problem,
+    exchange: str = "auto",
+    *,
+    ranks_per_node: int | None = None,
+    head_dim: int = 64,
+    element_size: int = 2,
+    links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
+) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
+    """(prices of the sizes that serve a call, why the others do not); arguments as those of `planner.plan`.
+
+    `problem` is that of single ranks. Groups lie inside a node, and have no more ranks than the call has heads.
+
+    Raises:
+        ValueError: if the named exchange serves with no size.
+    """
+    ranks, (first, stop) = problem.shard.ranks, problem.heads
+    per_node = ranks if ranks_per_node is None else ranks_per_node
+    prices: list[HeadPrice] = []
+    rejected: list[tuple[int, str]] = []
+    errors: list[ValueError] = []
+    for size in (x for x in range(1, ranks + 1) if ranks % x == 0):
+        if size > per_node:
+            rejected.append((size, f"these and larger groups would reach over nodes of {per_node} ranks"))
+            break
+        if per_node % size:
+            rejected.append((size, f"does not divide the {per_node} ranks of a node"))
+        elif size > stop - first:
+            rejected.append((size, f"more ranks than the {stop - first} heads"))
+        else:
+            try:
+                prices.append(_price(problem, size, exchange, per_node, head_dim, element_size, links, exchange_memory))
+            except ValueError as error:
+                errors.append(error)
+                rejected.append((size, str(error)))
+    if not prices:
+        raise errors[0]
+    return tuple(prices), tuple(rejected)
+
+
+def _price(
+    problem: Problem,
+    size: int,
+    exchange: str,
+    per_node: int,
+    head_dim: int,
+    element_size: int,
+    links: Links,
+    memory: int | None,
+) -> HeadPrice:
+    grouped, sizes = in_groups(problem, size), {"head_dim": head_dim, "element_size": element_size, "links": links}
+    chosen = plan(grouped, exchange, ranks_per_node=per_node, exchange_memory=memory, **sizes)
+    moved, seconds, waiting = 0, 0.0, _uneven(problem, size, head_dim)
+    if chosen.exchange is not None:
+        prices = {x.exchange: x for x in chosen.prices}
+        x = prices.get(chosen.exchange) or price(grouped, chosen.exchange, per_node // size, **sizes)
+        moved, seconds, waiting = x.forward + x.backward, x.seconds, waiting + x.waiting
+    if size == 1:
+        return HeadPrice(1, chosen.exchange, 0, moved, seconds, waiting)
+    samples = sum(d.samples for d in problem.documents)
+    every = [
+        traded(problem, size, rank, samples, head_dim, element_size) for rank in _priced(problem.shard.ranks, size)
+    ]
+    most = max(x.forward + x.backward for x in every)
+    numbers = samples * problem.shard.longest * head_dim
+    copied = numbers * (problem.num_heads * TRADED_Q + 2 * problem.num_kv_heads * TRADED_KV) / MEMORY
+    rounds = sum(ROUNDS)
+    seconds += most / links.near + rounds * (links.round + (size - 1) * links.message) + copied
+    return HeadPrice(size, chosen.exchange, most, moved, seconds, waiting + _joined(problem, grouped, head_dim))
+
+
+def _priced(ranks: int, size: int) -> list[int]:
+    """Ranks whose trade is counted: those of the first and of the last two groups, of which one may be short or empty."""
+    return [x for x in range(ranks) if x < size or x >= ranks - 2 * size]
+
+
+def _uneven(problem: Problem, size: int, head_dim: int) -> float:
+    """Seconds that ranks wait for the one whose heads have most pairs, of the whole sequence."""
+    length = problem.shard.seq_len
+    cuts = windows(problem.num_heads, problem.num_kv_heads, size)
+    kinds = problem.num_heads, problem.num_kv_heads, problem.causal
+    work = [pairs(problem.pattern, length, *kinds, heads=cut) if cut[0] < cut[1] else 0 for cut in cuts]
+    groups = problem.shard.ranks // size
+    return (max(work) - sum(work) / size) / groups * _pair_seconds(problem, head_dim)
+
+
+def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
+    """Seconds that causal attention takes longer over segments that single ranks would compute in pieces."""
+    if not problem.causal or crosses(grouped):
+        return 0.0
+    chosen = priced_ranks(problem.shard.ranks)
+    across = sum(joint_pairs(problem, rank) for rank in chosen) / len(chosen)
+    return (WHOLE - 1) * across * 14 * head_dim / FLOPS
+
+
+def _pair_seconds(problem: Problem, head_dim: int) -> float:
+    """Of a (query, key) pair of every sample, forward and backward."""
+    return sum(d.samples for d in problem.documents) * 14 * head_dim / FLOPS
+
+
+def plan_in_groups(
+    problem: Problem,
+    rank: int,
+    exchange: str = "auto",
+    *,
+    ranks_per_node: int | None = None,
+    head_dim: int = 64,
+    element_size: int = 2,
+    links: Links = DEFAULTS,
+    exchange_memory: int | None = None,
+) -> Plan:
+    """The plan of a rank of a call, given for single ranks, with the cheapest size of head-parallel groups.
+
+    Every rank of the sequence takes the same size. Where nothing crosses ranks it is 1; of documents that differ from batch
+    to batch, too, as no batch is priced by itself.
+
+    Raises:
+        ValueError: as `planner.plan`.
+    """
+    sizes = {"head_dim": head_dim, "element_size": element_size}
+    options: dict[str, Any] = {"ranks_per_node": ranks_per_node, "links": links, **sizes}
+    options["exchange_memory"] = exchange_memory
+    if (reason := _not_priced(problem)) is not None:
+        return replace(plan(problem, exchange, **options), head_reasons=((1, reason),))
+    prices, rejected = head_prices(problem, exchange, **options)
+    best = min(prices, key=lambda x: (x.total, x.head_size))
+    chosen = plan(in_groups(problem, best.head_size, rank % best.head_size), exchange, **options)
+    return replace(chosen, head_prices=prices, head_reasons=rejected)
+
+
+def _not_priced(problem: Problem) -> str | None:
+    """Why a call takes no groups whatever they cost."""
+    if not crosses(problem):
+        return "no segment crosses a shard"
+    if any((d.start, d.stop) != (0, problem.shard.seq_len) for d in problem.documents):
+        return "documents differ from batch to batch; set a number to have groups"
+    return None
