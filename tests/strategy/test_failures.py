@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 JOB = str(Path(__file__).with_name("job.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 #: seconds: the strategy's timeout, and starting up on a busy machine
-LIMIT = 90
+LIMIT = 180
 
 
 def start(
