@@ -73,10 +73,10 @@ def cells(page: str) -> list[Cell]:
 
 def notebook(page: str) -> dict[str, Any]:
     """A tutorial in the format of Jupyter, version 4.5."""
-    made = [_notebook_cell(number, cell) for number, cell in enumerate(cells(page))]
+    listed = [_notebook_cell(number, cell) for number, cell in enumerate(cells(page))]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return {"cells": listed, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
 def _notebook_cell(number: int, cell: Cell) -> dict[str, Any]:

@@ -344,8 +344,8 @@ def _nothing(*args: Any) -> None:
 # -- lost ranks --------------------------------------------------------------------------------------------------------
 #: seconds to wait for the reasons of other ranks, whose connections break at about the same time
 PATIENCE = 5.0
-#: the same, once this rank was told to end
-TOLD = 1.0
+#: the same, once this rank got a signal to end
+ENDING = 1.0
 #: numbers of the runs of this process, which are the same on all ranks
 _runs = itertools.count()
 
@@ -375,13 +375,13 @@ class ReportsLostRanks:
             reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
             size = self.sizes.region_size
             of_rank = reasons, dist.get_rank(), dist.get_world_size(), size
-            words = report_lost_ranks(*of_rank, told=self._told) if broken else ""
+            words = report_lost_ranks(*of_rank, is_ending=self._is_ending) if broken else ""
         except RuntimeError:
             words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
         if broken:
             exception.args = (f"{words}\n{exception}", *exception.args[1:])
 
-    def _told(self) -> bool:
+    def _is_ending(self) -> bool:
         """Whether this rank was sent a signal to end, as torchrun's agents do once a rank has died."""
         preemption = getattr(self, "_preemption", None)
         return preemption is not None and preemption.recorded
@@ -402,7 +402,7 @@ def report_lost_ranks(
     world: int,
     region_size: int | None = None,
     patience: float = PATIENCE,
-    told: Callable[[], bool] = lambda: False,
+    is_ending: Callable[[], bool] = lambda: False,
 ) -> str:
     """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
 
@@ -411,8 +411,8 @@ def report_lost_ranks(
         rank: of this process, of `world` ranks of the job.
         region_size: ranks of a region; None: there is one.
         patience: seconds to wait for the other ranks.
-        told: whether this rank was told to end, and waits for `TOLD` seconds only: a launcher that knows of the loss waits
-            for it, to start the ranks again.
+        is_ending: whether this rank got a signal to end, and waits for `ENDING` seconds only: a launcher that knows of the
+            loss waits for it, to start the ranks again.
 
     Raises:
         RuntimeError: where the store is gone.
@@ -423,8 +423,8 @@ def report_lost_ranks(
     while silent and time.monotonic() < end:
         ended += [x for x in silent if reasons.check([str(x)])]
         silent = [x for x in silent if x not in ended]
-        if told():
-            end = min(end, begin + TOLD)
+        if is_ending():
+            end = min(end, begin + ENDING)
         time.sleep(0.1 if silent else 0)
     waited = min(patience, time.monotonic() - begin)
     raised = {x: words for x in sorted(ended) if (words := reasons.get(str(x)).decode())}

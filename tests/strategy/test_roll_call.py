@@ -37,7 +37,7 @@ def test_does_not_wait_once_all_have_spoken():
 def test_does_not_wait_long_once_it_is_told_to_end():
     """torchrun's agents tell the ranks that live to end, and start all of them again when these have ended."""
     begin = time.monotonic()
-    words = report_lost_ranks(dist.HashStore(), 0, 2, patience=1e9, told=lambda: time.monotonic() > begin + 0.3)
+    words = report_lost_ranks(dist.HashStore(), 0, 2, patience=1e9, is_ending=lambda: time.monotonic() > begin + 0.3)
     assert 0.9 < time.monotonic() - begin < 60 and "Ranks [1] of the job gave no sign within" in words
 
 
