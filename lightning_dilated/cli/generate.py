@@ -264,7 +264,7 @@ def check_devices(devices: int, device: str) -> None:
     if devices > 1 and device not in ("cpu", "cuda"):
         raise ValueError(f"--devices {devices} goes with --device cpu or cuda, got {device!r}.")
     if devices > 1 and device == "cuda" and torch.cuda.device_count() < devices:
-        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs.")
+        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs: take no more.")
 
 
 def shared(rank: int, device: str, args: argparse.Namespace, prompt: str) -> Iterator[bytes]:
