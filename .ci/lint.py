@@ -31,7 +31,7 @@ ORDER = (
     *("models", "integrations", "strategy", "planning", "callbacks", "", "cli", "__main__"),
 )
 #: most files in a folder (that of the commands has one for each), and in the package
-FOLDER, PACKAGE = 20, 280
+FOLDER, PACKAGE = 20, 285
 #: names that begin with an underscore, and are documented as public
 DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from lightning_dilated._compat.lightning import writes_one_file
 from lightning_dilated._compat.torch import use_autograd_cache, uses_autograd_cache
-from lightning_dilated.checkpoint.folder import checked, load_sharded, load_whole_states
+from lightning_dilated.checkpoint.folder import META, checked, load_sharded, load_whole_states
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.checkpoint.state import refuse_one_file, refuse_replicated_low_bit, to_numbers
@@ -165,6 +166,26 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 "it, name their classes in torch.serialization.add_safe_globals([...]), or set "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; weights_only=False of Trainer.fit does not reach this strategy."
             ) from error
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Lightning's, which replaces a file by a folder and a folder by a file.
+
+        In Lightning every rank removes what lies there, and one that comes late fails, for which the others wait.
+        """
+        path = Path(self.broadcast(filepath))
+        peers = Peers(self.global_rank, self.world_size)
+        peers.together(f"{path} cannot be replaced", self._remove_other_form, path)
+        super().save_checkpoint(checkpoint, path, *args, **kwargs)
+
+    def _remove_other_form(self, path: Path) -> None:
+        if self.local_rank != 0:
+            return
+        if writes_one_file(self):
+            if (path / META).is_file():
+                shutil.rmtree(path, ignore_errors=True)  # another node may remove it, too
+        elif path.is_file():
+            path.unlink(missing_ok=True)
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Lightning's for the weights; it would mix up the optimizer states of files of other strategies."""

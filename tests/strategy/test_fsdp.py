@@ -1,11 +1,13 @@
 """ring_dilated_fsdp: what is special about parameters that ranks hold parts of."""
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
@@ -144,6 +146,32 @@ def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence
     got, _, steps = pools(2).run(2, part, str(tmp_path), after, 4, path, recurrence)[0]
     assert steps == 2
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def replacing(rank, group, path):
+    """What is at `path` after a file, a folder and a file were written there, and how often this rank removed one."""
+    model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=2).double()
+    kinds, removed = [], []
+    unlink, rmtree = Path.unlink, shutil.rmtree
+    for strategy in (RingDilatedStrategy(), FOLDER, WHOLE_FILE):
+        built = trainer(strategy, launched(rank), max_steps=1)
+        built.fit(model, Data(RUN))
+        with (
+            mock.patch.object(Path, "unlink", lambda p, *a, **k: (removed.append(p), unlink(p, *a, **k))),
+            mock.patch.object(shutil, "rmtree", lambda p, *a, **k: (removed.append(p), rmtree(p, *a, **k))),
+        ):
+            built.save_checkpoint(path)
+        dist.barrier()
+        kinds.append("folder" if Path(path).is_dir() else "file")
+        dist.barrier()
+    return kinds, len(removed)
+
+
+def test_one_form_replaces_the_other(pools, tmp_path):
+    """One rank removes what was there: Lightning lets each do so, and the one that comes late would fail."""
+    (kinds, first), (others, second) = pools(2).run(2, replacing, str(tmp_path / "last.ckpt"))
+    assert kinds == others == ["file", "folder", "file"]
+    assert first == 2 and second == 0
 
 
 def with_frozen_embedding(rank, group, path):
