@@ -13,8 +13,8 @@ from .test_site import public_names
 
 #: a line of an Args section that begins an entry: "name: ..." or "name, other: ..." after the section's indent
 ENTRY = re.compile(r"^ {4}(?=\S)", re.M)
-#: a shape, or where it is
-SHAPE = re.compile(r"\((\.\.\.|[A-Z]|batch)|\bscalar|\bas (in|of) `|\bsame tensor")
+#: a shape, or where it is, or that no tensor is taken
+SHAPE = re.compile(r"\((\.\.\.|[A-Z]|batch)|\bscalar|\bas (in|of) `|\bany shape|\bsame tensor|\band None\.")
 
 
 class Documented(NamedTuple):
@@ -120,7 +120,9 @@ def missing_shapes(x: Documented) -> list[str]:
     """Arguments that are tensors and whose description, or else the text, says no shape."""
     words = {p.name: str(p.annotation) for p in parameters(x)}
     tensors = [
-        name for name, kind in words.items() if "Tensor" in kind and not re.search(r"Sequence\[|Iterable\[", kind)
+        name
+        for name, kind in words.items()
+        if "Tensor" in kind and not re.search(r"(Sequence|Iterable|Mapping)\[", kind)
     ]
     described = entries(x.text)
     return [f"{x.name}({name})" for name in tensors if not SHAPE.search(described.get(name) or x.text)]

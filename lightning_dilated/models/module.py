@@ -126,6 +126,9 @@ class DilatedModule(Pretrained, LearningRate):
     all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers, through `configure_model`;
     outside of one they are made when weights are first accessed. `save_pretrained`, `from_pretrained` and `push_to_hub` come
     from `Pretrained`.
+
+    Raises:
+        TypeError: if `optimizer` or `lr_scheduler` cannot be called.
     """
 
     sequence_spec: SequenceSpec | None = None
