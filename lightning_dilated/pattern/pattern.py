@@ -377,7 +377,9 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """A matplotlib Figure of who attends to whom, written to `path` if given."""
+        """A matplotlib Figure of who attends to whom, written to `path` if given: of all heads and of up to three single
+        ones, first one for each set of branches that heads take; or of `head` alone.
+        """
         return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 
 
