@@ -1,0 +1,302 @@
+"""The gated delta rule by chunks of 64 tokens, backward: what outputs give, the pass from the last chunk on, the gradients.
+
+With dN the gradient of what is added, beta new: the passes make X = dN - G^T (beta dN), of which all gradients of k, v, beta
+and log_decay are products with rows, states and `new` (see `gated_delta`). Each of these tensors is written by one kernel and
+read by the next, so that none takes the transpose of a product, which Triton 3.4 to 3.7.0 gets wrong on Hopper.
+Sums have a fixed order: every run gives the same bits.
+Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state of
+which the last E have values, n runs, m groups.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dilated.kernels.gated_delta import (
+    COLUMNS,
+    SLOTS,
+    Chunks,
+    Inverse,
+    Passed,
+    Rows,
+    column_of,
+    exact,
+    fade,
+    pass_groups,
+    unit_rate,
+)
+from lightning_dilated.kernels.tiles import block_dim, read
+
+
+class Reading(NamedTuple):
+    """A call that reads the state; W = E then.
+
+    Attributes:
+        q: (rows, H, D), the last stride 1.
+        grad: (rows, H, E) of the output, likewise.
+    """
+
+    q: Tensor
+    grad: Tensor
+
+
+class Gradients(NamedTuple):
+    """Attributes:
+    q, k, v: like the rows, contiguous; q is None where nothing reads the state.
+    log_decay, beta: (rows, K) fp32.
+    begin: (n, K, D, W) fp32.
+    """
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    begin: Tensor
+
+
+@triton.jit
+def _sums(
+    to_new, to_state, rows, total, rate, q, q_sr, q_sh, grad, g_sr, g_sh, k, k_sr, k_sh, heads, width,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the outputs of a chunk give to what its tokens add, (C, W), and to the state before it, (D, W)."""
+    at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    chunk = at // heads
+    first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+    d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False)
+    sums, r = tl.load(total + at * SLOTS + i), tl.load(rate + at * SLOTS + i)
+    later = fade(-sums, -sums, i[:, None] <= i[None, :]) * r[:, None]  # rows are keys, columns queries
+    given = tl.zeros([SLOTS, COLUMNS], tl.float32)
+    state = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for g in range(GROUP):
+        own = head * GROUP + g
+        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
+        there = (i < count)[:, None] & (column < width)[None, :]
+        do = tl.load(grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there, other=0.0)
+        do = do.to(tl.float32) * unit_rate(query)[:, None]
+        scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * later
+        given = tl.dot(scores, do, given, input_precision=PRECISION)
+        state = tl.dot(
+            tl.trans(query.to(tl.float32)), tl.exp(sums)[:, None] * do, state, input_precision=PRECISION
+        )  # fmt: skip
+    to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
+    tl.store(to, given, mask=(column < width)[None, :])
+    to = to_state + at * DIM * width + d[:, None] * width + column[None, :]
+    tl.store(to, state, mask=(d < DIM)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _pass_back(
+    first_grad, after, solved, last, to_new, to_state, rows, items, matrix, total, rate, k, k_sr, k_sh, beta, b_sr, b_sh,
+    heads, width,
+    ZERO: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the state's gradient over the chunks of an item, the last one first."""
+    item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    low, high = tl.load(items + item // heads * 2), tl.load(items + item // heads * 2 + 1)
+    place = d[:, None] * width + column[None, :]
+    slot = i[:, None] * width + column[None, :]
+    there = (column < width)[None, :]
+    inside = (d < DIM)[:, None] & there
+    if ZERO:
+        state = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    else:
+        state = tl.load(last + item * DIM * width + place, mask=inside, other=0.0)
+    k += head * k_sh
+    beta += head * b_sh
+    for step in tl.range(0, high - low):
+        chunk = high - 1 - step
+        first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+        at = chunk * heads + head
+        key = read(k + first * k_sr, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+        g = tl.load(matrix + at * SLOTS * SLOTS + i[:, None] * SLOTS + i[None, :]).to(tl.float32)
+        b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
+        sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
+        if STORE:
+            tl.store(after + at * DIM * width + place, state, mask=inside)
+        x = (tl.exp(end - sums) * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
+        state = tl.exp(end) * state
+        if READ:
+            x += tl.load(to_new + at * SLOTS * width + slot, mask=there, other=0.0)
+            state += tl.load(to_state + at * DIM * width + place, mask=inside, other=0.0)
+        x -= tl.dot(tl.trans(g), b[:, None] * x, input_precision=PRECISION)
+        if STORE:
+            tl.store(solved + at * SLOTS * width + slot, x, mask=there)
+        taken = (-tl.exp(sums) * r * b)[:, None] * x
+        state = tl.dot(tl.trans(key), taken, state, input_precision=PRECISION)
+    tl.store(first_grad + item * DIM * width + place, state, mask=inside)
+
+
+@triton.jit
+def _gradients(
+    dq, dk, dv, d_decay, d_beta, before, new, after, solved, rows, total, rate, q, q_sr, q_sh, grad, g_sr, g_sh,
+    k, k_sr, k_sh, beta, b_sr, b_sh, heads, width, extra,
+    READ: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk's rows. A factor exp(total_i) comes with row i, exp(-total_j) with row j: the gradient of the
+    totals is that of rows by themselves."""
+    at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    chunk = at // heads
+    first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+    d, i, c = tl.arange(0, BLOCK), tl.arange(0, SLOTS), tl.arange(0, COLUMNS)
+    there = i < count
+    values = width - extra
+    key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+    b, r = column_of(beta + head * b_sh, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
+    sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
+    before += at * DIM * width + d[:, None] * width
+    after += at * DIM * width + d[:, None] * width
+    new += at * SLOTS * width + i[:, None] * width
+    solved += at * SLOTS * width + i[:, None] * width
+    dv += (first + i)[:, None] * (heads * values) + head * values - extra
+    pairs = tl.zeros([SLOTS, SLOTS], tl.float32)  # of a row that was changed, and one that changed it
+    turned = tl.zeros([SLOTS, SLOTS], tl.float32)
+    changed = tl.zeros([SLOTS, BLOCK], tl.float32)
+    stored = tl.zeros([SLOTS, BLOCK], tl.float32)
+    to_beta = tl.zeros([SLOTS], tl.float32)
+    kept = 0.0
+    for block in tl.static_range(BLOCKS):
+        column = block * COLUMNS + c
+        inside = (d < DIM)[:, None] & (column < width)[None, :]
+        state = tl.load(before + column[None, :], mask=inside, other=0.0)
+        later = tl.load(after + column[None, :], mask=inside, other=0.0)
+        n = tl.load(new + column[None, :], mask=(column < width)[None, :], other=0.0)
+        x = tl.load(solved + column[None, :], mask=(column < width)[None, :], other=0.0)
+        pairs = tl.dot(x, tl.trans(n), pairs, input_precision=PRECISION)
+        turned = tl.dot(n, tl.trans(x), turned, input_precision=PRECISION)
+        changed = tl.dot(x, tl.trans(state), changed, input_precision=PRECISION)
+        stored = tl.dot(n, tl.trans(later), stored, input_precision=PRECISION)
+        to_beta += tl.sum(x * n, 1)
+        kept += tl.sum(tl.sum(state * later, 1), 0)
+        valued = there[:, None] & ((column >= extra) & (column < width))[None, :]
+        tl.store(dv + column[None, :], (b[:, None] * x).to(dv.dtype.element_ty), mask=valued)
+    earlier = fade(sums, sums, i[:, None] > i[None, :]) * b[:, None]
+    changed = (-tl.exp(sums) * b)[:, None] * changed
+    changed = tl.dot(-pairs * earlier * (b * r)[None, :], key, changed, input_precision=PRECISION)
+    stored = (tl.exp(end - sums) * b)[:, None] * stored
+    at_end = tl.exp(end) * kept + tl.sum(r * tl.sum(key * stored, 1), 0)
+    later_rows = fade(-sums, -sums, i[:, None] < i[None, :]) * b[:, None]
+    stored = tl.dot(-turned * later_rows * (b * r)[None, :], key, stored, input_precision=PRECISION)
+    to_total = tl.where(i == SLOTS - 1, at_end, 0.0)
+    if READ:
+        seen = fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
+        seeing = fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None]
+        for g in range(GROUP):
+            own = head * GROUP + g
+            query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+            rate_q = unit_rate(query)
+            pairs = tl.zeros([SLOTS, SLOTS], tl.float32)
+            turned = tl.zeros([SLOTS, SLOTS], tl.float32)
+            reading = tl.zeros([SLOTS, BLOCK], tl.float32)
+            for block in tl.static_range(BLOCKS):
+                column = block * COLUMNS + c
+                inside = (column < width)[None, :]
+                do = tl.load(
+                    grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & inside, other=0.0
+                ).to(tl.float32)  # fmt: skip
+                n = tl.load(new + column[None, :], mask=inside, other=0.0)
+                state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & inside, other=0.0)
+                pairs = tl.dot(do, tl.trans(n), pairs, input_precision=PRECISION)
+                turned = tl.dot(n, tl.trans(do), turned, input_precision=PRECISION)
+                reading = tl.dot(do, tl.trans(state), reading, input_precision=PRECISION)
+            reading = tl.dot(pairs * seen, key, tl.exp(sums)[:, None] * reading, input_precision=PRECISION)
+            along = rate_q * tl.sum(query * reading, 1)
+            to_total += along
+            result = rate_q[:, None] * (reading - (rate_q * along)[:, None] * query)
+            to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
+            tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
+            stored = tl.dot(turned * seeing * rate_q[None, :], query, stored, input_precision=PRECISION)
+    along_changed, along_stored = r * tl.sum(key * changed, 1), r * tl.sum(key * stored, 1)
+    to_total += along_changed - along_stored
+    result = r[:, None] * (changed + stored - (r * (along_changed + along_stored))[:, None] * key)
+    to = dk + (first + i)[:, None] * (heads * DIM) + head * DIM + d[None, :]
+    tl.store(to, result.to(dk.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
+    to = (first + i) * heads + head
+    tl.store(d_beta + to, to_beta, mask=there)
+    tl.store(d_decay + to, tl.cumsum(to_total, 0, reverse=True), mask=there)
+
+
+def backward(
+    rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, reading: Reading | None, last: Tensor, covered: bool
+) -> Gradients:
+    """The gradients of a call.
+
+    Args:
+        last: (n, K, D, W) fp32, contiguous, the gradient of the state after each run.
+        covered: whether every row lies in a chunk; others get zeros.
+    """
+    sums = None if reading is None else _launch_sums(rows, chunks, inverse, reading)
+    begin, after, solved = _launch_back(rows, chunks, inverse, passed, sums, last)
+    del sums
+    width, number, columns = last.shape[3], len(chunks.rows) * rows.heads, min(COLUMNS, block_dim(last.shape[3]))
+    make = torch.empty if covered else torch.zeros
+    empty = lambda x: make(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
+    dk, dv, decay, beta = map(empty, (rows.k, rows.v, rows.log_decay, rows.beta))
+    q, grad = (rows.k, rows.v) if reading is None else reading
+    dq = dk if reading is None else empty(q)
+    _gradients[(number,)](
+        dq, dk, dv, decay, beta, passed.before, passed.new, after, solved, chunks.rows, inverse.total, inverse.rate,
+        q, *q.stride()[:2], grad, *grad.stride()[:2], rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(),
+        rows.heads, width, width - rows.v.shape[2], READ=reading is not None, GROUP=q.shape[1] // rows.heads,
+        BLOCKS=triton.cdiv(width, columns), COLUMNS=columns, **rows.sizes(), **rows.config("gradients"),
+    )  # fmt: skip
+    return Gradients(None if reading is None else dq, dk, dv, decay, beta, begin)
+
+
+def _launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) -> tuple[Tensor, Tensor]:
+    """(T, K, C, E) and (T, K, D, E), see `_sums`."""
+    (q, grad), width = reading, reading.grad.shape[2]
+    number, columns = (len(chunks.rows), rows.heads), min(COLUMNS, block_dim(width))
+    to_new = inverse.total.new_empty(*number, SLOTS, width)
+    to_state = inverse.total.new_empty(*number, rows.dim, width)
+    _sums[(number[0] * number[1], triton.cdiv(width, columns))](
+        to_new, to_state, chunks.rows, inverse.total, inverse.rate, q, *q.stride()[:2], grad, *grad.stride()[:2],
+        rows.k, *rows.k.stride()[:2], rows.heads, width, GROUP=q.shape[1] // rows.heads, COLUMNS=columns, **rows.sizes(),
+        **rows.config("sums"),
+    )  # fmt: skip
+    return to_new, to_state
+
+
+def _launch_back(
+    rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, sums: tuple[Tensor, Tensor] | None, last: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the gradient of `begin`, that of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
+    width, columns = last.shape[3], min(COLUMNS, block_dim(last.shape[3]))
+    after, solved = torch.empty_like(passed.before), torch.empty_like(passed.new)
+    to_new, to_state = sums or (after, after)
+    blocks = triton.cdiv(width, columns)
+
+    def launch(items: Tensor, given: Tensor | None, store: bool) -> Tensor:
+        result = last.new_empty(len(items), *last.shape[1:])
+        _pass_back[(len(items) * rows.heads, blocks)](
+            result, after, solved, result if given is None else given, to_new, to_state, chunks.rows, items,
+            inverse.matrix, inverse.total, inverse.rate, rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(),
+            rows.heads, width, ZERO=given is None, STORE=store, READ=sums is not None, COLUMNS=columns, **rows.sizes(),
+            **rows.config("pass"),
+        )  # fmt: skip
+        return result
+
+    if chunks.groups is None or chunks.members is None or passed.maps is None:
+        return launch(chunks.runs, last, True), after, solved
+    groups = last if sums is None else launch(chunks.groups, None, False)
+    begin, ends = torch.empty_like(last), last.new_empty(len(chunks.groups), *last.shape[1:])
+    pass_groups[(len(last) * rows.heads, blocks)](
+        begin, ends, last, chunks.members, passed.maps, groups, rows.heads, width, 0, passed.maps.shape[3], width, 0,
+        BACK=True, SUMS=sums is not None, DIM=rows.dim, BLOCK=block_dim(rows.dim), COLUMNS=columns, PRECISION=exact(rows),
+        **rows.config("groups"),
+    )  # fmt: skip
+    launch(chunks.groups, ends, True)
+    return begin, after, solved
