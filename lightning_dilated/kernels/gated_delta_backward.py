@@ -203,12 +203,12 @@ def _gradients(
             reading = tl.zeros([SLOTS, BLOCK], tl.float32)
             for block in tl.static_range(BLOCKS):
                 column = block * COLUMNS + c
-                inside = (column < width)[None, :]
+                known = (column < width)[None, :]
                 do = tl.load(
-                    grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & inside, other=0.0
+                    grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
                 ).to(tl.float32)  # fmt: skip
-                n = tl.load(new + column[None, :], mask=inside, other=0.0)
-                state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & inside, other=0.0)
+                n = tl.load(new + column[None, :], mask=known, other=0.0)
+                state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
                 pairs = tl.dot(do, tl.trans(n), pairs, input_precision=PRECISION)
                 turned = tl.dot(n, tl.trans(do), turned, input_precision=PRECISION)
                 reading = tl.dot(do, tl.trans(state), reading, input_precision=PRECISION)
