@@ -208,7 +208,7 @@ def _pass(
     MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the state over the chunks of an item: a run or a group. MAPS: from [1 | 0]; else from `begin`."""
+    """A block of columns of the state over the chunks of an item, a run or group. MAPS: from [1 | 0]; else from `begin`."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,7 +1,7 @@
 """The gated delta rule by chunks of 64 tokens, backward: what outputs give, the pass from the last chunk on, the gradients.
 
-With dN the gradient of what is added, beta new: the passes make X = dN - G^T (beta dN), of which all gradients of k, v, beta
-and log_decay are products with rows, states and `new` (see `gated_delta`). Each of these tensors is written by one kernel and
+With dN the gradient of what is added, beta new: the passes make X = dN - G^T (beta dN), of which the gradients of k, v, beta
+and log_decay are products with rows, states and `new` (see `gated_delta`). Each of these tensors is written by a kernel and
 read by the next, so that none takes the transpose of a product, which Triton 3.4 to 3.7.0 gets wrong on Hopper.
 Sums have a fixed order: every run gives the same bits.
 Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state of

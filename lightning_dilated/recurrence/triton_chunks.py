@@ -19,7 +19,7 @@ from lightning_dilated import kernels
 from lightning_dilated.recurrence.runs import CHUNK, Call, tables
 
 if TYPE_CHECKING:
-    from lightning_dilated.kernels.gated_delta import Chunks, Inverse, Passed, Rows
+    from lightning_dilated.kernels.gated_delta import Chunks, Rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the largest D and E
@@ -37,6 +37,11 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if max(k.shape[3], v.shape[3]) > LARGEST:
         return f"takes head dims up to {LARGEST}, not {max(k.shape[3], v.shape[3])}"
     return kernels.why_not(q.device)
+
+
+def serves(kind: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels compute a call of a kind."""
+    return kind == "gated_delta" and why_not(q, k, v) is None
 
 
 class Layout(NamedTuple):
