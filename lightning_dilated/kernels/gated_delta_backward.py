@@ -162,44 +162,38 @@ def _gradients(
     new += at * SLOTS * width + i[:, None] * width
     solved += at * SLOTS * width + i[:, None] * width
     dv += (first + i)[:, None] * (heads * values) + head * values - extra
-    pairs = tl.zeros([SLOTS, SLOTS], tl.float32)  # of a row that was changed, and one that changed it
-    turned = tl.zeros([SLOTS, SLOTS], tl.float32)
-    changed = tl.zeros([SLOTS, BLOCK], tl.float32)
-    stored = tl.zeros([SLOTS, BLOCK], tl.float32)
+    changed = tl.zeros([SLOTS, BLOCK], tl.float32)  # of keys where they read the state or earlier keys
+    stored = tl.zeros([SLOTS, BLOCK], tl.float32)  # of keys where later ones read them
     to_beta = tl.zeros([SLOTS], tl.float32)
-    kept = 0.0
+    at_end = 0.0
+    # all of this is linear in the columns: a block at a time takes the fewest registers
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + c
-        inside = (d < DIM)[:, None] & (column < width)[None, :]
-        state = tl.load(before + column[None, :], mask=inside, other=0.0)
-        later = tl.load(after + column[None, :], mask=inside, other=0.0)
-        n = tl.load(new + column[None, :], mask=(column < width)[None, :], other=0.0)
-        x = tl.load(solved + column[None, :], mask=(column < width)[None, :], other=0.0)
-        pairs = tl.dot(x, tl.trans(n), pairs, input_precision=PRECISION)
-        turned = tl.dot(n, tl.trans(x), turned, input_precision=PRECISION)
-        changed = tl.dot(x, tl.trans(state), changed, input_precision=PRECISION)
-        stored = tl.dot(n, tl.trans(later), stored, input_precision=PRECISION)
+        known = (column < width)[None, :]
+        n = tl.load(new + column[None, :], mask=known, other=0.0)
+        x = tl.load(solved + column[None, :], mask=known, other=0.0)
         to_beta += tl.sum(x * n, 1)
-        kept += tl.sum(tl.sum(state * later, 1), 0)
         valued = there[:, None] & ((column >= extra) & (column < width))[None, :]
         tl.store(dv + column[None, :], (b[:, None] * x).to(dv.dtype.element_ty), mask=valued)
-    earlier = fade(sums, sums, i[:, None] > i[None, :]) * b[:, None]
-    changed = (-tl.exp(sums) * b)[:, None] * changed
-    changed = tl.dot(-pairs * earlier * (b * r)[None, :], key, changed, input_precision=PRECISION)
-    stored = (tl.exp(end - sums) * b)[:, None] * stored
-    at_end = tl.exp(end) * kept + tl.sum(r * tl.sum(key * stored, 1), 0)
-    later_rows = fade(-sums, -sums, i[:, None] < i[None, :]) * b[:, None]
-    stored = tl.dot(-turned * later_rows * (b * r)[None, :], key, stored, input_precision=PRECISION)
+        later = tl.load(after + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+        ended = (tl.exp(end - sums) * b)[:, None] * tl.dot(n, tl.trans(later), input_precision=PRECISION)
+        at_end += tl.sum(r * tl.sum(key * ended, 1), 0)
+        stored += ended
+        state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+        at_end += tl.exp(end) * tl.sum(tl.sum(state * later, 1), 0)
+        changed -= (tl.exp(sums) * b)[:, None] * tl.dot(x, tl.trans(state), input_precision=PRECISION)
+        pairs = tl.dot(x, tl.trans(n), input_precision=PRECISION)
+        pairs *= fade(sums, sums, i[:, None] > i[None, :]) * -b[:, None] * (b * r)[None, :]
+        changed = tl.dot(pairs, key, changed, input_precision=PRECISION)
+        pairs = tl.dot(n, tl.trans(x), input_precision=PRECISION)
+        pairs *= fade(-sums, -sums, i[:, None] < i[None, :]) * -b[:, None] * (b * r)[None, :]
+        stored = tl.dot(pairs, key, stored, input_precision=PRECISION)
     to_total = tl.where(i == SLOTS - 1, at_end, 0.0)
     if READ:
-        seen = fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
-        seeing = fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None]
         for g in range(GROUP):
             own = head * GROUP + g
             query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
             rate_q = unit_rate(query)
-            pairs = tl.zeros([SLOTS, SLOTS], tl.float32)
-            turned = tl.zeros([SLOTS, SLOTS], tl.float32)
             reading = tl.zeros([SLOTS, BLOCK], tl.float32)
             for block in tl.static_range(BLOCKS):
                 column = block * COLUMNS + c
@@ -208,17 +202,19 @@ def _gradients(
                     grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
                 ).to(tl.float32)  # fmt: skip
                 n = tl.load(new + column[None, :], mask=known, other=0.0)
+                pairs = tl.dot(n, tl.trans(do), input_precision=PRECISION)
+                pairs *= fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
+                stored = tl.dot(pairs, query, stored, input_precision=PRECISION)
+                pairs = tl.dot(do, tl.trans(n), input_precision=PRECISION)
+                pairs *= fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
+                reading = tl.dot(pairs, key, reading, input_precision=PRECISION)
                 state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
-                pairs = tl.dot(do, tl.trans(n), pairs, input_precision=PRECISION)
-                turned = tl.dot(n, tl.trans(do), turned, input_precision=PRECISION)
-                reading = tl.dot(do, tl.trans(state), reading, input_precision=PRECISION)
-            reading = tl.dot(pairs * seen, key, tl.exp(sums)[:, None] * reading, input_precision=PRECISION)
+                reading += tl.exp(sums)[:, None] * tl.dot(do, tl.trans(state), input_precision=PRECISION)
             along = rate_q * tl.sum(query * reading, 1)
             to_total += along
             result = rate_q[:, None] * (reading - (rate_q * along)[:, None] * query)
             to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
             tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
-            stored = tl.dot(turned * seeing * rate_q[None, :], query, stored, input_precision=PRECISION)
     along_changed, along_stored = r * tl.sum(key * changed, 1), r * tl.sum(key * stored, 1)
     to_total += along_changed - along_stored
     result = r[:, None] * (changed + stored - (r * (along_changed + along_stored))[:, None] * key)
