@@ -147,9 +147,8 @@ def _solve(system, beta, i, PRECISION: tl.constexpr):
     """
     row, column = i[:, None], i[None, :]
     g = tl.where(row // 2 == column // 2, system, 0.0)
-    for level in tl.static_range(1, 5):
-        size = 2**level
-        corner = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
+    for level in range(1, 5):  # not unrolled, which would take long to compile
+        corner = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         below = tl.where(corner, system, 0.0)
         below -= tl.dot(below, beta[:, None] * g, input_precision=PRECISION)
         g += below - tl.dot(g, beta[:, None] * below, input_precision=PRECISION)
