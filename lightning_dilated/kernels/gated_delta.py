@@ -26,8 +26,8 @@ from lightning_dilated.kernels.tiles import block_dim, precision, read
 
 #: C
 SLOTS = 64
-#: columns of the state that a program passes
-COLUMNS = 64
+#: columns of the state that a program takes, and those that one takes through chunks, for which it needs more registers
+COLUMNS, PASSED_COLUMNS = 64, 32
 #: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
@@ -35,6 +35,7 @@ CONFIGS = {
     "groups": {64: (4, 1), 128: (8, 1)},
     "read": {64: (4, 1), 128: (8, 1)},
     "sums": {64: (4, 1), 128: (8, 1)},
+    "queries": {64: (8, 1), 128: (8, 1)},
     "gradients": {64: (8, 1), 128: (8, 1)},
 }
 
@@ -330,7 +331,7 @@ def _launch_pass(
 ) -> Tensor:
     """(items, K, D, W) the state after each item, of which `begin` has those before; None: [1 | 0]."""
     last = torch.empty(len(items), rows.heads, rows.dim, width, dtype=torch.float32, device=rows.k.device)
-    columns = min(COLUMNS, block_dim(width))
+    columns = min(PASSED_COLUMNS, block_dim(width))
     _pass[(len(items) * rows.heads, triton.cdiv(width, columns))](
         last, last if passed is None else passed.before, last if passed is None else passed.new,
         last if begin is None else begin, chunks.rows, items, inverse.matrix, inverse.total, inverse.rate,
@@ -347,7 +348,7 @@ def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) 
     dim, values, width = rows.dim, rows.v.shape[2], begin.shape[3]
     maps = _launch_pass(rows, chunks, inverse, chunks.groups, None, dim + values, None)
     begins = begin.new_empty(len(chunks.groups), *begin.shape[1:])
-    last, columns = torch.empty_like(begin), min(COLUMNS, block_dim(width))
+    last, columns = torch.empty_like(begin), min(PASSED_COLUMNS, block_dim(width))
     pass_groups[(len(begin) * rows.heads, triton.cdiv(width, columns))](
         last, begins, begin, chunks.members, maps, maps, rows.heads, width, width - values, dim + values, dim + values, dim,
         BACK=False, SUMS=True, DIM=dim, BLOCK=block_dim(dim), COLUMNS=columns, PRECISION=exact(rows),

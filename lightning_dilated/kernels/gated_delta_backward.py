@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.gated_delta import (
     COLUMNS,
+    PASSED_COLUMNS,
     SLOTS,
     Chunks,
     Inverse,
@@ -140,14 +141,64 @@ def _pass_back(
 
 
 @triton.jit
-def _gradients(
-    dq, dk, dv, d_decay, d_beta, before, new, after, solved, rows, total, rate, q, q_sr, q_sh, grad, g_sr, g_sh,
-    k, k_sr, k_sh, beta, b_sr, b_sh, heads, width, extra,
-    READ: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+def _queries(
+    dq, to_key, to_total, before, new, rows, total, rate, q, q_sr, q_sh, grad, g_sr, g_sh, k, k_sr, k_sh,
+    beta, b_sr, b_sh, heads, width,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a chunk's rows. A factor exp(total_i) comes with row i, exp(-total_j) with row j: the gradient of the
-    totals is that of rows by themselves."""
+    """dq of a chunk, what its outputs give to unit keys, (C, D), and the part of the totals that queries have."""
+    at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    chunk = at // heads
+    first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+    d, i, c = tl.arange(0, BLOCK), tl.arange(0, SLOTS), tl.arange(0, COLUMNS)
+    there = i < count
+    key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+    b, r = column_of(beta + head * b_sh, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
+    sums = tl.load(total + at * SLOTS + i)
+    before += at * DIM * width + d[:, None] * width
+    new += at * SLOTS * width + i[:, None] * width
+    read_keys = tl.zeros([SLOTS, BLOCK], tl.float32)
+    along = tl.zeros([SLOTS], tl.float32)
+    for g in range(GROUP):
+        own = head * GROUP + g
+        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+        rate_q = unit_rate(query)
+        reading = tl.zeros([SLOTS, BLOCK], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            column = block * COLUMNS + c
+            known = (column < width)[None, :]
+            do = tl.load(
+                grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
+            ).to(tl.float32)  # fmt: skip
+            n = tl.load(new + column[None, :], mask=known, other=0.0)
+            pairs = tl.dot(n, tl.trans(do), input_precision=PRECISION)
+            pairs *= fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
+            read_keys = tl.dot(pairs, query, read_keys, input_precision=PRECISION)
+            state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+            reading += tl.exp(sums)[:, None] * tl.dot(do, tl.trans(state), input_precision=PRECISION)
+            pairs = tl.dot(do, tl.trans(n), input_precision=PRECISION)
+            pairs *= fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
+            reading = tl.dot(pairs, key, reading, input_precision=PRECISION)
+        along_q = rate_q * tl.sum(query * reading, 1)
+        along += along_q
+        result = rate_q[:, None] * (reading - (rate_q * along_q)[:, None] * query)
+        to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
+        tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
+    to = to_key + at * SLOTS * DIM + i[:, None] * DIM + d[None, :]
+    tl.store(to, read_keys, mask=(d < DIM)[None, :])
+    tl.store(to_total + at * SLOTS + i, along)
+
+
+@triton.jit
+def _gradients(
+    dk, dv, d_decay, d_beta, before, new, after, solved, to_key, to_total, rows, total, rate, k, k_sr, k_sh,
+    beta, b_sr, b_sh, heads, width, extra,
+    READ: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a chunk's keys, values and gates. A factor exp(total_i) comes with row i, exp(-total_j) with row j:
+    the gradient of the totals is that of rows by themselves."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -188,41 +239,19 @@ def _gradients(
         pairs = tl.dot(n, tl.trans(x), input_precision=PRECISION)
         pairs *= fade(-sums, -sums, i[:, None] < i[None, :]) * -b[:, None] * (b * r)[None, :]
         stored = tl.dot(pairs, key, stored, input_precision=PRECISION)
-    to_total = tl.where(i == SLOTS - 1, at_end, 0.0)
+    total_grad = tl.where(i == SLOTS - 1, at_end, 0.0)
     if READ:
-        for g in range(GROUP):
-            own = head * GROUP + g
-            query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
-            rate_q = unit_rate(query)
-            reading = tl.zeros([SLOTS, BLOCK], tl.float32)
-            for block in tl.static_range(BLOCKS):
-                column = block * COLUMNS + c
-                known = (column < width)[None, :]
-                do = tl.load(
-                    grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
-                ).to(tl.float32)  # fmt: skip
-                n = tl.load(new + column[None, :], mask=known, other=0.0)
-                pairs = tl.dot(n, tl.trans(do), input_precision=PRECISION)
-                pairs *= fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
-                stored = tl.dot(pairs, query, stored, input_precision=PRECISION)
-                pairs = tl.dot(do, tl.trans(n), input_precision=PRECISION)
-                pairs *= fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
-                reading = tl.dot(pairs, key, reading, input_precision=PRECISION)
-                state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
-                reading += tl.exp(sums)[:, None] * tl.dot(do, tl.trans(state), input_precision=PRECISION)
-            along = rate_q * tl.sum(query * reading, 1)
-            to_total += along
-            result = rate_q[:, None] * (reading - (rate_q * along)[:, None] * query)
-            to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
-            tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
+        total_grad += tl.load(to_total + at * SLOTS + i)
+        from_key = to_key + at * SLOTS * DIM + i[:, None] * DIM + d[None, :]
+        stored += tl.load(from_key, mask=(d < DIM)[None, :], other=0.0)
     along_changed, along_stored = r * tl.sum(key * changed, 1), r * tl.sum(key * stored, 1)
-    to_total += along_changed - along_stored
+    total_grad += along_changed - along_stored
     result = r[:, None] * (changed + stored - (r * (along_changed + along_stored))[:, None] * key)
     to = dk + (first + i)[:, None] * (heads * DIM) + head * DIM + d[None, :]
     tl.store(to, result.to(dk.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
     to = (first + i) * heads + head
     tl.store(d_beta + to, to_beta, mask=there)
-    tl.store(d_decay + to, tl.cumsum(to_total, 0, reverse=True), mask=there)
+    tl.store(d_decay + to, tl.cumsum(total_grad, 0, reverse=True), mask=there)
 
 
 def backward(
@@ -234,25 +263,45 @@ def backward(
         last: (n, K, D, W) fp32, contiguous, the gradient of the state after each run.
         covered: whether every row lies in a chunk; others get zeros.
     """
-    sums = None if reading is None else _launch_sums(rows, chunks, inverse, reading)
-    begin, after, solved = _launch_back(rows, chunks, inverse, passed, sums, last)
+    sums = None if reading is None else launch_sums(rows, chunks, inverse, reading)
+    begin, after, solved = launch_back(rows, chunks, inverse, passed, sums, last)
     del sums
     width, number, columns = last.shape[3], len(chunks.rows) * rows.heads, min(COLUMNS, block_dim(last.shape[3]))
-    make = torch.empty if covered else torch.zeros
-    empty = lambda x: make(x.shape, dtype=x.dtype, device=x.device)  # noqa: E731
-    dk, dv, decay, beta = map(empty, (rows.k, rows.v, rows.log_decay, rows.beta))
-    q, grad = (rows.k, rows.v) if reading is None else reading
-    dq = dk if reading is None else empty(q)
+    dk, dv, decay, beta = (_empty(x, covered) for x in (rows.k, rows.v, rows.log_decay, rows.beta))
+    dq, to_key, to_total = (None, after, after)
+    if reading is not None:
+        dq, to_key, to_total = launch_queries(rows, chunks, inverse, passed, reading, covered)
     _gradients[(number,)](
-        dq, dk, dv, decay, beta, passed.before, passed.new, after, solved, chunks.rows, inverse.total, inverse.rate,
-        q, *q.stride()[:2], grad, *grad.stride()[:2], rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(),
-        rows.heads, width, width - rows.v.shape[2], READ=reading is not None, GROUP=q.shape[1] // rows.heads,
-        BLOCKS=triton.cdiv(width, columns), COLUMNS=columns, **rows.sizes(), **rows.config("gradients"),
+        dk, dv, decay, beta, passed.before, passed.new, after, solved, to_key, to_total, chunks.rows, inverse.total,
+        inverse.rate, rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(), rows.heads, width,
+        width - rows.v.shape[2], READ=reading is not None, BLOCKS=triton.cdiv(width, columns), COLUMNS=columns,
+        **rows.sizes(), **rows.config("gradients"),
     )  # fmt: skip
-    return Gradients(None if reading is None else dq, dk, dv, decay, beta, begin)
+    return Gradients(dq, dk, dv, decay, beta, begin)
 
 
-def _launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) -> tuple[Tensor, Tensor]:
+def _empty(x: Tensor, covered: bool) -> Tensor:
+    """A contiguous tensor like x, zeros where not every row is `covered`."""
+    return (torch.empty if covered else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
+
+
+def launch_queries(
+    rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, reading: Reading, covered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, (T, K, C, D), (T, K, C)), see `_queries`."""
+    (q, grad), width, number = reading, reading.grad.shape[2], (len(chunks.rows), rows.heads)
+    dq, columns = _empty(q, covered), min(COLUMNS, block_dim(width))
+    to_key, to_total = inverse.total.new_empty(*number, SLOTS, rows.dim), torch.empty_like(inverse.total)
+    _queries[(number[0] * number[1],)](
+        dq, to_key, to_total, passed.before, passed.new, chunks.rows, inverse.total, inverse.rate, q, *q.stride()[:2],
+        grad, *grad.stride()[:2], rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(), rows.heads, width,
+        GROUP=q.shape[1] // rows.heads, BLOCKS=triton.cdiv(width, columns), COLUMNS=columns, **rows.sizes(),
+        **rows.config("queries"),
+    )  # fmt: skip
+    return dq, to_key, to_total
+
+
+def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) -> tuple[Tensor, Tensor]:
     """(T, K, C, E) and (T, K, D, E), see `_sums`."""
     (q, grad), width = reading, reading.grad.shape[2]
     number, columns = (len(chunks.rows), rows.heads), min(COLUMNS, block_dim(width))
@@ -266,11 +315,11 @@ def _launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading)
     return to_new, to_state
 
 
-def _launch_back(
+def launch_back(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, sums: tuple[Tensor, Tensor] | None, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the gradient of `begin`, that of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
-    width, columns = last.shape[3], min(COLUMNS, block_dim(last.shape[3]))
+    width, columns = last.shape[3], min(PASSED_COLUMNS, block_dim(last.shape[3]))
     after, solved = torch.empty_like(passed.before), torch.empty_like(passed.new)
     to_new, to_state = sums or (after, after)
     blocks = triton.cdiv(width, columns)

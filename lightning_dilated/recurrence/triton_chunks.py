@@ -105,6 +105,29 @@ def gated_delta(
     return (None if q is None else out), last
 
 
+def held_bytes(
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, backward: bool
+) -> int | None:
+    """At most what the kernels hold beside the inputs and results of a call of one rank; None where they serve none.
+
+    Args:
+        tokens: B L. heads: H and K. dims: D and E.
+        backward: of a forward and the backward after it.
+    """
+    dim, values = dims
+    if dtype not in DTYPES or max(dims) > LARGEST:
+        return None
+    state, row = 4 * dim * values / CHUNK, 4 * values
+    held = state + row + CHUNK * max(2, dtype.itemsize) + 8 + 8  # with gates in fp32
+    held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
+    if backward:
+        held += max(2 * state + 2 * row, state + row + 4 * dim + 4)
+        held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
+    chunks = -(-tokens // CHUNK)
+    groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)
+    return round(heads[1] * (chunks * CHUNK * held + groups))
+
+
 class _GatedDelta(torch.autograd.Function):
     """Saves what the passes over chunks make, so that the backward computes none of it again."""
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from lightning_dilated import recurrent_attention
+from lightning_dilated.planning.counting.memory_tracker import Meter
+from lightning_dilated.planning.counting.workspace import _recurrence_held
 from lightning_dilated.recurrence import op, triton_chunks
 from lightning_dilated.recurrence.rules import oracle
 
@@ -161,7 +163,9 @@ def narrow_rows(rank, group, dtype, tolerance):
     padded = [torch.cat([x.out, x.out.new_zeros(143 - len(x.out), *x.out.shape[1:])]) for x in want]
     pairs = [(out, torch.stack(padded)), (state.matrix, torch.stack([x.matrix for x in want]))]
     weights = [case.weights(*x.shape) for x, _ in pairs]
-    losses = [sum((x.double() * w).sum() for x, w in zip(every, weights, strict=True)) for every in zip(*pairs, strict=True)]
+    losses = [
+        sum((x.double() * w).sum() for x, w in zip(every, weights, strict=True)) for every in zip(*pairs, strict=True)
+    ]
     with exact_dots():
         grads = [torch.autograd.grad(*x) for x in zip(losses, ((*rows, *gates), wide), strict=True)]
     for x, y in (*pairs, *zip(*grads, strict=True)):
@@ -192,6 +196,23 @@ def in_windows(rank, group):
 
 def test_windows_of_the_op(interpreter):
     interpreter.run(1, in_windows)
+
+
+def held(rank, group, forward, window):
+    """(bytes that the op holds beside inputs and results, what is counted for it)."""
+    heads, kv_heads, dim, tokens = 4, 2, 16, 400
+    with mock.patch.object(op, "KERNEL_WINDOW", window), grouped_from(4):
+        spec = op.encode("gated_delta", None, True)
+        found = _recurrence_held(forward, tokens, (heads, kv_heads, dim), torch.float32, spec, Meter())
+    within = min(tokens, window)
+    return found, triton_chunks.held_bytes(within, (heads, kv_heads), (dim, dim), torch.float32, not forward)
+
+
+@pytest.mark.parametrize("window", [1000, 200])
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+def test_memory_is_counted(interpreter, forward, window):
+    found, counted = interpreter.run(1, held, forward, window)[0]
+    assert found <= counted < 1.5 * found
 
 
 def shared(rank, group, case):
@@ -229,7 +250,8 @@ KERNELS = {
     "_read": {"GROUP": 2},
     "_sums": {"GROUP": 2},
     "_pass_back": {"ZERO": False, "STORE": True, "READ": True},
-    "_gradients": {"READ": True, "GROUP": 2, "BLOCKS": 1},
+    "_queries": {"GROUP": 2, "BLOCKS": 1},
+    "_gradients": {"READ": True, "BLOCKS": 2},
 }
 
 

@@ -29,6 +29,7 @@ from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, witho
 from lightning_dilated.recurrence import op
 from lightning_dilated.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.recurrence.runs import CHUNK
+from lightning_dilated.recurrence.triton_chunks import held_bytes
 
 #: bytes of a log-sum-exp
 LSE = 4
@@ -271,10 +272,17 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     sizes = call.heads, call.kv_heads, call.head_dim
     (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
     shared = call.whole is not None and call.whole > call.tokens  # by ranks, which compute all of their tokens at once
-    tokens = min(call.tokens, op.WINDOW) if described.causal and not shared else call.tokens
+    whole = not described.causal or shared
+    tokens = call.tokens if whole else min(call.tokens, op.WINDOW)
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
     copied = 0 if tokens == call.tokens else call.batch * tokens * rows * call.head_dim * call.dtype.itemsize
-    return max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
+    counted = max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
+    if described.kind != "gated_delta":
+        return counted
+    # which of the two computes the call depends on the machine that runs it
+    tokens = call.batch * (call.tokens if whole else min(call.tokens, op.KERNEL_WINDOW))
+    dims = call.head_dim, call.head_dim
+    return max(counted, held_bytes(tokens, (call.heads, call.kv_heads), dims, call.dtype, not forward) or 0)
 
 
 @functools.lru_cache(maxsize=64)
