@@ -93,7 +93,8 @@ def recurrent_attention(
       this a segment with more keys than those before it may expand the state.
 
     Take q and k before rotary positions. Products are taken in fp32 (fp64 for float64), also under autocast; on GPUs leave
-    `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N).
+    `torch.backends.cuda.matmul.allow_tf32` off. Triton kernels compute gated_delta on GPUs from compute capability 8.0, with D
+    and E up to 128, but not in float64; of rows of 16 bits they take products in TF32 with fp32 sums. Memory is O(N).
 
     Args:
         q: (B, N, H, D), any floating dtype.
@@ -237,9 +238,10 @@ def _widened(checked: _Checked) -> _Checked:
     """The same with all tensors in the dtype of the state, but the rows that kernels read, on the device of q."""
     x, state = checked.inputs, checked.state
     device, dtype = x.q.device, checked.dtype
-    gates = [None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta)]
+    log_decay, beta = (None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta))
     served = triton_chunks.serves(checked.kind, x.q, x.k, x.v)
-    inputs = Inputs(*(row if served else row.to(dtype) for row in (x.q, x.k, x.v)), *gates, kernels=served)
+    q, k, v = (row if served else row.to(dtype) for row in (x.q, x.k, x.v))
+    inputs = Inputs(q, k, v, log_decay, beta, kernels=served)
     if state is not None:
         state = state.to(device, dtype)
     settings = checked.kind, checked.segment, checked.causal

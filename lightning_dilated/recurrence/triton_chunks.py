@@ -125,7 +125,7 @@ def held_bytes(
         held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
     chunks = -(-tokens // CHUNK)
     groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)
-    return round(heads[1] * (chunks * CHUNK * held + groups))
+    return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # and states between windows
 
 
 class _GatedDelta(torch.autograd.Function):
