@@ -22,12 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dilated.kernels.tiles import block_dim, precision, read
+from lightning_dilated.kernels.tiles import block_dim, read
 
 #: C
 SLOTS = 64
 #: columns of the state that a program takes, and those that one takes through chunks, for which it needs more registers
 COLUMNS, PASSED_COLUMNS = 64, 32
+#: the `input_precision` of products whose factors need more than the 11 bits of TF32: three TF32 products, which keep 22 of 24
+#: bits. Without tensor cores ("ieee") they would spill thousands of bytes a thread, and take minutes to compile
+EXACT = "tf32x3"
 #: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
@@ -79,13 +82,14 @@ class Rows:
         return self.k.shape[2]
 
     def config(self, kernel: str) -> dict[str, int]:
-        """Warps and stages; fp32 rows, whose products are not those of tensor cores, take more warps."""
+        """Warps and stages; fp32 rows, whose products need both halves of each number, take more warps."""
         warps, stages = CONFIGS[kernel][max(64, block_dim(max(self.dim, self.v.shape[2])))]
         return {"num_warps": 8 if self.k.dtype == torch.float32 else warps, "num_stages": stages}
 
     def sizes(self) -> dict[str, object]:
         """Arguments of every kernel that have to be known as it is compiled."""
-        return {"SLOTS": SLOTS, "DIM": self.dim, "BLOCK": block_dim(self.dim), "PRECISION": precision(self.k)}
+        products = EXACT if self.k.dtype == torch.float32 else "tf32"
+        return {"SLOTS": SLOTS, "DIM": self.dim, "BLOCK": block_dim(self.dim), "PRECISION": products}
 
 
 @dataclass(frozen=True)
@@ -316,14 +320,9 @@ def invert(rows: Rows, chunks: Chunks) -> Inverse:
     inverse = Inverse(torch.empty(*number, SLOTS, SLOTS, dtype=narrow, device=device), total, rate)
     _invert[(number[0] * number[1],)](
         inverse.matrix, total, rate, chunks.rows, rows.k, *rows.k.stride()[:2], rows.log_decay, *rows.log_decay.stride(),
-        rows.beta, *rows.beta.stride(), rows.heads, SOLVE=exact(rows), **rows.sizes(), **rows.config("invert"),
+        rows.beta, *rows.beta.stride(), rows.heads, SOLVE=EXACT, **rows.sizes(), **rows.config("invert"),
     )  # fmt: skip
     return inverse
-
-
-def exact(rows: Rows) -> str:
-    """The `input_precision` of products whose factors all need 24 bits."""
-    return "ieee" if precision(rows.k) == "ieee" else "tf32x3"
 
 
 def _launch_pass(
@@ -351,7 +350,7 @@ def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) 
     last, columns = torch.empty_like(begin), min(PASSED_COLUMNS, block_dim(width))
     pass_groups[(len(begin) * rows.heads, triton.cdiv(width, columns))](
         last, begins, begin, chunks.members, maps, maps, rows.heads, width, width - values, dim + values, dim + values, dim,
-        BACK=False, SUMS=True, DIM=dim, BLOCK=block_dim(dim), COLUMNS=columns, PRECISION=exact(rows),
+        BACK=False, SUMS=True, DIM=dim, BLOCK=block_dim(dim), COLUMNS=columns, PRECISION=EXACT,
         **rows.config("groups"),
     )  # fmt: skip
     return maps, begins, last

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.gated_delta import (
     COLUMNS,
+    EXACT,
     PASSED_COLUMNS,
     SLOTS,
     Chunks,
@@ -26,7 +27,6 @@ from lightning_dilated.kernels.gated_delta import (
     Passed,
     Rows,
     column_of,
-    exact,
     fade,
     pass_groups,
     unit_rate,
@@ -340,7 +340,7 @@ def launch_back(
     begin, ends = torch.empty_like(last), last.new_empty(len(chunks.groups), *last.shape[1:])
     pass_groups[(len(last) * rows.heads, blocks)](
         begin, ends, last, chunks.members, passed.maps, groups, rows.heads, width, 0, passed.maps.shape[3], width, 0,
-        BACK=True, SUMS=sums is not None, DIM=rows.dim, BLOCK=block_dim(rows.dim), COLUMNS=columns, PRECISION=exact(rows),
+        BACK=True, SUMS=sums is not None, DIM=rows.dim, BLOCK=block_dim(rows.dim), COLUMNS=columns, PRECISION=EXACT,
         **rows.config("groups"),
     )  # fmt: skip
     launch(chunks.groups, ends, True)

@@ -90,6 +90,7 @@ def _spans(numbers: list[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *itertools.accumulate(numbers)]))
 
 
+@torch.compiler.disable
 def gated_delta(
     q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, begin: Tensor, places: Layout
 ) -> tuple[Tensor | None, Tensor]:
