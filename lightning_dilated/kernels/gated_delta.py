@@ -28,8 +28,8 @@ from lightning_dilated.kernels.tiles import block_dim, read
 SLOTS = 64
 #: columns of the state that a program takes, and those that one takes through chunks, for which it needs more registers
 COLUMNS, PASSED_COLUMNS = 64, 32
-#: the `input_precision` of products whose factors need more than the 11 bits of TF32: three TF32 products, which keep 22 of 24
-#: bits. Without tensor cores ("ieee") they would spill thousands of bytes a thread, and take minutes to compile
+#: the `input_precision` of products whose factors need more than the 11 bits of TF32: three TF32 products, which keep 22 of
+#: 24 bits. Without tensor cores ("ieee") they would spill thousands of bytes a thread, and take minutes to compile
 EXACT = "tf32x3"
 #: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
 CONFIGS = {
@@ -41,6 +41,8 @@ CONFIGS = {
     "queries": {64: (8, 1), 128: (8, 1)},
     "gradients": {64: (8, 1), 128: (8, 1)},
 }
+#: warps for fp32 rows, whose products need both halves of each number; the inverse has tiles of 32
+WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
 class Chunks(NamedTuple):
@@ -82,9 +84,10 @@ class Rows:
         return self.k.shape[2]
 
     def config(self, kernel: str) -> dict[str, int]:
-        """Warps and stages; fp32 rows, whose products need both halves of each number, take more warps."""
+        """Warps and stages."""
         warps, stages = CONFIGS[kernel][max(64, block_dim(max(self.dim, self.v.shape[2])))]
-        return {"num_warps": 8 if self.k.dtype == torch.float32 else warps, "num_stages": stages}
+        wide = self.k.dtype == torch.float32
+        return {"num_warps": WIDE_WARPS[kernel] if wide else warps, "num_stages": stages}
 
     def sizes(self) -> dict[str, object]:
         """Arguments of every kernel that have to be known as it is compiled."""
@@ -144,6 +147,13 @@ def column_of(x, x_sr, first, count, i):
 
 
 @triton.jit
+def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
+    """The transpose of `read`. First factors are loaded so: Triton 3.4 to 3.7.0 may get transposed registers wrong there."""
+    at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
+    return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
+
+
+@triton.jit
 def _solve(system, beta, i, PRECISION: tl.constexpr):
     """G of a strictly lower triangular B (32, 32), from blocks of 2 rows to those of 4, 8, 16 and 32.
 
@@ -183,13 +193,14 @@ def _invert(
     upper_rate, lower_rate = unit_rate(upper), unit_rate(lower)
     earlier = i[:, None] > i[None, :]
     everywhere = i[:, None] >= 0
-    first_half = tl.dot(upper, tl.trans(upper), input_precision=PRECISION)
+    upper_turned = read_turned(k, i, k_sr, column, count, DIM)
+    first_half = tl.dot(upper, upper_turned, input_precision=PRECISION)
     first_half *= fade(upper_total, upper_total, earlier) * upper_rate[:, None] * upper_rate[None, :]
     g = _solve(first_half, upper_beta, i, SOLVE)
-    second_half = tl.dot(lower, tl.trans(lower), input_precision=PRECISION)
+    second_half = tl.dot(lower, read_turned(k, i + HALF, k_sr, column, count, DIM), input_precision=PRECISION)
     second_half *= fade(lower_total, lower_total, earlier) * lower_rate[:, None] * lower_rate[None, :]
     h = _solve(second_half, lower_beta, i, SOLVE)
-    below = tl.dot(lower, tl.trans(upper), input_precision=PRECISION)
+    below = tl.dot(lower, upper_turned, input_precision=PRECISION)
     below *= fade(lower_total, upper_total, everywhere) * lower_rate[:, None] * upper_rate[None, :]
     below -= tl.dot(below, upper_beta[:, None] * g, input_precision=SOLVE)
     below -= tl.dot(h, lower_beta[:, None] * below, input_precision=SOLVE)
@@ -243,7 +254,8 @@ def _pass(
         if STORE:
             tl.store(new + at * SLOTS * width + i[:, None] * width + column[None, :], x, mask=(column < width)[None, :])
         added = (tl.exp(end - sums) * r * b)[:, None] * x
-        state = tl.dot(tl.trans(key), added, tl.exp(end) * state, input_precision=PRECISION)
+        turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
+        state = tl.dot(turned, added, tl.exp(end) * state, input_precision=PRECISION)
     tl.store(last + item * DIM * width + place, state, mask=inside)
 
 
@@ -271,11 +283,12 @@ def pass_groups(
             group = high - 1 - step
         at = group * heads + head
         tl.store(begins + at * DIM * width + place, state, mask=inside)
-        a = maps + at * DIM * maps_width + d[:, None] * maps_width + e[None, :]
-        kept = tl.load(a, mask=square, other=0.0)
+        a = maps + at * DIM * maps_width
         if BACK:
-            kept = tl.trans(kept)
-        state = tl.dot(kept, state, input_precision=PRECISION)
+            a += e[None, :] * maps_width + d[:, None]
+        else:
+            a += d[:, None] * maps_width + e[None, :]
+        state = tl.dot(tl.load(a, mask=square, other=0.0), state, input_precision=PRECISION)
         if SUMS:
             b = sums + at * DIM * sums_width + d[:, None] * sums_width + (sums_first - extra + column)[None, :]
             state += tl.load(b, mask=inside & (column >= extra)[None, :], other=0.0)

@@ -2,7 +2,7 @@
 
 With dN the gradient of what is added, beta new: the passes make X = dN - G^T (beta dN), of which the gradients of k, v, beta
 and log_decay are products with rows, states and `new` (see `gated_delta`). Each of these tensors is written by a kernel and
-read by the next, so that none takes the transpose of a product, which Triton 3.4 to 3.7.0 gets wrong on Hopper.
+read by the next, so that none takes the transpose of a product, which Triton 3.4 to 3.7.0 may get wrong on Hopper.
 Sums have a fixed order: every run gives the same bits.
 Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state of
 which the last E have values, n runs, m groups.
@@ -29,6 +29,7 @@ from lightning_dilated.kernels.gated_delta import (
     column_of,
     fade,
     pass_groups,
+    read_turned,
     unit_rate,
 )
 from lightning_dilated.kernels.tiles import block_dim, read
@@ -86,9 +87,8 @@ def _sums(
         do = do.to(tl.float32) * unit_rate(query)[:, None]
         scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * later
         given = tl.dot(scores, do, given, input_precision=PRECISION)
-        state = tl.dot(
-            tl.trans(query.to(tl.float32)), tl.exp(sums)[:, None] * do, state, input_precision=PRECISION
-        )  # fmt: skip
+        turned = read_turned(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
+        state = tl.dot(turned, tl.exp(sums)[:, None] * do, state, input_precision=PRECISION)
     to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
     tl.store(to, given, mask=(column < width)[None, :])
     to = to_state + at * DIM * width + d[:, None] * width + column[None, :]
@@ -122,7 +122,7 @@ def _pass_back(
         first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
         at = chunk * heads + head
         key = read(k + first * k_sr, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
-        g = tl.load(matrix + at * SLOTS * SLOTS + i[:, None] * SLOTS + i[None, :]).to(tl.float32)
+        turned = tl.load(matrix + at * SLOTS * SLOTS + i[None, :] * SLOTS + i[:, None]).to(tl.float32)
         b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
         sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
         if STORE:
@@ -132,11 +132,12 @@ def _pass_back(
         if READ:
             x += tl.load(to_new + at * SLOTS * width + slot, mask=there, other=0.0)
             state += tl.load(to_state + at * DIM * width + place, mask=inside, other=0.0)
-        x -= tl.dot(tl.trans(g), b[:, None] * x, input_precision=PRECISION)
+        x -= tl.dot(turned, b[:, None] * x, input_precision=PRECISION)
         if STORE:
             tl.store(solved + at * SLOTS * width + slot, x, mask=there)
         taken = (-tl.exp(sums) * r * b)[:, None] * x
-        state = tl.dot(tl.trans(key), taken, state, input_precision=PRECISION)
+        turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
+        state = tl.dot(turned, taken, state, input_precision=PRECISION)
     tl.store(first_grad + item * DIM * width + place, state, mask=inside)
 
 
