@@ -28,6 +28,17 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "every=20, momentum=0, lr=1": {"regions": 2, "outer": {"every": 20, "momentum": 0.0, "lr": 1.0}},
     "every=5, momentum=0, lr=1": {"regions": 2, "outer": {"every": 5, "momentum": 0.0, "lr": 1.0}},
+    "every=20, momentum=0, lr=1.414": {"regions": 2, "outer": {"every": 20, "momentum": 0.0, "lr": 2**0.5}},
+    "every=1, momentum=0, lr=1": {"regions": 2, "outer": {"every": 1, "momentum": 0.0, "lr": 1.0}},
+    "every=20, momentum=0, lr=1, warmup=100": {
+        "regions": 2,
+        "outer": {"every": 20, "momentum": 0.0, "lr": 1.0, "warmup": 100},
+    },
+    "every=20, momentum=0, lr=1, warmup=150": {
+        "regions": 2,
+        "outer": {"every": 20, "momentum": 0.0, "lr": 1.0, "warmup": 150},
+    },
+    "every=20, warmup=150": {"regions": 2, "outer": {"every": 20, "warmup": 150}},
     "every=20, momentum=0.5, lr=1": {"regions": 2, "outer": {"every": 20, "momentum": 0.5, "lr": 1.0}},
 }
 THRESHOLD = 1.01

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
+from lightning_dilated.attention.cache_slots import Clock
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
-from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.recurrent_branch import RecurrentBranch
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer

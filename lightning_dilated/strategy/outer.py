@@ -28,7 +28,8 @@ class OuterSteps:
     steps, where data parallel ranks do at each. It is another optimizer than that of one region, with other results.
 
     With `fragments` the parameters are synchronised in turn, a part of the blocks at a time, evenly spread over `every`
-    steps. With `delay` training goes on for so many steps while a fragment is under way.
+    steps. With `delay` training goes on for so many steps while a fragment is under way. With `warmup` regions take the mean
+    of all their parameters after each of the first steps, where a model changes too fast to be trained apart.
 
     Args:
         every: inner steps between two outer steps of a parameter.
@@ -37,6 +38,8 @@ class OuterSteps:
         fragments: parts of the model that are synchronised in turn; blocks i, i + fragments, ... are together.
         delay: inner steps from when a fragment is sent to when its outer step is applied, fewer than `every`.
         mix: weight, in [0, 1), of the region's own parameters where an outer step is applied; the rest is the shared ones'.
+        warmup: inner steps, from the first one on, after each of which regions take the mean of their parameters; `lr`,
+            `momentum`, `fragments`, `delay` and `mix` count for those after them.
         offload: keep shared parameters and momentum (4 bytes each a parameter, 8 where parameters are float64) in host
             memory.
 
@@ -44,7 +47,8 @@ class OuterSteps:
         TypeError, ValueError: naming the argument.
 
     Source:
-        DiLoCo (arXiv 2311.08105); Streaming DiLoCo (arXiv 2501.18512) for `fragments`, `delay` and `mix`.
+        DiLoCo (arXiv 2311.08105), whose regions begin with a model that was trained without them; Streaming DiLoCo (arXiv
+        2501.18512) for `fragments`, `delay` and `mix`.
     """
 
     every: int = 100
@@ -53,6 +57,7 @@ class OuterSteps:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    warmup: int = 0
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +67,7 @@ class OuterSteps:
         integer(self.fragments, "fragments", 1)
         integer(self.delay, "delay", 0)
         real(self.mix, "mix", least=0, below=1)
+        integer(self.warmup, "warmup", 0)
         flag(self.offload, "offload")
         if self.fragments > self.every:
             raise ValueError(
@@ -148,6 +154,14 @@ class Fragment:
         self.sent = (message[:-1] / self._regions).to(self._home)
         self.flagged = bool(message[-1] > 0)
 
+    def meet(self) -> None:
+        """Let every region go on from the mean of all regions' parameters, which was sent."""
+        self.receive()
+        assert self.sent is not None
+        self.shared.sub_(self.sent)
+        self.sent = None
+        self.write(self.shared.to(self.device))
+
     def apply(self) -> None:
         """The outer step of what was sent, and what it makes of this region's parameters."""
         self.receive()
@@ -206,11 +220,12 @@ class OuterOptimizer:
         self.steps += 1
         applied = any_flagged = False
         for number, fragment in enumerate(self.fragments):
+            warmup = self.steps <= self.settings.warmup
             phase = (self.steps - self.settings.start(number)) % self.settings.every
-            if phase == 0:
+            if warmup or phase == 0:
                 fragment.send(flagged)
-            if phase == self.settings.delay and fragment.under_way:
-                fragment.apply()
+            if warmup or (phase == self.settings.delay and fragment.under_way):
+                fragment.meet() if warmup else fragment.apply()
                 applied, any_flagged = True, any_flagged or fragment.flagged
         return applied, any_flagged
 
@@ -275,13 +290,13 @@ class OuterOptimizer:
                     part.copy_(tensors[kind][name])
         if same or not sent:
             return None
-        return "fragments that were under way between regions are dropped: every, fragments or delay changed."
+        return "fragments that were under way between regions are dropped: every, fragments, delay or warmup changed."
 
 
 #: the vectors of a fragment that checkpoints hold
 KINDS = ("shared", "momentum", "sent")
 #: the settings that say which parameters are under way, and until when
-SCHEDULE = ("every", "fragments", "delay")
+SCHEDULE = ("every", "fragments", "delay", "warmup")
 
 
 def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:

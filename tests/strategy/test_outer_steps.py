@@ -55,6 +55,11 @@ def simulated(run, regions, outer, data_ranks):
             optimizer.step()
         with torch.no_grad():
             for name in names:
+                if step <= outer.warmup:
+                    shared[name].copy_(sum(parameters[name] for parameters in now) / regions)
+                    for parameters in now:
+                        parameters[name].copy_(shared[name])
+                    continue
                 since = step - part_of(names, name, outer.fragments) * outer.every // outer.fragments
                 if since % outer.every == 0:
                     mean = sum(parameters[name] for parameters in now) / regions
@@ -137,6 +142,7 @@ SETTINGS = {
     "mix": OuterSteps(every=2, mix=0.25),
     "delay": OuterSteps(every=3, delay=2),
     "streaming": OuterSteps(every=4, fragments=2, delay=1, mix=0.5),
+    "warmup": OuterSteps(every=3, fragments=2, delay=1, mix=0.5, warmup=5),
     "many fragments": OuterSteps(every=4, fragments=4, delay=3, mix=0.5),
     "on the host": OuterSteps(every=3, fragments=2, delay=1, offload=True),
 }
@@ -144,7 +150,7 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-CI = {(name, "sequences of two") for name in SETTINGS} | {("streaming", "data parallel")}
+CI = {(name, "sequences of two") for name in SETTINGS if name != "many fragments"} | {("streaming", "data parallel")}
 
 
 @pytest.mark.parametrize(
@@ -336,7 +342,7 @@ def test_goes_on_with_another_schedule(pools, text, begun):
     for one, got in zip(first, pools(4).run(4, part_of_run, text, other, 8, first[0]["saved"], None), strict=True):
         same(got["before"], one["own"])
         assert (
-            "under way between regions are dropped: every, fragments or delay changed" in got["warned"] or got["rank"]
+            "under way between regions are dropped: every, fragments, delay or warmup" in got["warned"] or got["rank"]
         )
 
 

@@ -35,6 +35,7 @@ from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
         ({"every": 3, "fragments": 4}, ValueError, "fragments=4 must be at most every=3"),
         ({"every": 3, "delay": 3}, ValueError, "delay=3 must be below every=3"),
         ({"delay": -1}, ValueError, "delay must be at least 0"),
+        ({"warmup": -1}, ValueError, "warmup must be at least 0"),
         ({"offload": "cpu"}, TypeError, "offload must be True or False"),
     ],
 )
