@@ -102,7 +102,9 @@ def gated_delta(
         log_decay, beta: (rows, K) fp32.
         begin: (n, K, D, W) fp32, before each run. W above E: columns that get nothing added, [1 | 0] for the map of a run.
     """
-    out, last = _GatedDelta.apply(q, k, v, log_decay, beta, begin, places)
+    tensors = q, k, v, log_decay, beta, begin
+    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    out, last = _GatedDelta.apply(*tensors, places, differentiated)
     return (None if q is None else out), last
 
 
@@ -134,12 +136,20 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, begin: Tensor, places: Layout
+        ctx: Any,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        begin: Tensor,
+        places: Layout,
+        differentiated: bool,
     ) -> tuple[Tensor, Tensor]:
         from lightning_dilated.kernels import gated_delta as forward
 
         rows = forward.Rows(_dense(k), _dense(v), log_decay, beta)
-        query, begin, needed = None if q is None else _dense(q), begin.contiguous(), any(ctx.needs_input_grad)
+        query, begin = None if q is None else _dense(q), begin.contiguous()
         heads = 0 if query is None else query.shape[1]
         out = (torch.empty if places.covered else torch.zeros)(
             (len(v), heads, v.shape[2]), dtype=v.dtype, device=v.device
@@ -151,12 +161,12 @@ class _GatedDelta(torch.autograd.Function):
         with kernels.on(k.device):
             chunks = places.on(k.device)
             inverse = forward.invert(rows, chunks)
-            if query is None and not needed:
+            if query is None and not differentiated:
                 return out, forward.last_states(rows, chunks, inverse, begin)
             passed = forward.pass_chunks(rows, chunks, inverse, begin)
             if query is not None:
                 forward.output(query, rows, chunks, inverse, passed, out)
-        if needed:
+        if differentiated:
             saved = inverse.matrix, inverse.total, inverse.rate, passed.before, passed.new, passed.maps
             ctx.save_for_backward(query, *_tensors(rows), *saved, *chunks)
         return out, passed.last
@@ -170,14 +180,14 @@ class _GatedDelta(torch.autograd.Function):
         query, *tensors = ctx.saved_tensors
         rows, rest = forward.Rows(*tensors[:4]), tensors[4:]
         if not rest:
-            return *(None if x is None else torch.zeros_like(x) for x in (query, *tensors)), last, None
+            return *(None if x is None else torch.zeros_like(x) for x in (query, *tensors)), last, None, None
         inverse = forward.Inverse(*rest[:3])
         passed = forward.Passed(rest[3], rest[4], last, rest[5])
         reading = None if query is None else back.Reading(query, _dense(grad))
         with kernels.on(rows.k.device):
             return *back.backward(
                 rows, forward.Chunks(*rest[6:]), inverse, passed, reading, last.contiguous(), ctx.places.covered
-            ), None  # fmt: skip
+            ), None, None  # fmt: skip
 
 
 def _tensors(rows: Rows) -> tuple[Tensor, ...]:

@@ -180,11 +180,14 @@ def test_rows_of_16_bits(interpreter, dtype, tolerance):
 def in_windows(rank, group):
     """The op in windows of 70 tokens and in one, and the torch path; the passes before a backward make no output."""
     rows = [x.detach().float() for x in gated((160,), kv_heads=1, group=2, dim=4, values=4).tensors()]
-    results = {}
+    from lightning_dilated.kernels import gated_delta
+
+    results, states = {}, mock.Mock(wraps=gated_delta.last_states)
     for name, tokens in (("one", 1000), ("several", 70), ("torch", 1000)):
         x = narrow(rows)
         with (
             mock.patch.object(op, "KERNEL_WINDOW", tokens),
+            mock.patch.object(gated_delta, "last_states", states),
             mock.patch.object(triton_chunks, "why_not", triton_chunks.why_not if name != "torch" else lambda *_: "no"),
         ):
             out = op.RECURRENCE(*x, None, torch.tensor([0, 90, 160]), op.encode("gated_delta", None, True))
@@ -192,6 +195,7 @@ def in_windows(rank, group):
         results[name] = {"out": out.detach(), **dict(zip(NAMES, grads, strict=True))}
     compare(results["several"], results["one"], 1e-5)
     compare(results["torch"], results["one"], 1e-5)
+    assert states.call_count == 2
 
 
 def test_windows_of_the_op(interpreter):
