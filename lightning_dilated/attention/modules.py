@@ -159,7 +159,7 @@ class DilatedAttention(nn.Module):
         }
 
     def op_arguments(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> tuple[Any, ...]:
-        """What this module hands to the op, see `functional.op_arguments`."""
+        """What this module hands to the op for q (B, N, H, D) and k, v (B, N, K, D), see `functional.op_arguments`."""
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:

@@ -183,7 +183,11 @@ class HFCausalLM(DilatedModule):
             )
 
     def build(self) -> None:
-        """The decoder, with the weights of its folder or random ones, and adapters."""
+        """The decoder, with the weights of its folder or random ones, and adapters.
+
+        Raises:
+            ValueError: for `compile_blocks` with a decoder whose layers are not known.
+        """
         self.decoder = self._decoder(self.source)
         refuse_other_code(self.decoder)
         if self.lora is not None:
@@ -418,7 +422,7 @@ class HFCausalLM(DilatedModule):
         return DynamicCache(config=self.decoder.config)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte, and perplexity of a token."""
+        """Bits per byte, and perplexity of a token, from a scalar loss."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     # -- what planning asks --------------------------------------------------------------------------------------------
@@ -445,6 +449,7 @@ class HFCausalLM(DilatedModule):
 
     @property
     def vocab_size(self) -> int:
+        """How many tokens the decoder has."""
         return self.config.get_text_config(decoder=True).vocab_size
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
