@@ -26,10 +26,9 @@ from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
-from lightning_dilated.recurrence import op
+from lightning_dilated.recurrence import op, triton_chunks
 from lightning_dilated.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.recurrence.runs import CHUNK
-from lightning_dilated.recurrence.triton_chunks import held_bytes
 
 #: bytes of a log-sum-exp
 LSE = 4
@@ -277,12 +276,13 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
     copied = 0 if tokens == call.tokens else call.batch * tokens * rows * call.head_dim * call.dtype.itemsize
     counted = max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
-    if described.kind != "gated_delta":
+    if described.kind != "gated_delta" or not triton_chunks.ON_GPU:
         return counted
     # which of the two computes the call depends on the machine that runs it
     tokens = call.batch * (call.tokens if whole else min(call.tokens, op.KERNEL_WINDOW))
     dims = call.head_dim, call.head_dim
-    return max(counted, held_bytes(tokens, (call.heads, call.kv_heads), dims, call.dtype, not forward) or 0)
+    heads = call.heads, call.kv_heads
+    return max(counted, triton_chunks.held_bytes(tokens, heads, dims, call.dtype, not forward) or 0)
 
 
 @functools.lru_cache(maxsize=64)
