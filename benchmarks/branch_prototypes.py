@@ -364,13 +364,19 @@ def text(a: Namespace) -> dict[str, object]:
 
 
 def _sequences(a: Namespace, split: str, steps: int) -> Iterator[Batch]:
-    """Batches of the quickstart's bytes: training in an order that the seed draws; validation evenly spread, one a batch."""
+    """Batches of the quickstart's bytes: training in an order that the seed draws; validation evenly spread, one a batch.
+
+    Training reads epoch after epoch; validation ends with the last sequence, if there are fewer than `steps`.
+    """
     source = ld.data.ByteDataModule(seq_len=a.seq_len, val_fraction=0.02, test_fraction=0.02).dataset(split)
-    size = max(1, a.tokens // a.seq_len) if split == "train" else 1
-    drawn = np.random.default_rng(a.seed).permutation(len(source)).tolist()
-    order = drawn if split == "train" else np.linspace(0, len(source) - 1, steps).astype(int).tolist()
-    for step in range(steps):
-        rows = [source[i] for i in order[step * size : (step + 1) * size]]
+    if split == "train":
+        size, draw = max(1, a.tokens // a.seq_len), np.random.default_rng(a.seed)
+        epochs = range(-(-steps * size // len(source)))
+        order = np.concatenate([draw.permutation(len(source)) for _ in epochs])[: steps * size].reshape(steps, size)
+    else:
+        order = np.unique(np.linspace(0, len(source) - 1, steps).astype(int))[:, None]
+    for indices in order.tolist():
+        rows = [source[i] for i in indices]
         yield {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("tokens", "labels")}
 
 
