@@ -1,10 +1,12 @@
-"""The time of recurrent attention by the gated delta rule on a GPU: ours in torch, and fla-core's kernels.
+"""The time of recurrent attention by the gated delta rule on a GPU: our kernels, torch, and fla-core's kernels.
 
     python benchmarks/recurrence_time.py --seq-len 65536 262144
+    python benchmarks/recurrence_time.py --seq-len 65536 --parts
 
-bf16 rows, fp32 states. Milliseconds of a forward, and of a forward and backward, beside those of the op of five branches
-over as many tokens; the largest differences of the output and of the gradients of q, k and v between the two ways. What is
-not installed is left out, with the reason.
+bf16 rows, fp32 states. Milliseconds of a forward, and of a forward and backward with the forward once more, beside those of
+the op of five branches over as many tokens; the largest differences of the output and of the gradients of q, k, v,
+log_decay and beta from those of the first row. What is not installed is left out, with the reason. `--parts` has a row for
+each kernel instead, of a call that is not cut into windows.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 
@@ -12,20 +14,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import lightning_dilated as ld
 from lightning_dilated.planning import seconds_of
+from lightning_dilated.recurrence import op, triton_chunks
+from lightning_dilated.recurrence.runs import Call, Document
 
 Rows = tuple[Tensor, ...]
 FIVE = ld.DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """In torch, chunk by chunk."""
-    return ld.recurrent_attention(q, k, v, log_decay, beta)
+    """As layers compute it: the op, by kernels where they serve the call, window by window."""
+    return op.RECURRENCE(q, k, v, log_decay, beta, None, None, op.encode("gated_delta", None, True))
+
+
+def in_torch(*tensors: Tensor) -> Tensor:
+    """The op by torch operations; `measured` keeps the kernels out."""
+    return ours(*tensors)
 
 
 def fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -60,24 +70,57 @@ def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[f
         out = way(*tensors)
         return out, *torch.autograd.grad(out, tensors, grad, allow_unused=True)
 
-    results = both()
-    cuda = torch.device("cuda")
-    return 1e3 * seconds_of(forward, cuda, 5), 1e3 * seconds_of(both, cuda, 5), tuple(x.detach() for x in results[:4])
+    cuda, why_not = torch.device("cuda"), triton_chunks.why_not
+    triton_chunks.ON_GPU = True
+    with mock.patch.object(triton_chunks, "why_not", why_not if way is not in_torch else lambda *_: "left out"):
+        results = both()
+        return (
+            1e3 * seconds_of(forward, cuda, 5),
+            1e3 * seconds_of(both, cuda, 5),
+            tuple(x.detach() for x in results if x is not None),
+        )
 
 
 def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
     """A table's rows."""
     tensors, grad = inputs(a, seq_len)
     first = None
-    for way in (ours, fla, dilated):
+    for way in (ours, in_torch, fla, dilated):
         try:
             forward, both, results = measured(way, tensors, grad)
         except (ImportError, RuntimeError) as error:
             yield f"| {seq_len:,} | {way.__name__} | {type(error).__name__}: {str(error)[:90]} | | |"
             continue
         first = first or results
-        apart = (f"{float((x - y).abs().max()):.1e}" for x, y in zip(first, results, strict=True))
-        yield f"| {seq_len:,} | {way.__name__} | {forward:.2f} | {both:.2f} | {'' if way is dilated else ' '.join(apart)} |"
+        apart = (
+            () if way is dilated else (f"{float((x - y).abs().max()):.1e}" for x, y in zip(first, results, strict=True))
+        )
+        yield f"| {seq_len:,} | {way.__name__} | {forward:.2f} | {both:.2f} | {' '.join(apart)} |"
+
+
+def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """(name, launch) of each kernel of a call, forward and then backward."""
+    from lightning_dilated.kernels import gated_delta as forward
+    from lightning_dilated.kernels import gated_delta_backward as back
+
+    tensors, grad = inputs(a, seq_len)
+    q, k, v, log_decay, beta = (x.detach()[0] for x in tensors)
+    rows = forward.Rows(k, v, log_decay, beta)
+    call = Call((Document(0, 0, seq_len),), 1, ((0, range(seq_len)),))
+    chunks = triton_chunks.layout(call, 0, a.heads).on(k.device)
+    begin = k.new_zeros(1, a.heads, a.head_dim, a.head_dim, dtype=torch.float32)
+    inverse = forward.invert(rows, chunks)
+    yield "invert", lambda: forward.invert(rows, chunks)
+    yield "last states", lambda: forward.last_states(rows, chunks, inverse, begin)
+    passed = forward.pass_chunks(rows, chunks, inverse, begin)
+    yield "states of all chunks", lambda: forward.pass_chunks(rows, chunks, inverse, begin)
+    out, reading = torch.empty_like(q), back.Reading(q, grad[0])
+    yield "output", lambda: forward.output(q, rows, chunks, inverse, passed, out)
+    sums = back.launch_sums(rows, chunks, inverse, reading)
+    yield "sums of the outputs", lambda: back.launch_sums(rows, chunks, inverse, reading)
+    yield "gradients of states", lambda: back.launch_back(rows, chunks, inverse, passed, sums, begin)
+    yield "gradients of queries", lambda: back.launch_queries(rows, chunks, inverse, passed, reading, True)
+    yield "the backward", lambda: back.backward(rows, chunks, inverse, passed, reading, begin, True)
 
 
 def main() -> None:
@@ -86,8 +129,15 @@ def main() -> None:
     p.add_argument("--seq-len", type=int, nargs="+", default=[65536, 262144])
     p.add_argument("--heads", type=int, default=12)
     p.add_argument("--head-dim", type=int, default=64)
+    p.add_argument("--parts", action="store_true", help="time each kernel")
     a = p.parse_args()
-    print("| tokens | way | forward ms | forward+backward ms | largest difference, out and dq, dk, dv |")
+    if a.parts:
+        print("| tokens | kernels | ms |\n| --- | --- | --- |")
+        for seq_len in a.seq_len:
+            for name, launch in parts_of(a, seq_len):
+                print(f"| {seq_len:,} | {name} | {1e3 * seconds_of(launch, torch.device('cuda'), 5):.3f} |", flush=True)
+        return
+    print("| tokens | way | forward ms | forward+backward ms | largest difference, out and gradients |")
     print("| --- | --- | --- | --- | --- |")
     for seq_len in a.seq_len:
         for row in rows_of(a, seq_len):

@@ -18,7 +18,7 @@ from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_a
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Branch",

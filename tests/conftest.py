@@ -34,6 +34,7 @@ LONGEST = (
     "sequence/test_scale.py", "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
     "strategy/test_first_batch.py", "strategy/test_failures.py", "strategy/test_pooled.py",
     "distributed/test_exchange_script.py", "models/test_frozen.py", "models/test_generation.py", "kernels/test_decode.py",
+    "kernels/test_gated_delta.py",
     "integrations/test_hf_causal_lm.py", "integrations/test_transformers_ranks.py", "integrations/test_evaluate.py",
     "strategy/test_accuracy_by_depth.py", "distributed/test_recurrence.py", "models/test_carried_streams.py",
     "strategy/test_sampler_order.py", "strategy/test_hooks.py", "strategy/test_resume.py", "distributed/test_pooled.py",

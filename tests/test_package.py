@@ -158,11 +158,6 @@ def test_type_checkers_read_the_package():
     assert (ROOT / "py.typed").is_file()  # without it they take every name for Any
 
 
-def test_version():
-    text = (ROOT.parent / "pyproject.toml").read_text()
-    assert f'version = "{ld.__version__}"' in text
-
-
 # -- in a process of its own -------------------------------------------------------------------------------------------
 def run(*argv, cwd):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT.parent), "OMP_NUM_THREADS": "1"}

@@ -22,6 +22,9 @@ PAGES = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "README.md
 PAGES |= {Path(name): (ROOT / name).read_text() for name in ("ARCHITECTURE.md", "CONTRIBUTING.md")}
 TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+FENCES = re.compile(r'^ *```(\w*)(?: title="([^"]+)")?\n(.*?)^ *```$', re.M | re.S)
+#: a line of a block without a language: a command, the rest of one, or a loop's word
+COMMAND = re.compile(r"(  |lightning-dilated |python |pip |mkdocs |git |sbatch |for |done$|\.ci/)")
 #: words of the blocks that have a test of their own
 OF_THEIR_OWN = {"class Tagger", "torchrun"}
 
@@ -32,10 +35,28 @@ def block(words: str) -> str:
     return text
 
 
+def test_every_block_is_run_or_parsed() -> None:
+    """`python` runs below, `bash` and files in test_tutorials.py; commands and `yaml` are parsed in tests/cli."""
+    pages = [*PAGES, *(path.relative_to(ROOT) for path in ROOT.glob("docs/*/*.md")), Path("recipes/README.md")]
+    for page in [*pages, Path("SECURITY.md")]:
+        tutorial = page.parent.name == "tutorials"
+        for language, _, text in FENCES.findall((ROOT / page).read_text()):
+            if language == "py":  # takes files or hardware that are not here
+                compile(text, str(page), "exec")
+            elif language == "":
+                assert not [line for line in text.splitlines() if not COMMAND.match(line)], (page, text)
+            elif language == "python":
+                assert tutorial or text in BLOCKS, (page, text)
+            else:
+                assert language in (("bash", "console", "text", "yaml") if tutorial else ("text", "yaml")), page
+
+
 @pytest.mark.parametrize("text", sorted({b for b in BLOCKS if not any(words in b for words in OF_THEIR_OWN)}))
 def test_block_runs(text: str) -> None:
-    if "import transformers" in text:
+    if "import transformers" in text or "integrations.transformers" in text:
         pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+    if "lora=" in text:
+        pytest.importorskip("peft", reason="needs the extra lora")
     exec(text, {"__name__": "block"})
 
 

@@ -184,10 +184,3 @@ def test_dead_links_of_a_built_site_are_named(tmp_path: Path) -> None:
         ("index.html", "a%20b/#none"),
         ("index.html", "none.png"),
     ]
-
-
-# -- release -----------------------------------------------------------------------------------------------------------
-def test_citation_has_the_version() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == ld.__version__
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)

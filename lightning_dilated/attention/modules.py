@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
+from lightning_dilated.attention.cache_slots import Clock
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
-from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.recurrent_branch import RecurrentBranch
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
@@ -158,7 +159,7 @@ class DilatedAttention(nn.Module):
         }
 
     def op_arguments(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> tuple[Any, ...]:
-        """What this module hands to the op, see `functional.op_arguments`."""
+        """What this module hands to the op for q (B, N, H, D) and k, v (B, N, K, D), see `functional.op_arguments`."""
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:

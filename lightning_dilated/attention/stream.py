@@ -34,6 +34,8 @@ from lightning_dilated.sequence.shard import ChunkShard
 
 #: stored rows take this share of a GPU's memory; others wait in pinned host memory
 ON_GPU = 1 / 8
+#: bytes of memory that stored rows share, and by which they begin
+SLAB, ALIGNED = 64 << 20, 256
 #: how many calls' routes a stream remembers: those of a chunk for every kind of layer, but not of every chunk
 REMEMBERED = 8
 
@@ -103,6 +105,8 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
 class Store:
     """Rows that were dropped, of all layers: on the device up to a budget, then in pinned host memory.
 
+    They lie in slabs of `SLAB` bytes. In memory of their own, the rows of a thousand chunks would lie scattered between the
+    buffers of each chunk, and the allocator would have to give memory back and ask for new for every chunk.
     A copy runs in the order of the computing stream: a chunk takes seconds, its rows milliseconds.
 
     Args:
@@ -111,6 +115,7 @@ class Store:
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget, self.on_device, self.on_host = budget, 0, 0
+        self._slabs: dict[torch.device, tuple[Tensor, int]] = {}  # the latest of each device, how much of it is taken
 
     def put(self, rows: Tensor) -> Tensor:
         """The rows, where they wait."""
@@ -120,12 +125,23 @@ class Store:
             self.budget = int(torch.cuda.get_device_properties(rows.device).total_memory * ON_GPU)
         if self.on_device + rows.nbytes <= self.budget:
             self.on_device += rows.nbytes
-            return rows
+            return self.room(rows, rows.device).copy_(rows)
         self.on_host += rows.nbytes
-        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+        return self.room(rows, torch.device("cpu")).copy_(rows, non_blocking=True)
+
+    def room(self, rows: Tensor, device: torch.device) -> Tensor:
+        """Memory for rows in a slab, which is freed with the last rows in it."""
+        size = -(-rows.nbytes // ALIGNED) * ALIGNED
+        slab, taken = self._slabs.get(device, (None, 0))
+        if slab is None or taken + size > len(slab):
+            pinned = device.type == "cpu" and rows.device.type == "cuda"
+            slab, taken = torch.empty(max(SLAB, size), dtype=torch.uint8, device=device, pin_memory=pinned), 0
+        self._slabs[device] = slab, taken + size
+        return slab[taken : taken + rows.nbytes].view(rows.dtype).view(rows.shape)
 
     def take(self, rows: Tensor, device: torch.device) -> Tensor:
         """The rows on the device again."""
+        self._slabs.clear()  # nothing is put any more
         if rows.device == device:
             self.on_device -= rows.nbytes
             return rows

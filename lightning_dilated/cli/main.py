@@ -37,6 +37,8 @@ NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # of Lightning's own code
     "Starting from v1.9.0, `tensorboardX` has been removed",  # which logger is the default; config.yaml says so
 )
+#: of a checkpoint's record of the best ones, which only a fit goes on with
+NOISE_UNLESS_FIT = "The dirpath has changed from"
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
 
@@ -71,9 +73,9 @@ LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 """
 
 
-def quiet() -> None:
-    """Leave out what others print at every start and what no user of the command line can act on."""
-    for message in NOISE:
+def quiet(command: str) -> None:
+    """Leave out what others print at every start of a command and what no user of it can act on."""
+    for message in NOISE if command == "fit" else (*NOISE, NOISE_UNLESS_FIT):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_is_no_tip)
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         if not argv[0].startswith("-") and argv[0] not in known:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS])}.")
         expandable_segments(os.environ)
-        quiet()
+        quiet(argv[0])
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
         with one_line_errors():
             argv = with_recipes(argv)

@@ -191,6 +191,8 @@ class ResumableLoader(DataLoader):
 
     From a dataset with a `schedule` (`ScheduledSequences`) samples are requested in the length of their optimizer step,
     also ahead of it, by workers. Without a Trainer each batch counts as a step.
+
+    Args: those of `torch.utils.data.DataLoader`, with a `ResumableSampler` as `sampler`.
     """
 
     trainer: pl.Trainer | None = None

@@ -181,6 +181,7 @@ class FarRecallDataModule(RuleDataModule):
         self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
 
     def rule(self) -> str:
+        """How samples are made, in words; a checkpoint's data are compared by it."""
         return (
             f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
             f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")

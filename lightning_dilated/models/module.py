@@ -64,6 +64,9 @@ class WarmupCosine(LambdaLR):
             DilatedModule fills in.
         warmup_steps: steps of the linear rise, fewer than `total_steps`.
         final_fraction: of the peak, at the end.
+
+    Raises:
+        ValueError: for numbers out of range, or a warm-up that is not shorter than `total_steps`.
     """
 
     def __init__(
@@ -123,6 +126,9 @@ class DilatedModule(Pretrained, LearningRate):
     all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers, through `configure_model`;
     outside of one they are made when weights are first accessed. `save_pretrained`, `from_pretrained` and `push_to_hub` come
     from `Pretrained`.
+
+    Raises:
+        TypeError: if `optimizer` or `lr_scheduler` cannot be called.
     """
 
     sequence_spec: SequenceSpec | None = None
@@ -187,7 +193,7 @@ class DilatedModule(Pretrained, LearningRate):
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Further numbers to log with a mean loss, by name."""
+        """Further numbers to log with a mean loss, a scalar, by name."""
         return {}
 
     @property
@@ -215,7 +221,7 @@ class DilatedModule(Pretrained, LearningRate):
         raise TypeError(f"{type(self).__name__} must define export_inputs(length, batch_size) to be exported.")
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """What the exported model returns, by name."""
+        """What the exported model returns for tensors (batch_size, length, ...), by name."""
         raise TypeError(f"{type(self).__name__} must define export_outputs(**inputs) to be exported.")
 
     # -- what planning asks: a subclass with `example_batch` can be planned, and searched by `plan --find-max` -----------

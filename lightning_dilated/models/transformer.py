@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from lightning_dilated._compat.torch import allow_recompiles, uncompiled
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
+from lightning_dilated.attention.cache_slots import Clock
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.kv_cache import Clock, KVCache
+from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts

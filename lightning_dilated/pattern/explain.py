@@ -43,7 +43,7 @@ def plot(
     head: int | None = None,
     num_kv_heads: int | None = None,
 ) -> Any:
-    """See `DilatedPattern.plot`: all heads and up to three single ones, or only `head`."""
+    """See `DilatedPattern.plot`: all heads and up to three single ones (`drawn_heads`), or only `head`."""
     from matplotlib.figure import Figure
 
     seq_len = integer(seq_len, "seq_len", 1)
@@ -54,7 +54,7 @@ def plot(
         )
     if head is not None and not 0 <= head < num_heads:
         raise ValueError(f"head must lie in 0..{num_heads - 1}, got {head}.")
-    panels = [None, *range(min(num_heads, 3))] if head is None else [head]
+    panels = [None, *drawn_heads(pattern, num_heads)] if head is None else [head]
     figure = Figure(figsize=(3.4 * len(panels), 3.9), layout="constrained", dpi=120)
     for axes, which in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         heads = range(num_heads) if which is None else [which]
@@ -74,6 +74,15 @@ def plot(
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def drawn_heads(pattern: DilatedPattern, num_heads: int, most: int = 3) -> list[int]:
+    """Up to `most` heads, in order: one for each set of branches that serves heads, then the lowest of the others."""
+    first: dict[tuple[bool, ...], int] = {}
+    for h in range(num_heads):
+        first.setdefault(tuple(branch.serves(h) for branch in pattern.branches), h)
+    leaders = list(first.values())
+    return sorted([*leaders, *(h for h in range(num_heads) if h not in leaders)][:most])
 
 
 def picture(

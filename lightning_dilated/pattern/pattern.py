@@ -94,7 +94,14 @@ class DilatedPattern:
 
     @classmethod
     def geometric(cls, first: int, last: int, ratio: int = 2, **kwargs: Any) -> DilatedPattern:
-        """Branches (first, 1), (first*ratio, ratio), (first*ratio^2, ratio^2), ... up to segment length `last`."""
+        """Branches (first, 1), (first*ratio, ratio), (first*ratio^2, ratio^2), ... up to segment length `last`.
+
+        Args:
+            kwargs: `offsets`, `offset_heads` and `padding` of the pattern.
+
+        Raises:
+            ValueError: if `last` is not `first` times a power of `ratio`.
+        """
         first, ratio = integer(first, "first", 1), integer(ratio, "ratio", 2)
         last = integer(last, "last", first, f" It is the longest segment, and first={first}.")
         steps = [(first, 1)]
@@ -111,7 +118,11 @@ class DilatedPattern:
     def head_groups(
         cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], num_heads: int, **kwargs: Any
     ) -> DilatedPattern:
-        """Branch i serves its own share of the heads, with offset i mod r_i; the first groups take one head more."""
+        """Branch i serves its own share of the heads, with offset i mod r_i; the first groups take one head more.
+
+        Raises:
+            ValueError: if the lists differ in length, or `num_heads` is less than the branches.
+        """
         plain = cls(_paired(segment_lengths, dilation_rates)).branches  # checked, with the branch named in errors
         num_heads = integer(num_heads, "num_heads", 1)
         if num_heads < len(plain):
@@ -234,7 +245,12 @@ class DilatedPattern:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | DilatedPattern) -> DilatedPattern:
-        """A pattern from `to_dict`'s form, or from {segment_lengths, dilation_rates, ...} as `longnet` takes them."""
+        """A pattern from `to_dict`'s form, or from {segment_lengths, dilation_rates, ...} as `longnet` takes them.
+
+        Raises:
+            TypeError: for what is neither a mapping nor a pattern.
+            ValueError: for a mapping with neither or with both of these forms, or with unknown keys.
+        """
         if isinstance(values, DilatedPattern):
             return values
         if not isinstance(values, Mapping):
@@ -285,6 +301,9 @@ class DilatedPattern:
         """(place in the list of branches as it was given, the branch there) of `branches[number]`.
 
         A window of rate r is one branch in that list, and r in `branches`.
+
+        Raises:
+            IndexError: if there is no such branch.
         """
         for place, branch in enumerate(join_residues(self.branches)):
             number -= len(branch.residues())
@@ -293,7 +312,11 @@ class DilatedPattern:
         raise IndexError(f"the pattern has {len(self.branches)} branches.")
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> tuple[int, int]:
-        """(H, Hkv) after checking that every branch's heads exist and that groups are whole."""
+        """(H, Hkv) after checking that every branch's heads exist and that groups are whole.
+
+        Raises:
+            ValueError: naming the branch and its heads.
+        """
         num_heads = integer(num_heads, "num_heads", 1)
         num_kv_heads = num_heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads", 1)
         if num_heads % num_kv_heads:
@@ -354,7 +377,9 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """A matplotlib Figure of who attends to whom, written to `path` if given."""
+        """A matplotlib Figure of who attends to whom, written to `path` if given: of all heads and of up to three single
+        ones, first one for each set of branches that heads take; or of `head` alone.
+        """
         return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 
 

@@ -128,7 +128,10 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of `run` after a warm-up; on a GPU each sample is of as many consecutive runs as fill 20 ms."""
+    """Median seconds of `run` after a warm-up, over `repeats` samples.
+
+    On a GPU (`device`) each sample is of as many consecutive runs as fill 20 ms.
+    """
     run()
     if device.type != "cuda":
         samples = []
@@ -173,7 +176,10 @@ def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> float:
-    """Peak GiB of `run` above what was held before; NaN where the system does not report it."""
+    """Peak GiB of `run` above what was held before; NaN where the system does not report it.
+
+    `device` is the GPU whose memory counts, or a CPU: then the process's resident memory does.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -210,6 +216,15 @@ def dense_yardstick(
 
     The same segments, heads and rows, without dilation, merge and joint backward: the cost of the FLOPs alone. Of a window
     segments with as many pairs a row.
+
+    Args:
+        pattern: whose blocks it takes.
+        seq_len, heads, head_dim: N, H and D.
+        causal: whether half of each block is masked.
+        dtype, device: of the tensors.
+
+    Returns:
+        a function that runs it once.
     """
     sizes = []
     for b in blocks(pattern, seq_len, heads, heads):

@@ -6,7 +6,7 @@ T chunks, m tokens of a memory segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,20 +28,24 @@ from lightning_dilated.recurrence.rules import positive
 from lightning_dilated.recurrence.runs import CHUNK, Call, Tables, tables
 from lightning_dilated.recurrence.scan import Scan
 from lightning_dilated.recurrence.state import RecurrentState
+from lightning_dilated.recurrence.triton_chunks import gated_delta, layout
 from lightning_dilated.sequence.collectives import sequence_sum
 from lightning_dilated.sequence.halo import sequence_halo
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """This rank's tensors in the dtype of the state: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), and of gated_delta
-    log_decay and beta (B, L, K)."""
+    """This rank's tensors: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), and of gated_delta log_decay and beta (B, L, K).
+
+    All in the dtype of the state, but q, k and v as the call has them where `kernels` compute it.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
     beta: Tensor | None
+    kernels: bool = False
 
     @property
     def all(self) -> tuple[Tensor, ...]:
@@ -53,13 +57,14 @@ class Computation:
 
     def __init__(self, kind: str, inputs: Inputs, call: Call, state: RecurrentState, scan: Scan | None) -> None:
         self.kind, self.inputs, self.call, self.state, self.scan = kind, inputs, call, state, scan
-        rank = 0 if scan is None else scan.group.rank
-        self.tables: Tables = tables(call, rank, CHUNK).to(inputs.q.device)
+        self.rank = 0 if scan is None else scan.group.rank
+        own, device = tables(call, self.rank, CHUNK), inputs.q.device
+        self.tables: Tables = own.states_to(device) if inputs.kernels else own.to(device)
 
-    def run(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
-        """(out (B, L, H, E), the state after the call if asked for)."""
+    def run(self, return_state: bool, output: bool = True) -> tuple[Tensor, RecurrentState | None]:
+        """(out (B, L, H, E), the state after the call if asked for); not `output`: out may hold nothing."""
         if self.kind == "gated_delta":
-            out, state = self._gated(return_state)
+            out, state = self._gated(return_state, output)
         elif self.call.after:
             out, state = self._both_sides(), None
         else:
@@ -70,14 +75,26 @@ class Computation:
         return x if self.scan is None else self.scan.tie(x)
 
     # -- kinds ------------------------------------------------------------------------------------------------------
-    def _gated(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
-        rows = (x.flatten(0, 1) for x in self.inputs.all)
-        chunks = gated_chunks(*rows, self.tables)
-        before, after = self._states(chunks.transition, chunks.added, self.state.matrix)
-        out = put(chunks.read @ before[:, :, None] + chunks.own, self.tables)
+    def _gated(self, return_state: bool, output: bool) -> tuple[Tensor, RecurrentState | None]:
+        rows = [x.flatten(0, 1) for x in self.inputs.all]
+        if self.inputs.kernels:
+            out, after = self._by_kernels(*rows, output)
+        else:
+            chunks = gated_chunks(*rows, self.tables)
+            before, after = self._states(chunks.transition, chunks.added, self.state.matrix)
+            out = put(chunks.read @ before[:, :, None] + chunks.own, self.tables)
         if not return_state:
             return out, None
         return out, RecurrentState(self._final(after, self.state.matrix), self._seen())
+
+    def _by_kernels(
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, output: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(out (B L, H, E), the state after each run)."""
+        rows, places = (k, v, log_decay, beta), layout(self.call, self.rank, k.shape[1])
+        begin = self._begins(self.state.matrix, lambda states: gated_delta(None, *rows, states, places)[1], False)
+        out, after = gated_delta(q if output else None, *rows, begin, places)
+        return q.new_zeros(len(q), 0, v.shape[2]) if out is None else out, after
 
     def _segments(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
         chunks = self._chunks()
@@ -159,28 +176,40 @@ class Computation:
     # -- states -----------------------------------------------------------------------------------------------------
     def _states(self, transition: Transition, added: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         """(the state before each chunk, the state after each run); `initial` (S, K, D, E) begins documents."""
+
+        def after(states: Tensor) -> Tensor:
+            columns = pad(added, (states.shape[3] - added.shape[3], 0))
+            return pass_states(transition, columns, states, self.tables.counts)[1]
+
+        begins = self._begins(initial, after, transition.right is None)
+        return pass_states(transition, added, begins, self.tables.counts)
+
+    def _begins(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
+        """(n, K, D, E): the state before each run; `initial` (S, K, D, E) begins documents.
+
+        Args:
+            after: the states after the runs of those before (n, K, D, W), with nothing added to columns before the last E.
+            sums: whether the state only gets sums added.
+        """
         incoming = initial.new_zeros(self.tables.outgoing.numel(), *initial.shape[1:])
         if self.scan is not None:
-            incoming = self._incoming(transition, added, initial).flatten(0, 1)
-        initial = torch.cat([incoming, initial])
-        return pass_states(transition, added, initial[self.tables.begins], self.tables.counts)
+            incoming = self._incoming(initial, after, sums).flatten(0, 1)
+        return torch.cat([incoming, initial])[self.tables.begins]
 
-    def _incoming(self, transition: Transition, added: Tensor, initial: Tensor) -> Tensor:
-        """(pieces, B, K, D, E): the state before each of this rank's pieces."""
-        number, columns = len(self.tables.runs), added.shape[-1]
-        sizes, dim = added.shape[1:3], added.shape[2]
-        continued = self.tables.continued[:, None, None, None].to(added.dtype)
+    def _incoming(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
+        """(pieces, B, K, D, E): the state before each of this rank's pieces; arguments as of `_begins`."""
+        number, columns = len(self.tables.runs), initial.shape[-1]
+        sizes, dim = initial.shape[1:3], initial.shape[2]
+        continued = self.tables.continued[:, None, None, None].to(initial.dtype)
         own = (self.tables.begins - self.tables.outgoing.numel()).clamp(min=0)
-        begin = initial[own] * (1 - continued) if number else added.new_zeros(0, *added.shape[1:])
-        unchanged = added.new_zeros(1, *added.shape[1:])
-        if transition.right is None:  # sums: A is one number
-            _, total = pass_states(transition, added, begin, self.tables.counts)
-            maps = torch.cat([continued.expand(number, *sizes, 1), total], -1)
-            through = torch.cat([added.new_ones(1, *sizes, 1), unchanged], -1)
+        begin = initial[own] * (1 - continued) if number else initial.new_zeros(0, *initial.shape[1:])
+        unchanged = initial.new_zeros(1, *initial.shape[1:])
+        if sums:  # A is one number
+            maps = torch.cat([continued.expand(number, *sizes, 1), after(begin)], -1)
+            through = torch.cat([initial.new_ones(1, *sizes, 1), unchanged], -1)
         else:
-            eye = torch.eye(dim, dtype=added.dtype, device=added.device).expand(*sizes, dim)
-            begin = torch.cat([eye * continued, begin], -1)
-            maps = pass_states(transition, pad(added, (dim, 0)), begin, self.tables.counts)[1]
+            eye = torch.eye(dim, dtype=initial.dtype, device=initial.device).expand(*sizes, dim)
+            maps = after(torch.cat([eye * continued, begin], -1))
             through = torch.cat([eye[None], unchanged], -1)
         return self.scan.before(torch.cat([maps, through])[self.tables.outgoing], columns)
 

@@ -85,7 +85,11 @@ class Recurrence:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | Recurrence) -> Recurrence:
-        """From `to_dict`'s form, or as it is."""
+        """From `to_dict`'s form, or as it is.
+
+        Raises:
+            TypeError: for anything else.
+        """
         if isinstance(values, Recurrence):
             return values
         if not isinstance(values, Mapping):

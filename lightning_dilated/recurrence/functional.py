@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.pattern.rows import check_bounds
+from lightning_dilated.recurrence import triton_chunks
 from lightning_dilated.recurrence.compute import Computation, Inputs, pieces
 from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
 from lightning_dilated.recurrence.runs import Call, Document
@@ -118,12 +119,39 @@ def recurrent_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed; on every rank, if they differ.
     """
-    group = _group(sequence)
-    arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, return_state, lengths, cu_seqlens, group)
-    checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
-    with torch.autocast(q.device.type, enabled=False):
-        out, after = _compute(checked, group, return_state)
+    arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, return_state, lengths, cu_seqlens)
+    out, after = _call(arguments, sequence, True)
     return out if after is None else (out, after)
+
+
+def state_after(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    *,
+    kind: str,
+    segment: int | None,
+    state: RecurrentState,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    sequence: SequenceGroup | None = None,
+) -> RecurrentState:
+    """The state of `recurrent_attention(..., return_state=True)` alone, for which kernels need not read it for outputs."""
+    arguments = (q, k, v, log_decay, beta, kind, segment, True, state, True, lengths, cu_seqlens)
+    after = _call(arguments, sequence, False)[1]
+    assert after is not None
+    return after
+
+
+def _call(arguments: tuple[Any, ...], sequence: Any, output: bool) -> tuple[Tensor, RecurrentState | None]:
+    """(out, the state if asked for) of the arguments of `_checked` but the group; not `output`: out may hold nothing."""
+    group = _group(sequence)
+    arguments = (*arguments, group)
+    checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
+    with torch.autocast(arguments[0].device.type, enabled=False):
+        return _compute(checked, group, arguments[9], output)
 
 
 class _Checked:
@@ -180,7 +208,7 @@ class _Checked:
 
 
 def _compute(
-    checked: _Checked, group: SequenceGroup | None, return_state: bool
+    checked: _Checked, group: SequenceGroup | None, return_state: bool, output: bool
 ) -> tuple[Tensor, RecurrentState | None]:
     inputs, kind = checked.inputs, checked.kind
     batch, length = inputs.q.shape[:2]
@@ -201,16 +229,18 @@ def _compute(
     if state is None:
         shape = (*inputs.k.shape[2:], inputs.v.shape[3])
         state = empty_state(kind, checked.segment or 1, len(documents), shape, inputs.q, checked.dtype)
-    out, after = Computation(kind, wide.inputs, call, state, scan).run(return_state)
+    out, after = Computation(kind, wide.inputs, call, state, scan).run(return_state, output)
     return out.to(inputs.v.dtype), after
 
 
 def _widened(checked: _Checked) -> _Checked:
-    """The same with all tensors in the dtype of the state, on the device of q."""
+    """The same with all tensors in the dtype of the state, but the rows that kernels read, on the device of q."""
     x, state = checked.inputs, checked.state
     device, dtype = x.q.device, checked.dtype
-    gates = [None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta)]
-    inputs = Inputs(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), *gates)
+    log_decay, beta = (None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta))
+    served = triton_chunks.serves(checked.kind, x.q, x.k, x.v)
+    q, k, v = (row if served else row.to(dtype) for row in (x.q, x.k, x.v))
+    inputs = Inputs(q, k, v, log_decay, beta, kernels=served)
     if state is not None:
         state = state.to(device, dtype)
     settings = checked.kind, checked.segment, checked.causal

@@ -23,6 +23,7 @@ from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.recurrence.functional import recurrent_attention
 from lightning_dilated.recurrence.parts import Part
 from lightning_dilated.recurrence.state import RecurrentState
+from lightning_dilated.recurrence.triton_chunks import serves
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
 _ROWS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
@@ -37,6 +38,8 @@ RECURRENCE_BACKWARD = torch.ops.lightning_dilated.recurrence_backward.default
 #: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token
 #: forward, and 90 backward, with 12 heads of 64
 WINDOW = 1 << 14
+#: the same of gated_delta by kernels, which take about 8 KiB a token forward, and 20 backward
+KERNEL_WINDOW = 1 << 16
 
 
 class RecurrenceSpec(NamedTuple):
@@ -86,7 +89,7 @@ def part_forward(
     part: Part, tensors: Sequence[Tensor | None], before: RecurrentState, settings: dict[str, Any]
 ) -> tuple[Tensor, RecurrentState]:
     """(out (B, n, H, D), the state after the part) of its tensors; on one rank `WINDOW` tokens at a time."""
-    windows = _windows(part, settings)
+    windows = _windows(part, tensors, settings)
     if len(windows) == 1:
         return part.run(tensors, before, settings)
     q, v = tensors[0], tensors[2]
@@ -112,10 +115,10 @@ def part_backward(
     Args:
         later: gradients of the state after the part, by `RecurrentState.floating`; None: nothing reads it.
     """
-    windows, results = _windows(part, settings), like_inputs(*tensors)
+    windows, results = _windows(part, tensors, settings), like_inputs(*tensors)
     befores = [before]
     for window, following in itertools.pairwise(windows):
-        state = window.run(_cut(tensors, part, window), befores[-1], settings)[1]
+        state = window.after(_cut(tensors, part, window), befores[-1], settings)
         befores.append(following.before(state, _cut(tensors, part, following), settings))
     for window, state in zip(reversed(windows), reversed(befores), strict=True):
         rows, at = _cut(tensors, part, window), _place(part, window)
@@ -149,9 +152,15 @@ def _window_backward(
     return list(state.where(window.begins(), state.zeros()).floating())
 
 
-def _windows(part: Part, settings: dict[str, Any]) -> list[Part]:
+def _windows(part: Part, tensors: Sequence[Tensor | None], settings: dict[str, Any]) -> list[Part]:
     """Ranks that share the part compute it at once."""
-    return [part] if settings["sequence"] is not None else part.split(WINDOW)
+    return [part] if settings["sequence"] is not None else part.split(_window(settings["kind"], *tensors[:3]))
+
+
+def _window(kind: str, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> int:
+    """Tokens of each sample that one rank computes at a time."""
+    assert q is not None and k is not None and v is not None
+    return KERNEL_WINDOW if serves(kind, q, k, v) else WINDOW
 
 
 def _place(part: Part, window: Part) -> slice:
@@ -166,7 +175,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
     """(B, L, H, D) of `rest`: lengths, cu_seqlens and `RecurrenceSpec`'s code."""
     tensors, settings = (q, k, v, log_decay, beta), RecurrenceSpec.decode(rest[-1]).settings()
     with no_sequence():
-        part = _long(q, *rest)
+        part = _long(tensors, *rest)
         if part is None:
             return recurrent_attention(*tensors, **settings, lengths=rest[0], cu_seqlens=rest[1])
         del settings["causal"]
@@ -177,7 +186,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, log_decay and beta; empty tensors for those that are None."""
     tensors, rest = args[:5], args[5:]
     with no_sequence():
-        part = _long(tensors[0], *rest)
+        part = _long(tensors, *rest)
         if part is not None:
             settings = RecurrenceSpec.decode(rest[-1]).settings()
             del settings["causal"]
@@ -186,11 +195,15 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         return tuple(gradients([run_forward(*inputs, *rest)], inputs, [grad]))
 
 
-def _long(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str) -> Part | None:
+def _long(
+    tensors: Sequence[Tensor | None], lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str
+) -> Part | None:
     """A causal call of one rank that is computed window by window, as a part of a sequence; None: it is computed at once."""
-    _, _, causal, sequence = RecurrenceSpec.decode(spec)
+    kind, _, causal, sequence = RecurrenceSpec.decode(spec)
+    q = tensors[0]
+    assert q is not None
     length = q.shape[1]
-    if not causal or sequence or length <= WINDOW:
+    if not causal or sequence or length <= _window(kind, *tensors[:3]):
         return None
     starts: list[list[int]] = [[0]] * len(q)
     if cu_seqlens is not None:

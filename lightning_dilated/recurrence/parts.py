@@ -5,17 +5,19 @@ Shape letters: B batch, N tokens of the sequence, n tokens of the part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_dilated.recurrence.functional import recurrent_attention
+from lightning_dilated.recurrence.functional import recurrent_attention, state_after
 from lightning_dilated.recurrence.state import RecurrentState, empty_state
 
 #: q, k, v, log_decay and beta
 Tensors = Sequence[Tensor | None]
+#: recurrent_attention's arguments -> (rows, the state after them)
+Call = Callable[..., tuple[Tensor, RecurrentState]]
 
 
 class Part(NamedTuple):
@@ -47,22 +49,46 @@ class Part(NamedTuple):
 
     def run(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> tuple[Tensor, RecurrentState]:
         """(out, the state after the part) of the part's tensors; `settings` are those of `recurrent_attention`."""
+
+        def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
+            return recurrent_attention(*rows, **options, return_state=True)
+
+        return self._run(call, tensors, state, settings)
+
+    def after(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> RecurrentState:
+        """The state after the part alone."""
+
+        def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
+            return rows[2], state_after(*rows, **options)
+
+        return self._run(call, tensors, state, settings)[1]
+
+    def _run(
+        self, call: Call, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]
+    ) -> tuple[Tensor, RecurrentState]:
+        """(rows, the state after the part) of a call, sample by sample where documents begin within the part."""
         within = [[x for x in starts if x in self.span and x > self.span.start] for starts in self.starts]
         if any(within):
-            each = [self._of_sample(i, tensors, state.select([i]), x, settings) for i, x in enumerate(within)]
-            return torch.cat([out for out, _ in each]), RecurrentState.join([x for _, x in each])
+            each = [self._of_sample(call, i, tensors, state.select([i]), x, settings) for i, x in enumerate(within)]
+            return torch.cat([rows for rows, _ in each]), RecurrentState.join([x for _, x in each])
         limits: dict[str, Any] = {}
         if self.lengths is not None:
             limits["lengths"] = [min(max(n - self.span.start, 0), len(self.span)) for n in self.lengths]
-        return recurrent_attention(*tensors, **settings, **limits, state=state, return_state=True)
+        return call(*tensors, **settings, **limits, state=state)
 
     def _of_sample(
-        self, sample: int, tensors: Tensors, state: RecurrentState, begins: list[int], settings: dict[str, Any]
+        self,
+        call: Call,
+        sample: int,
+        tensors: Tensors,
+        state: RecurrentState,
+        begins: list[int],
+        settings: dict[str, Any],
     ) -> tuple[Tensor, RecurrentState]:
         """Of one sample, in which documents begin."""
         rows = [None if x is None else x[sample : sample + 1] for x in tensors]
         cuts = [0, *(x - self.span.start for x in begins), len(self.span)]
         fresh = state.detach().zeros()
         every = RecurrentState.join([state, *[fresh] * len(begins)])
-        out, after = recurrent_attention(*rows, **settings, cu_seqlens=cuts, state=every, return_state=True)
+        out, after = call(*rows, **settings, cu_seqlens=cuts, state=every)
         return out, after.select([len(begins)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -140,6 +140,11 @@ class Tables:
         """The same tables on a device."""
         values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         return Tables(**values)
+
+    def states_to(self, device: torch.device) -> Tables:
+        """The same tables with those of states on a device, and those of rows and chunks where they are."""
+        names = ("begins", "outgoing", "continued", "finals")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @property
     def documents(self) -> Tensor:

@@ -57,6 +57,10 @@ def scalar(x: Tensor | float, device: torch.device) -> Tensor:
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     """The sum of the ranks' shares, on every rank, without a gradient: for logging and comparisons.
 
+    Args:
+        share: a scalar, this rank's.
+        sequence: the ranks; None: the active group, or one rank without one.
+
     Raises:
         RuntimeError: as `loss_share`.
     """

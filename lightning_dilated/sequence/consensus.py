@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,16 @@ def _thread(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "control-messages")
 
 
-@functools.cache
+#: the connections of a group live as long as the group: each has threads that wake up a hundred times a second
+_connections: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _ThreadedGloo]] = WeakKeyDictionary()
+
+
 def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> _ThreadedGloo:
-    """One backend for each channel, however often it is asked for."""
-    return _ThreadedGloo(gloo_backend(group, channel, timeout))
+    """One backend for each channel of a group, however often it is asked for."""
+    connections = _connections.setdefault(group, {})
+    if (timeout, channel) not in connections:
+        connections[timeout, channel] = _ThreadedGloo(gloo_backend(group, channel, timeout))
+    return connections[timeout, channel]
 
 
 class ControlGroup:

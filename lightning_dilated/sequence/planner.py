@@ -113,10 +113,16 @@ class HeadPrice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not, and
-    the link speeds behind the prices (None without prices).
+    """What `plan` decides for a call, and why; printed, it is a table.
 
-    With `head_size="auto"` also the prices of sizes of head-parallel groups, and why others were not taken.
+    Attributes:
+        problem: the call.
+        exchange: its name; None where no segment crosses a shard.
+        prices: of the exchanges that serve the call.
+        rejected: (exchange, why) of the others.
+        links: the link speeds behind the prices; None without prices.
+        head_prices, head_reasons: with `head_size="auto"`, the prices of sizes of head-parallel groups, and (size, why) of
+            those that were not taken.
     """
 
     problem: Problem
@@ -190,7 +196,20 @@ def make_problem(
     head_size: int = 1,
     head_rank: int = 0,
 ) -> Problem:
-    """The problem of a call on `ranks` ranks; with head-parallel groups, that of the ranks with one `head_rank`."""
+    """The problem of a call on `ranks` ranks; with head-parallel groups, that of the ranks with one `head_rank`.
+
+    Args:
+        pattern, num_heads, num_kv_heads, causal: of the call.
+        seq_len: N.
+        layout: how ranks share the positions: "contiguous", "zigzag" or "strided".
+        cu_seqlens: bounds of packed documents; in place of `lengths`.
+        lengths: tokens of each sample.
+        batch: samples of N tokens, where neither is given.
+        head_size: ranks of a head-parallel group, a divisor of `ranks`.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
     num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
     if integer(ranks, "ranks", 1) % integer(head_size, "head_size", 1):
         raise ValueError(f"head_size={head_size} must divide ranks={ranks}.")

@@ -109,6 +109,7 @@ class Shard:
         return min(chunk, 2 * self.total - 1 - chunk)
 
     def length(self, rank: int) -> int:
+        """L, the number of a rank's tokens."""
         return sum(map(len, self.ranges(rank)))
 
     @property
@@ -319,7 +320,16 @@ class ChunkShard:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's position among the ranks of a sequence, and their layout: picklable, for loaders and their workers."""
+    """One rank's position among the ranks of a sequence, and their layout: picklable, for loaders and their workers.
+
+    Attributes:
+        ranks, rank: how many share the sequence, and which this one is.
+        layout: "contiguous", "zigzag", "strided" or "chunked".
+        stream: tokens of a chunk in the layout "chunked", otherwise None.
+
+    Raises:
+        TypeError, ValueError: for another layout, or a `stream` that does not fit it.
+    """
 
     ranks: int = 1
     rank: int = 0

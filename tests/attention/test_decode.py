@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_dilated.attention import MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.attention import kv_cache as decode
-from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
+from lightning_dilated.attention.cache_slots import Clock
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..examples import examples

@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern
+from lightning_dilated.attention import stream as streams
 from lightning_dilated.attention.functional import op_arguments
-from lightning_dilated.attention.stream import Stream
+from lightning_dilated.attention.stream import Store, Stream
 from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
 from lightning_dilated.sequence.requirements import Document
 from lightning_dilated.sequence.shard import ChunkShard
@@ -133,3 +134,17 @@ def test_chunks_out_of_order_and_of_other_lengths_are_refused():
     del stream
     with pytest.raises(ValueError, match=name):
         attend(x, zeroth)
+
+
+def test_stored_rows_share_memory(monkeypatch):
+    """Apart from each other, in few slabs; one larger than a slab has memory of its own."""
+    monkeypatch.setattr(streams, "SLAB", 4096)
+    store, cpu = Store(), torch.device("cpu")
+    sizes, kinds = [1, 0, 3, 50, 2, 1, 7], [torch.bfloat16, torch.float32, torch.float64]
+    rows = [torch.randn(n, 2, 8).to(kinds[i % 3]) for i, n in enumerate(sizes * 3)]
+    kept = [store.room(x, cpu).copy_(x) for x in rows]
+    for x, y in zip(rows, kept, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+        assert y.data_ptr() % 8 == 0 and y.storage_offset() * y.element_size() % 256 == 0
+    slabs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    assert len(slabs) < len(rows) / 2 and set(slabs.values()) == {4096, 50 * 2 * 8 * 8}

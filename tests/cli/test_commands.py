@@ -332,16 +332,19 @@ def test_a_run_begins_quietly(fitted):
     assert "FLOPs: 0" not in said and "Tip:" not in said
 
 
-def test_noise_of_others_is_left_out():
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_noise_of_others_is_left_out(command):
     lightning, lines = logging.getLogger("lightning.pytorch.utilities.rank_zero"), io.StringIO()
     handler = logging.StreamHandler(lines)
     lightning.addHandler(handler)
     with warnings.catch_warnings(record=True) as kept:
         warnings.simplefilter("always")
-        quiet()
+        quiet(command)
+        warnings.warn("The dirpath has changed from 'a' to 'b', therefore `kth_value` won't be reloaded", stacklevel=1)
         warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use `x` instead.", FutureWarning, stacklevel=1)
         warnings.warn("val_loss is nan", stacklevel=1)
-    assert [str(w.message) for w in kept] == ["val_loss is nan"]
+    of_a_fit = ["The dirpath has changed from 'a' to 'b', therefore `kth_value` won't be reloaded"]
+    assert [str(w.message) for w in kept] == (of_a_fit if command == "fit" else []) + ["val_loss is nan"]
     lightning.warning("\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud logging, install something.")
     lightning.warning("GPU available: False")
     lightning.removeHandler(handler)

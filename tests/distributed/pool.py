@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_dilated.sequence.group import _groups as sequence_groups
+
 SIZES = (1, 2, 3, 4)
 #: what the process that forks the workers imports once, for all of them
 PRELOADED = [
@@ -190,7 +192,12 @@ def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[
 
 
 def _end_groups(kept: set[dist.ProcessGroup]) -> None:
-    """End the groups that a call made: their threads would wake up for the rest of the session."""
+    """End the groups that a call made: each has a thread that wakes up a hundred times a second for the rest of the session.
+
+    A strategy leaves its SequenceGroup, which holds process groups, to backwards still to come.
+    """
+    for sequence in list(sequence_groups.values()):
+        sequence.close()
     new = [group for group in _groups() if group not in kept]
     for group in new:
         dist.destroy_process_group(group)

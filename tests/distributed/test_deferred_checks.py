@@ -1,9 +1,11 @@
 """Deferred checks of calls: equal results, no waiting, and every rank refuses before results are used."""
 
+import gc
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated import LongNetLM
@@ -293,3 +295,21 @@ def gathers_alone(rank, group):
 
 def test_one_rank_asks_itself(pool):
     assert pool.run(1, gathers_alone) == [(True, True, [[1, 2]], [{"a": "b"}])]
+
+
+def connection_ends(rank, group):
+    """Whether two users of a channel share its connection, and whether it is gone with the process group."""
+    own = dist.new_group([0, 1])
+    control = ControlGroup(own, None, "shared")
+    values = [int(x) for x in control.gather(torch.tensor([rank]))]
+    connection = weakref.ref(control.backend)
+    shared = ControlGroup(own, None, "shared").backend is connection()
+    dist.barrier(own)
+    dist.destroy_process_group(own)
+    del own, control
+    gc.collect()
+    return values, shared, connection() is None
+
+
+def test_a_connection_ends_with_its_group(pool):
+    assert pool.run(2, connection_ends) == [([0, 1], True, True)] * 2

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern, Window
-from lightning_dilated.attention.kv_cache import _layer_slots
+from lightning_dilated.attention.cache_slots import layer_slots
 from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.models.longnet import generation
 from lightning_dilated.sequence.chunks import ENDLESS, chunk_problem, leaving_rows, live_count
@@ -269,7 +269,7 @@ def test_rows_of_the_prompt_are_those_that_a_stream_carries(data):
 
 def rows_of(pattern, heads, kv_heads, dealt, prompt):
     """Rows of all slots that a rank keeps of a prompt and that a later token reads."""
-    (branch,) = _layer_slots(pattern, heads, kv_heads)
+    (branch,) = layer_slots(pattern, heads, kv_heads)
     first, reads = branch.first(prompt - 1), lambda rows: bool(rows[-1:]) and rows[-1] >= prompt
     end = ENDLESS if branch.width is None else first + branch.width
     return sum(

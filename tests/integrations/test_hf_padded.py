@@ -95,6 +95,20 @@ def test_hf_causal_lm(name, options):
         assert torch.equal(mine[:, : alone.shape[1]], alone) and not mine[:, alone.shape[1] :].any()
 
 
+@pytest.mark.parametrize("pattern", [None, HYBRID], ids=["own", "hybrid"])
+def test_streams(pattern):
+    model = HFCausalLM(config("mistral", eos_token_id=None), pattern).double()
+    ids, mask, rows = padded("left")
+    options = {"max_new_tokens": NEW, "temperature": 0}
+    alone = torch.cat([torch.stack(list(model.generate_stream(x, **options)), 1) for x in rows])
+    got = torch.stack(list(model.generate_stream(ids, attention_mask=mask, **options)), 1)
+    assert torch.equal(got, alone) and got.shape == (len(rows), NEW)
+    with pytest.raises(ValueError, match="padding on the right"):
+        next(model.generate_stream(ids, attention_mask=padded("right")[1], **options))
+    with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\)"):
+        next(model.generate_stream(ids, attention_mask=mask[:, 1:], **options))
+
+
 def test_compiled_layers():
     model = HFCausalLM(config("llama", eos_token_id=None), HYBRID, compile_blocks=True)
     ids, mask, rows = padded("left", [9, 4], 9)

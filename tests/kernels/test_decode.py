@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
-from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
+from lightning_dilated.attention.cache_slots import Clock
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models.longnet import token_step
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.explain import LONGEST, PIXELS, picture
 
 from ..examples import examples
@@ -54,6 +54,21 @@ def test_writes_a_png(tmp_path, heads, head, panels, causal):
         "causal" if causal else "both directions"
     ) in figure.get_suptitle() and "(8, 1), (32, 2)" in figure.get_suptitle()
     assert figure.axes[0].get_title() == ("all heads" if head is None else f"head {head}")
+
+
+SHOWN = {
+    "all alike": (PATTERN, 8, [0, 1, 2]),
+    "fewer than three": (PATTERN, 2, [0, 1]),
+    "the last one differs": (DilatedPattern([Branch(8, 1, heads=range(7)), Branch(None, 1, heads=[7])]), 8, [0, 1, 7]),
+    "four sets": (DilatedPattern([Branch(8, 1), *(Branch(4, 1, heads=[h]) for h in (2, 4, 6))]), 8, [0, 2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_heads_with_branches_of_their_own_are_shown(name):
+    pattern, num_heads, want = SHOWN[name]
+    titles = [axes.get_title() for axes in pattern.plot(16, num_heads, causal=True).axes]
+    assert titles == ["all heads", *(f"head {h}" for h in want)]
 
 
 def test_the_longest_sequence():

@@ -27,6 +27,7 @@ def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert counted == pytest.approx(held, rel=0.03)
     monkeypatch.setattr(op, "WINDOW", 1000)
+    monkeypatch.setattr(op, "KERNEL_WINDOW", 1000)
     less = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert less == pytest.approx(held, rel=0.15) and less < 0.45 * counted

@@ -35,6 +35,9 @@ CODES = _table()
 def encode_bases(sequence: str) -> Tensor:
     """The tokens of a genome model, (N,) int64: A 0, C 1, G 2, T and U 3, N and other IUPAC letters 4; either case.
 
+    Args:
+        sequence: N letters.
+
     Raises:
         TypeError: for anything but a string.
         ValueError: for a character that is no nucleotide, naming it and its place, counted from 1.

@@ -326,7 +326,12 @@ class Genome:
         return self.stream.bytes_read
 
     def read(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Bases [start, stop) of a record: (stop - start,) uint8 codes. Raises: IndexError outside the record."""
+        """Bases [start, stop) of a record: (stop - start,) uint8 codes.
+
+        Raises:
+            IndexError: outside the record.
+            ValueError: if the file changed since it was indexed.
+        """
         record = self.records[number]
         if not 0 <= start <= stop <= record.length:
             raise IndexError(f"bases [{start}, {stop}) lie outside {record.name}, which has {record.length}")

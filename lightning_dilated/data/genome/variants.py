@@ -46,6 +46,9 @@ def read_variants(path: str | Path) -> list[Variant]:
     Only the columns CHROM, POS, ID, REF and ALT are read. Alleles that are no bases (`*`, `<DEL>`, breakends, the missing
     one `.`) are kept with a `note`.
 
+    Args:
+        path: of the file.
+
     Raises:
         FileNotFoundError, ValueError: for a file that cannot be read, or a line that is not a variant, naming the line.
     """
@@ -164,8 +167,10 @@ def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, 
     where the record ends too soon for that. Of a shorter record they have as many bases as it has with either allele.
 
     Args:
+        genome: where the record is read.
         number: of the record.
         start: the first base of `ref` in it, counted from 0.
+        ref, alt: the alleles.
         length: N, at least 2.
     """
     integer(length, "length", 2)

@@ -193,6 +193,7 @@ class LongContextDataModule(RuleDataModule):
         return self.task.guesses(self.form.values)
 
     def rule(self) -> str:
+        """How samples are made, in words; a checkpoint's data are compared by it."""
         task = self.task
         sizes = f"{task.distractors} distractors, {task.num_values} values, {task.hops} hops"
         return f"{task.name} ({sizes}) over {self.lengths} tokens at {self.depths} %, {self.form.rule()}"

@@ -178,10 +178,18 @@ _Text = tuple[str, int, str, bool]
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """What `encode_files` wrote: the path, counts, and the settings of TokenDataModule and of the model.
+    """What `encode_files` wrote, and the settings of TokenDataModule and of the model that fit it.
 
-    `text_bytes` are those of the texts; `eos_token` is None where no document ends; `documents` counts the ends, also
-    those that a text spells out; `unknown` counts the tokens that stand for what the vocabulary does not have.
+    Attributes:
+        path: of the file of tokens.
+        files: texts that were read.
+        documents: ends of documents, also those that a text spells out.
+        tokens: in the file.
+        text_bytes: of the texts.
+        unknown: tokens that stand for what the vocabulary does not have.
+        dtype: "uint16" or "uint32".
+        vocab_size: of the tokenizer.
+        eos_token: the number of the token that ends documents; None where no document ends.
     """
 
     path: str

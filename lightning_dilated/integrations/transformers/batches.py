@@ -135,10 +135,10 @@ def check_generation(decoder: Any, tokens: Tensor, options: Mapping[str, Any], h
     new, whole = asked("max_new_tokens"), asked("max_length")
     if new is not None or whole is not None:
         check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last one is not read
-    _check_padding(options.get("attention_mask"), tokens)
+    check_padding(options.get("attention_mask"), tokens)
 
 
-def _check_padding(mask: Any, tokens: Tensor) -> None:
+def check_padding(mask: Any, tokens: Tensor) -> None:
     """Raise ValueError for an attention_mask that does not pad prompts (B, N) on the left."""
     if mask is None:
         return
@@ -148,3 +148,11 @@ def _check_padding(mask: Any, tokens: Tensor) -> None:
     padding = Padding.of(mask)
     if padding is not None:
         padding.check_prompts()
+
+
+def padded_step(mask: Tensor | None, new: int) -> dict[str, Tensor]:
+    """What a decoder is given of the mask (B, N) of all tokens so far where the last `new` of them are read; {} for None."""
+    if mask is None:
+        return {}
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    return {"attention_mask": mask, "position_ids": positions[:, positions.shape[1] - new :]}

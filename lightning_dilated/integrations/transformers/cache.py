@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
+from lightning_dilated.attention.cache_slots import Clock
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.integrations.transformers.attention import CACHE
 from lightning_dilated.integrations.transformers.kinds import other_kinds
 from lightning_dilated.integrations.transformers.padding import Padding

@@ -27,8 +27,10 @@ from lightning_dilated.integrations.transformers.batches import (
     check_batch,
     check_generation,
     check_lengths,
+    check_padding,
     check_positions,
     check_prompts,
+    padded_step,
 )
 from lightning_dilated.integrations.transformers.decoding import dilated_cache
 from lightning_dilated.integrations.transformers.kinds import (
@@ -181,7 +183,11 @@ class HFCausalLM(DilatedModule):
             )
 
     def build(self) -> None:
-        """The decoder, with the weights of its folder or random ones, and adapters."""
+        """The decoder, with the weights of its folder or random ones, and adapters.
+
+        Raises:
+            ValueError: for `compile_blocks` with a decoder whose layers are not known.
+        """
         self.decoder = self._decoder(self.source)
         refuse_other_code(self.decoder)
         if self.lora is not None:
@@ -366,30 +372,38 @@ class HFCausalLM(DilatedModule):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
         stop: int | Collection[int] | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """The tokens (B,) that continue prompts (B, N), one step after another; options as of `LongNetLM.generate_stream`.
 
         It decodes as `generate` does, with as many tokens kept. A row that drew a token of `stop` repeats it, and the stream
         ends with the last row.
 
+        Args:
+            attention_mask: (B, N), 0 where shorter prompts are padded, on the left; None: all are of N tokens.
+
         Raises:
             ValueError, TypeError: as `generate`, and for options that define no distribution; with the first token.
         """
         sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
         self._check_prompts(tokens)
+        check_padding(attention_mask, tokens)
         check_positions(self.decoder, tokens.shape[1] + integer(max_new_tokens, "max_new_tokens", 0) - 1)
         cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
         ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
         self.decoder.eval()
         try:
             for _ in range(max_new_tokens):
-                logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                padding = padded_step(attention_mask, tokens.shape[1])
+                logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
                 last = torch.where(ended, last, sampling.draw(logits, generator))
                 yield last
                 ended |= torch.isin(last, torch.tensor(ends, dtype=last.dtype, device=last.device))
                 if ends and bool(ended.all()):
                     return
                 tokens = last[:, None]
+                if attention_mask is not None:
+                    attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], 1)
         finally:
             self.decoder.train(training)
 
@@ -408,7 +422,7 @@ class HFCausalLM(DilatedModule):
         return DynamicCache(config=self.decoder.config)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte, and perplexity of a token."""
+        """Bits per byte, and perplexity of a token, from a scalar loss."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     # -- what planning asks --------------------------------------------------------------------------------------------
@@ -435,6 +449,7 @@ class HFCausalLM(DilatedModule):
 
     @property
     def vocab_size(self) -> int:
+        """How many tokens the decoder has."""
         return self.config.get_text_config(decoder=True).vocab_size
 
     # -- folders of transformers ---------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ class LongNetLM(StreamedLosses, TokenModel):
         return torch.full_like(labels, IGNORE).masked_scatter_(counted, likeliest[0])
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte and perplexity of a token. In a genome a base is one byte, so they are bits per base."""
+        """Bits per byte and perplexity of a token, from a scalar loss; of a genome, bits per base."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:

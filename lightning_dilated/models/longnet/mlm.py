@@ -382,7 +382,7 @@ class LongNetMLM(TokenModel):
         return made
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per masked token."""
+        """Bits per masked token, from a scalar loss."""
         return {"bits_per_token": loss / math.log(2)}
 
     def _evaluate(self, stage: str, batch: Any) -> None:

@@ -83,6 +83,7 @@ class LongViT(ReleasedModel, PooledModule):
         options: those of `PooledModule` and `ReleasedModel`.
 
     Raises:
+        FileNotFoundError: if there is no file `pretrained`.
         ValueError, TypeError: naming the argument.
     """
 

@@ -135,6 +135,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         options: others of `SlideBackbone` and `PooledModule`.
 
     Raises:
+        FileNotFoundError: if there is no file `pretrained`.
         ValueError, TypeError: naming the argument.
     """
 
@@ -232,7 +233,11 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return model.eval()
 
     def released_state_dict(self) -> dict[str, Tensor]:
-        """The encoder's weights by the names of a GigaPath release, without the table of positions, which is computed."""
+        """The encoder's weights by the names of a GigaPath release, without the table of positions, which is computed.
+
+        Raises:
+            ValueError: while the model has low-rank updates.
+        """
         if self.lora_rank is not None:
             raise ValueError("a release has no place for low-rank updates: call merge_lora() first.")
         return to_released(self.state_dict())

@@ -65,6 +65,9 @@ class Meter(compat.TorchDispatchMode):
         peak: the most since the start or `reset_peak`.
         events: with `record`, in order; see `replay`.
         adopted: serial numbers of storages that no operation within made.
+
+    Raises:
+        ValueError: naming the argument.
     """
 
     def __init__(

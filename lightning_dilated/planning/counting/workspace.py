@@ -26,7 +26,7 @@ from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
-from lightning_dilated.recurrence import op
+from lightning_dilated.recurrence import op, triton_chunks
 from lightning_dilated.recurrence.chunks import GROUPED_FROM
 from lightning_dilated.recurrence.runs import CHUNK
 
@@ -271,10 +271,18 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     sizes = call.heads, call.kv_heads, call.head_dim
     (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
     shared = call.whole is not None and call.whole > call.tokens  # by ranks, which compute all of their tokens at once
-    tokens = min(call.tokens, op.WINDOW) if described.causal and not shared else call.tokens
+    whole = not described.causal or shared
+    tokens = call.tokens if whole else min(call.tokens, op.WINDOW)
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
     copied = 0 if tokens == call.tokens else call.batch * tokens * rows * call.head_dim * call.dtype.itemsize
-    return max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
+    counted = max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
+    if described.kind != "gated_delta" or not triton_chunks.ON_GPU:
+        return counted
+    # which of the two computes the call depends on the machine that runs it
+    tokens = call.batch * (call.tokens if whole else min(call.tokens, op.KERNEL_WINDOW))
+    dims = call.head_dim, call.head_dim
+    heads = call.heads, call.kv_heads
+    return max(counted, triton_chunks.held_bytes(tokens, heads, dims, call.dtype, not forward) or 0)
 
 
 @functools.lru_cache(maxsize=64)

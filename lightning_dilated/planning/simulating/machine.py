@@ -189,6 +189,7 @@ class Machine:
         return self
 
     def save(self, path: str | Path) -> None:
+        """Write it as JSON, for `load`."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod

@@ -72,6 +72,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of one rank."""
         return self.tokens / self.ranks / self.seconds
 
     @property

@@ -1,0 +1,274 @@
+"""The slots of a layer's cache: which rows of keys and values each branch keeps, and where new tokens go. Integers only.
+
+Shape letters: B batch, n new tokens, H query heads, K kv heads; w segment length, t shift, r dilation rate; a slot holds one
+residue's rows of one kv head in a branch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._device import send
+from lightning_dilated._validation import integer
+from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import AnyBranch
+from lightning_dilated.pattern.rows import head_rows
+from lightning_dilated.sequence.shard import DealtRows
+
+#: rows of a new buffer, if its branch can need that many and no `max_length` is given
+SMALLEST = 64
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One residue of a branch: its slots, their kv heads, and the query heads that use them, slot by slot.
+
+    All slots have the same number of query heads: where fewer use a slot, a head is repeated and computed twice.
+    """
+
+    slots: slice
+    kv_heads: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BranchSlots:
+    """The slots of one branch, ordered by residue and kv head.
+
+    Attributes:
+        width, shift, rate: w (None: the whole sequence), t and r.
+        window: rows of a window, whose slots hold the latest ones in turns; None: a segment, whose slots hold its rows in
+            order.
+        limit: global tokens, the only positions that are kept; None: no such limit.
+        users: (residue, kv head) of each slot -> the query heads that use it.
+        lanes: residue -> its lane, for every residue that any head uses.
+    """
+
+    width: int | None
+    shift: int
+    rate: int
+    window: int | None
+    limit: int | None
+    users: dict[tuple[int, int], tuple[int, ...]]
+    lanes: dict[int, Lane] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv_heads: int) -> BranchSlots:
+        """The slots that the pattern's heads use."""
+        users: dict[tuple[int, int], list[int]] = {}
+        for h in range(num_heads) if branch.heads is None else branch.heads:
+            residue = pattern.offset(branch, h, num_heads, num_kv_heads)
+            users.setdefault((residue, h * num_kv_heads // num_heads), []).append(h)
+        slots, lanes = sorted(users), {}
+        for residue in sorted({o for o, _ in slots}):
+            numbers = [i for i, (o, _) in enumerate(slots) if o == residue]
+            most = max(len(users[slots[i]]) for i in numbers)
+            heads = tuple(h for i in numbers for h in (users[slots[i]] * most)[:most])
+            lanes[residue] = Lane(slice(numbers[0], numbers[-1] + 1), tuple(slots[i][1] for i in numbers), heads)
+        sizes = branch.segment_length, branch.shift, branch.dilation_rate, branch.width, branch.tokens
+        return cls(*sizes, {slot: tuple(users[slot]) for slot in slots}, lanes)
+
+    def first(self, position: int) -> int:
+        """The position of index 0 of the segment of `position`; negative in a first segment that a shift cuts."""
+        return 0 if self.width is None else (position + self.shift) // self.width * self.width - self.shift
+
+    def positions(self, residue: int, first: int, stop: int) -> range:
+        """The positions below `stop` of a residue in the segment whose index 0 is `first`."""
+        stop = stop if self.limit is None else min(stop, self.limit)
+        return head_rows(max(first, 0), stop, first, self.rate, residue)
+
+    def count(self, residue: int, first: int, stop: int) -> int:
+        """How many of them are kept."""
+        rows = len(self.positions(residue, first, stop))
+        return rows if self.window is None else min(rows, self.window)
+
+    @property
+    def longest(self) -> int | None:
+        """The length from which on a sequence has no more rows in a slot; None: every token adds some."""
+        if self.limit is not None:
+            return self.limit
+        return self.width if self.window is None else self.window * self.rate
+
+    def rows(self, length: int) -> int:
+        """Most rows of a slot in sequences of up to `length` tokens."""
+        return -(-(length if self.longest is None else min(self.longest, length)) // self.rate)
+
+    def places(self, residue: int, first: int, begin: int, stop: int) -> tuple[range, Tensor]:
+        """(the positions from `begin` to below `stop` that are kept, their rows in a slot)."""
+        rows = self.positions(residue, first, stop)
+        new = rows[len(self.positions(residue, first, begin)) :]
+        if self.window is None:
+            start = len(rows) - len(new)
+            return new, torch.arange(start, start + len(new))
+        new = new[-self.window :]
+        return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
+
+    def grown(self, capacity: int, stop: int) -> int:
+        """The capacity of a slot that takes all rows below `stop`: as it is, or doubled up to ceil(w / r)."""
+        rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
+        rows = min(x for x in (rows, self.window, self.limit) if x is not None)
+        if rows <= capacity:
+            return capacity
+        larger = max(rows, 2 * capacity, SMALLEST)
+        return larger if self.longest is None else min(larger, -(-self.longest // self.rate))
+
+    def dealt(self, dealt: DealtRows, prompt: int, length: int) -> int:
+        """Most rows of a slot that a rank keeps while a prompt is continued up to `length` tokens."""
+        first = self.first(prompt - 1)
+        end = length if self.width is None else min(first + self.width, length)
+        rows = max(dealt.count(self.positions(residue, first, end), prompt) for residue in self.lanes)
+        later = self.rows(length - end)  # of a segment that holds nothing of the prompt
+        return max(rows, -(-later // dealt.shard.ranks))
+
+
+@functools.lru_cache(maxsize=256)
+def layer_slots(pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> tuple[BranchSlots, ...]:
+    return tuple(BranchSlots.of(pattern, branch, num_heads, num_kv_heads) for branch in pattern.branches)
+
+
+class Places:
+    """Where rows of new tokens go in the buffers of a layer's slots; remembered for layers that ask alike.
+
+    Attributes:
+        branches: the slots.
+        capacities: rows of a slot of each branch.
+        bases: the first row of each branch in the buffer.
+        total: rows of the buffer for each sample.
+        shared: whose rank keeps which rows; None: all are kept.
+    """
+
+    def __init__(
+        self,
+        branches: tuple[BranchSlots, ...],
+        capacities: tuple[int, ...],
+        shared: SharedPrompts | None = None,
+    ) -> None:
+        self.branches, self.capacities, self.shared = branches, capacities, shared
+        sizes = [len(b.users) * capacity for b, capacity in zip(branches, capacities, strict=True)]
+        self.bases = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.total = sum(sizes)
+        self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
+
+    def indices(self, spans: Sequence[tuple[int, int]], starts: Sequence[int], shape: tuple[int, ...], device):
+        """(rows of the flat buffer, rows of new keys (B, n, K, D) seen as (B n K, D)) to copy, int64 on the device.
+
+        Args:
+            spans: the positions [start, stop) of each sample's new tokens.
+            starts: where the first of them stands among the sample's n.
+            shape: (B, n, K).
+        """
+        key = tuple(spans), tuple(starts), shape, device
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, self._indices(*key)
+        return self._latest[1]
+
+    def forget(self) -> None:
+        """Free the indices of the latest call."""
+        self._latest = None
+
+    def _indices(self, spans: Sequence[tuple[int, int]], starts: Sequence[int], shape: tuple[int, ...], device):
+        _, new, kv_heads = shape
+        to, source = [], []
+        for sample, ((start, stop), at) in enumerate(zip(spans, starts, strict=True)):
+            if sample and spans[sample] == spans[sample - 1] and starts[sample] == starts[sample - 1]:
+                rows, token = to[-1] + self.total, source[-1] + new * kv_heads
+            else:
+                rows, token = self._of_sample(start, stop, kv_heads, sample)
+                rows, token = rows + sample * self.total, token + (sample * new + at) * kv_heads
+            to.append(rows)
+            source.append(token)
+        return send(torch.cat(to), device), send(torch.cat(source), device)
+
+    def _of_sample(self, start: int, stop: int, kv_heads: int, sample: int) -> tuple[Tensor, Tensor]:
+        """(rows of the buffer, rows of the new keys of one sample)."""
+        to, source = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        for branch, capacity, base in zip(self.branches, self.capacities, self.bases, strict=True):
+            if stop <= start:
+                continue
+            first = branch.first(stop - 1)
+            begin = max(first, start)
+            for skip in range(min(stop - begin, branch.rate)):
+                residue = (begin + skip - first) % branch.rate
+                lane = branch.lanes.get(residue)
+                if lane is None:
+                    continue
+                if self.shared is None:
+                    kept, row = branch.places(residue, first, begin, stop)
+                    token = numbers(kept) - start
+                else:
+                    count, token = self.shared.new(branch.positions(residue, first, stop), begin, sample)
+                    row = count + torch.arange(len(token))
+                slots = torch.arange(lane.slots.start, lane.slots.stop)[:, None]
+                to.append((base + slots * capacity + row).flatten())
+                source.append((token * kv_heads + torch.tensor(lane.kv_heads)[:, None]).flatten())
+        return torch.cat(to), torch.cat(source)
+
+
+class Clock:
+    """Where the next token of each sample goes, shared by the caches of a model.
+
+    Samples may have prompts of different lengths, padded on the right: while a prompt is read, tokens beyond its length are
+    not kept; the token after the longest prompt follows the last kept one of each sample.
+
+    Args:
+        lengths: tokens of each prompt; None: all samples have as many.
+        shared: prompts that ranks share, in place of `lengths`; None: one rank has all.
+    """
+
+    def __init__(self, lengths: Sequence[int] | None = None, shared: SharedPrompts | None = None) -> None:
+        self.shared = shared
+        lengths = lengths if shared is None else shared.lengths
+        self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
+        #: tokens of the longest prompt; 0 where all are equally long
+        self.longest = max(self.lengths) if self.lengths else 0
+        self._places: dict[object, Places] = {}
+        self._tensor: Tensor | None = None
+        self._columns = 0  # what `_tensor` stands for
+
+    @property
+    def ragged(self) -> bool:
+        """Whether positions differ between samples."""
+        return self.lengths is not None and len(set(self.lengths)) > 1
+
+    def kept(self, columns: int, batch: int) -> list[int]:
+        """Tokens of each sample that are kept when `columns` tokens have been added, padding included."""
+        if self.lengths is None:
+            return [columns] * batch
+        return [min(columns, x) + max(0, columns - self.longest) for x in self.lengths]
+
+    def positions(self, columns: int, batch: int, device: torch.device) -> Tensor:
+        """(B,) int64 on the device: where the token after `columns` goes, once prompts are read.
+
+        Always the same tensor, so that a captured CUDA graph finds it; a step of one costs no copy from the host.
+        """
+        tensor = self._tensor
+        if tensor is None or tensor.device != device or len(tensor) != batch:
+            self._tensor = tensor = torch.tensor(self.kept(columns, batch), device=device)
+        elif columns == self._columns + 1 and self._columns >= self.longest:
+            tensor.add_(1)
+        elif columns != self._columns:
+            tensor.copy_(send(torch.tensor(self.kept(columns, batch)), device))
+        self._columns = columns
+        return tensor
+
+    def places(self, of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> Places:
+        """The `Places` of layers with these slots (pattern, H, K) and capacities."""
+        key = of, capacities
+        if key not in self._places:
+            self._places[key] = Places(layer_slots(*of), capacities, self.shared)
+        return self._places[key]
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that a replayed graph has added to the tensor itself; or fewer, if what counted them did not run."""
+        self._columns += tokens
+
+    def begin(self, lengths: Sequence[int] | None) -> None:
+        """Other prompts, at the same addresses."""
+        fresh = Clock(lengths)
+        self.lengths, self.longest, self._columns = fresh.lengths, fresh.longest, -1

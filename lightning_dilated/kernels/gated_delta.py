@@ -1,0 +1,400 @@
+"""The gated delta rule by chunks of 64 tokens, forward: the inverse of each chunk, the pass over chunks, and the output.
+
+With unit keys k, total = cumsum(log_decay) of the chunk, and S the state before it: row i of `new` is
+v_i - exp(total_i) k_i S - sum over j < i of B_ij beta_j new_j, with B_ij = k_i.k_j exp(total_i - total_j). This is solved by
+G = B (1 + beta B)^-1, whose numbers lie within -1 and 1: new = x - G (beta x), with x = v - exp(total) k S. Then
+S' = exp(total_last) S + sum over i of exp(total_last - total_i) k_i (beta_i new_i)^T.
+
+Rows are read as they are, and products with them are exact where they have 16 bits; what makes them units is multiplied
+afterwards. Runs are passed one by one, or in groups of chunks: all groups at once as maps of the state, then group after
+group, then all groups at once from the states before them.
+Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state of
+which the last E have values, n runs, m groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dilated.kernels.tiles import block_dim, read
+
+#: C
+SLOTS = 64
+#: columns of the state that a program takes, and those that one takes through chunks, for which it needs more registers
+COLUMNS, PASSED_COLUMNS = 64, 32
+#: the `input_precision` of products whose factors need more than the 11 bits of TF32: three TF32 products, which keep 22 of
+#: 24 bits. Without tensor cores ("ieee") they would spill thousands of bytes a thread, and take minutes to compile
+EXACT = "tf32x3"
+#: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
+CONFIGS = {
+    "invert": {64: (2, 1), 128: (4, 1)},
+    "pass": {64: (4, 2), 128: (8, 1)},
+    "groups": {64: (4, 1), 128: (8, 1)},
+    "read": {64: (4, 1), 128: (8, 1)},
+    "sums": {64: (4, 1), 128: (8, 1)},
+    "queries": {64: (8, 1), 128: (8, 1)},
+    "gradients": {64: (8, 1), 128: (8, 1)},
+}
+#: warps for fp32 rows, whose products need both halves of each number; the inverse has tiles of 32
+WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
+
+
+class Chunks(NamedTuple):
+    """Where the tokens of each chunk stand, int64 on the device.
+
+    Attributes:
+        rows: (T, 2) first row and number of rows of each chunk.
+        runs: (n, 2) first chunk and one past the last of each run.
+        groups: (m, 2) likewise of each group, run after run; None: runs are passed chunk by chunk.
+        members: (n, 2) first group and one past the last of each run; None likewise.
+    """
+
+    rows: Tensor
+    runs: Tensor
+    groups: Tensor | None
+    members: Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a call.
+
+    Attributes:
+        k: (rows, K, D). v: (rows, K, E); the last stride is 1.
+        log_decay, beta: (rows, K) fp32.
+    """
+
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+    @property
+    def heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def dim(self) -> int:
+        return self.k.shape[2]
+
+    def config(self, kernel: str) -> dict[str, int]:
+        """Warps and stages."""
+        warps, stages = CONFIGS[kernel][max(64, block_dim(max(self.dim, self.v.shape[2])))]
+        wide = self.k.dtype == torch.float32
+        return {"num_warps": WIDE_WARPS[kernel] if wide else warps, "num_stages": stages}
+
+    def sizes(self) -> dict[str, object]:
+        """Arguments of every kernel that have to be known as it is compiled."""
+        products = EXACT if self.k.dtype == torch.float32 else "tf32"
+        return {"SLOTS": SLOTS, "DIM": self.dim, "BLOCK": block_dim(self.dim), "PRECISION": products}
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """What does not depend on the state.
+
+    Attributes:
+        matrix: G (T, K, C, C), in fp16 where rows have 16 bits: no less exact than the factor of a TF32 product.
+        total: (T, K, C) fp32, the sum of log_decay up to each slot.
+        rate: (T, K, C) fp32, 1 / length of each key.
+    """
+
+    matrix: Tensor
+    total: Tensor
+    rate: Tensor
+
+
+@dataclass(frozen=True)
+class Passed:
+    """States and what is added to them.
+
+    Attributes:
+        before: (T, K, D, W) the state before each chunk.
+        new: (T, K, C, W).
+        last: (n, K, D, W) the state after each run.
+        maps: (m, K, D, D + E) what each group makes of a state, S -> A S + B; None without groups.
+    """
+
+    before: Tensor
+    new: Tensor
+    last: Tensor
+    maps: Tensor | None
+
+
+@triton.jit
+def unit_rate(x):
+    """(rows,) 1 / length of each row (rows, BLOCK), which stays finite for zeros."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def fade(total_i, total_j, seen):
+    """exp(total_i - total_j) where `seen`, else 0; not exp of each, which leaves the range of the numbers."""
+    return tl.exp(tl.where(seen, total_i[:, None] - total_j[None, :], float("-inf")))
+
+
+@triton.jit
+def column_of(x, x_sr, first, count, i):
+    """Numbers of a (rows, K) tensor in the slots i of a chunk; 0 in empty ones."""
+    return tl.load(x + (first + i) * x_sr, mask=i < count, other=0.0)
+
+
+@triton.jit
+def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
+    """The transpose of `read`. First factors are loaded so: Triton 3.4 to 3.7.0 may get transposed registers wrong there."""
+    at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
+    return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
+
+
+@triton.jit
+def _solve(system, beta, i, PRECISION: tl.constexpr):
+    """G of a strictly lower triangular B (32, 32), from blocks of 2 rows to those of 4, 8, 16 and 32.
+
+    Each step of two blocks: what is below the diagonal becomes (1 - G beta) B (1 - beta G). No number grows on the way, as
+    powers of B would.
+    """
+    row, column = i[:, None], i[None, :]
+    g = tl.where(row // 2 == column // 2, system, 0.0)
+    for level in range(1, 5):  # not unrolled, which would take long to compile
+        corner = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
+        below = tl.where(corner, system, 0.0)
+        below -= tl.dot(below, beta[:, None] * g, input_precision=PRECISION)
+        g += below - tl.dot(g, beta[:, None] * below, input_precision=PRECISION)
+    return g
+
+
+@triton.jit
+def _invert(
+    matrix, total, rate, rows, k, k_sr, k_sh, log_decay, d_sr, d_sh, beta, b_sr, b_sh, heads,
+    SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = SLOTS // 2
+    at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    chunk = at // heads
+    first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+    i, column = tl.arange(0, HALF), tl.arange(0, BLOCK)
+    log_decay += head * d_sh
+    beta += head * b_sh
+    decay = column_of(log_decay, d_sr, first, count, i)
+    upper_total = tl.cumsum(decay, 0)
+    lower_total = tl.sum(decay, 0) + tl.cumsum(column_of(log_decay, d_sr, first, count, i + HALF), 0)
+    upper_beta = column_of(beta, b_sr, first, count, i)
+    lower_beta = column_of(beta, b_sr, first, count, i + HALF)
+    k += first * k_sr + head * k_sh
+    upper = read(k, i, k_sr, column, count, DIM, BLOCK, False)
+    lower = read(k, i + HALF, k_sr, column, count, DIM, BLOCK, False)
+    upper_rate, lower_rate = unit_rate(upper), unit_rate(lower)
+    earlier = i[:, None] > i[None, :]
+    everywhere = i[:, None] >= 0
+    upper_turned = read_turned(k, i, k_sr, column, count, DIM)
+    first_half = tl.dot(upper, upper_turned, input_precision=PRECISION)
+    first_half *= fade(upper_total, upper_total, earlier) * upper_rate[:, None] * upper_rate[None, :]
+    g = _solve(first_half, upper_beta, i, SOLVE)
+    second_half = tl.dot(lower, read_turned(k, i + HALF, k_sr, column, count, DIM), input_precision=PRECISION)
+    second_half *= fade(lower_total, lower_total, earlier) * lower_rate[:, None] * lower_rate[None, :]
+    h = _solve(second_half, lower_beta, i, SOLVE)
+    below = tl.dot(lower, upper_turned, input_precision=PRECISION)
+    below *= fade(lower_total, upper_total, everywhere) * lower_rate[:, None] * upper_rate[None, :]
+    below -= tl.dot(below, upper_beta[:, None] * g, input_precision=SOLVE)
+    below -= tl.dot(h, lower_beta[:, None] * below, input_precision=SOLVE)
+    to = matrix + at * SLOTS * SLOTS + i[:, None] * SLOTS + i[None, :]
+    kind = matrix.dtype.element_ty
+    tl.store(to, g.to(kind))
+    tl.store(to + HALF, tl.zeros([HALF, HALF], kind))
+    tl.store(to + HALF * SLOTS, below.to(kind))
+    tl.store(to + HALF * SLOTS + HALF, h.to(kind))
+    tl.store(total + at * SLOTS + i, upper_total)
+    tl.store(total + at * SLOTS + HALF + i, lower_total)
+    tl.store(rate + at * SLOTS + i, upper_rate)
+    tl.store(rate + at * SLOTS + HALF + i, lower_rate)
+
+
+@triton.jit
+def _pass(
+    last, before, new, begin, rows, items, matrix, total, rate, k, k_sr, k_sh, v, v_sr, v_sh, beta, b_sr, b_sh, heads,
+    width, extra,
+    MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the state over the chunks of an item, a run or group. MAPS: from [1 | 0]; else from `begin`."""
+    item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    low, high = tl.load(items + item // heads * 2), tl.load(items + item // heads * 2 + 1)
+    place = d[:, None] * width + column[None, :]
+    inside = (d < DIM)[:, None] & (column < width)[None, :]
+    if MAPS:
+        state = tl.where((d[:, None] == column[None, :]) & (column < extra)[None, :], 1.0, 0.0)
+    else:
+        state = tl.load(begin + item * DIM * width + place, mask=inside, other=0.0)
+    k += head * k_sh
+    v += head * v_sh - extra
+    beta += head * b_sh
+    valued = (column >= extra) & (column < width)
+    for chunk in tl.range(low, high):
+        first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+        at = chunk * heads + head
+        key = read(k + first * k_sr, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+        there = (i < count)[:, None] & valued[None, :]
+        x = tl.load(v + (first + i)[:, None] * v_sr + column[None, :], mask=there, other=0.0).to(tl.float32)
+        g = tl.load(matrix + at * SLOTS * SLOTS + i[:, None] * SLOTS + i[None, :]).to(tl.float32)
+        b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
+        sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
+        if STORE:
+            tl.store(before + at * DIM * width + place, state, mask=inside)
+        x -= (tl.exp(sums) * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
+        x -= tl.dot(g, b[:, None] * x, input_precision=PRECISION)
+        if STORE:
+            tl.store(new + at * SLOTS * width + i[:, None] * width + column[None, :], x, mask=(column < width)[None, :])
+        added = (tl.exp(end - sums) * r * b)[:, None] * x
+        turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
+        state = tl.dot(turned, added, tl.exp(end) * state, input_precision=PRECISION)
+    tl.store(last + item * DIM * width + place, state, mask=inside)
+
+
+@triton.jit
+def pass_groups(
+    last, begins, begin, members, maps, sums, heads, width, extra, maps_width, sums_width, sums_first,
+    BACK: tl.constexpr, SUMS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the state over the groups of a run, S -> A S + B; BACK: from the last group on, S -> A^T S + B.
+
+    Column c of B is column sums_first + c - extra of `sums`, 0 where c < extra.
+    """
+    item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    d, e = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    low, high = tl.load(members + item // heads * 2), tl.load(members + item // heads * 2 + 1)
+    place = d[:, None] * width + column[None, :]
+    inside = (d < DIM)[:, None] & (column < width)[None, :]
+    square = (d < DIM)[:, None] & (e < DIM)[None, :]
+    state = tl.load(begin + item * DIM * width + place, mask=inside, other=0.0)
+    for step in tl.range(0, high - low):
+        group = low + step
+        if BACK:
+            group = high - 1 - step
+        at = group * heads + head
+        tl.store(begins + at * DIM * width + place, state, mask=inside)
+        a = maps + at * DIM * maps_width
+        if BACK:
+            a += e[None, :] * maps_width + d[:, None]
+        else:
+            a += d[:, None] * maps_width + e[None, :]
+        state = tl.dot(tl.load(a, mask=square, other=0.0), state, input_precision=PRECISION)
+        if SUMS:
+            b = sums + at * DIM * sums_width + d[:, None] * sums_width + (sums_first - extra + column)[None, :]
+            state += tl.load(b, mask=inside & (column >= extra)[None, :], other=0.0)
+    tl.store(last + item * DIM * width + place, state, mask=inside)
+
+
+@triton.jit
+def _read(
+    out, o_sr, o_sh, before, new, rows, total, rate, q, q_sr, q_sh, k, k_sr, k_sh, beta, b_sr, b_sh, heads, width,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The output of the query heads of a kv head and chunk, in a block of columns."""
+    at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    chunk = at // heads
+    first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
+    d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (column < width)[None, :]
+    key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False)
+    b, r = column_of(beta + head * b_sh, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
+    sums = tl.load(total + at * SLOTS + i)
+    weight = fade(sums, sums, i[:, None] >= i[None, :]) * (r * b)[None, :]
+    state = tl.load(before + at * DIM * width + d[:, None] * width + column[None, :], mask=(d < DIM)[:, None] & there,
+                    other=0.0)  # fmt: skip
+    x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0)
+    for g in range(GROUP):
+        own = head * GROUP + g
+        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weight
+        value = tl.exp(sums)[:, None] * tl.dot(query.to(tl.float32), state, input_precision=PRECISION)
+        value = tl.dot(scores, x, value, input_precision=PRECISION) * unit_rate(query)[:, None]
+        to = out + (first + i)[:, None] * o_sr + own * o_sh + column[None, :]
+        tl.store(to, value.to(out.dtype.element_ty), mask=(i < count)[:, None] & there)
+
+
+def invert(rows: Rows, chunks: Chunks) -> Inverse:
+    """The inverse of each chunk."""
+    number, device = (len(chunks.rows), rows.heads), rows.k.device
+    narrow = torch.float32 if rows.k.dtype == torch.float32 else torch.float16
+    total, rate = torch.empty(2, *number, SLOTS, dtype=torch.float32, device=device)
+    inverse = Inverse(torch.empty(*number, SLOTS, SLOTS, dtype=narrow, device=device), total, rate)
+    _invert[(number[0] * number[1],)](
+        inverse.matrix, total, rate, chunks.rows, rows.k, *rows.k.stride()[:2], rows.log_decay, *rows.log_decay.stride(),
+        rows.beta, *rows.beta.stride(), rows.heads, SOLVE=EXACT, **rows.sizes(), **rows.config("invert"),
+    )  # fmt: skip
+    return inverse
+
+
+def _launch_pass(
+    rows: Rows, chunks: Chunks, inverse: Inverse, items: Tensor, begin: Tensor | None, width: int, passed: Passed | None
+) -> Tensor:
+    """(items, K, D, W) the state after each item, of which `begin` has those before; None: [1 | 0]."""
+    last = torch.empty(len(items), rows.heads, rows.dim, width, dtype=torch.float32, device=rows.k.device)
+    columns = min(PASSED_COLUMNS, block_dim(width))
+    _pass[(len(items) * rows.heads, triton.cdiv(width, columns))](
+        last, last if passed is None else passed.before, last if passed is None else passed.new,
+        last if begin is None else begin, chunks.rows, items, inverse.matrix, inverse.total, inverse.rate,
+        rows.k, *rows.k.stride()[:2], rows.v, *rows.v.stride()[:2], rows.beta, *rows.beta.stride(), rows.heads, width,
+        width - rows.v.shape[2], MAPS=begin is None, STORE=passed is not None, COLUMNS=columns, **rows.sizes(),
+        **rows.config("pass"),
+    )  # fmt: skip
+    return last
+
+
+def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the maps of groups, the state before each, that after each run) of `begin` (n, K, D, W)."""
+    assert chunks.groups is not None and chunks.members is not None
+    dim, values, width = rows.dim, rows.v.shape[2], begin.shape[3]
+    maps = _launch_pass(rows, chunks, inverse, chunks.groups, None, dim + values, None)
+    begins = begin.new_empty(len(chunks.groups), *begin.shape[1:])
+    last, columns = torch.empty_like(begin), min(PASSED_COLUMNS, block_dim(width))
+    pass_groups[(len(begin) * rows.heads, triton.cdiv(width, columns))](
+        last, begins, begin, chunks.members, maps, maps, rows.heads, width, width - values, dim + values, dim + values, dim,
+        BACK=False, SUMS=True, DIM=dim, BLOCK=block_dim(dim), COLUMNS=columns, PRECISION=EXACT,
+        **rows.config("groups"),
+    )  # fmt: skip
+    return maps, begins, last
+
+
+def pass_chunks(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Passed:
+    """The states of all chunks, from `begin` (n, K, D, W) fp32, contiguous, before the runs."""
+    width, number = begin.shape[3], (len(chunks.rows), rows.heads)
+    before = begin.new_empty(*number, rows.dim, width)
+    passed = Passed(before, begin.new_empty(*number, SLOTS, width), begin, None)
+    if chunks.groups is None:
+        last = _launch_pass(rows, chunks, inverse, chunks.runs, begin, width, passed)
+        return Passed(before, passed.new, last, None)
+    maps, begins, last = maps_of_groups(rows, chunks, inverse, begin)
+    _launch_pass(rows, chunks, inverse, chunks.groups, begins, width, passed)
+    return Passed(before, passed.new, last, maps)
+
+
+def last_states(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Tensor:
+    """`Passed.last` alone."""
+    if chunks.groups is None:
+        return _launch_pass(rows, chunks, inverse, chunks.runs, begin, begin.shape[3], None)
+    return maps_of_groups(rows, chunks, inverse, begin)[2]
+
+
+def output(q: Tensor, rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, out: Tensor) -> None:
+    """Fill `out` (rows, H, E), contiguous, for q (rows, H, D) whose last stride is 1."""
+    width = passed.new.shape[3]
+    columns = min(COLUMNS, block_dim(width))
+    _read[(len(chunks.rows) * rows.heads, triton.cdiv(width, columns))](
+        out, *out.stride()[:2], passed.before, passed.new, chunks.rows, inverse.total, inverse.rate, q, *q.stride()[:2],
+        rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(), rows.heads, width,
+        GROUP=q.shape[1] // rows.heads, COLUMNS=columns, **rows.sizes(), **rows.config("read"),
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""Chunks of the gated delta rule by Triton kernels, as one function of autograd; `chunks.py` serves what they do not.
+
+Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, W columns of the state of
+which the last E get values added, n runs, T chunks, m groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dilated import kernels
+from lightning_dilated.recurrence.runs import CHUNK, Call, tables
+
+if TYPE_CHECKING:
+    from lightning_dilated.kernels.gated_delta import Chunks, Rows
+
+#: whether GPUs take the kernels. tests/recurrence/test_gpu.py has to pass on one first: Triton 3.4 to 3.7.0 is known to
+#: compile kernels of this rule, though other ones, to wrong results on Hopper
+ON_GPU = False
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: the largest D and E
+LARGEST = 128
+#: chunks of the longest run from which runs are passed in groups of about the square root of them
+GROUPED_FROM = 32
+#: runs times kv heads that keep a GPU busy by themselves: they are passed chunk by chunk
+BUSY = 256
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """None where the kernels serve q (B, L, H, D), k (B, L, K, D) and v (B, L, K, E), else the reason."""
+    if q.dtype not in DTYPES:
+        return f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(q.dtype).removeprefix('torch.')}"
+    if max(k.shape[3], v.shape[3]) > LARGEST:
+        return f"takes head dims up to {LARGEST}, not {max(k.shape[3], v.shape[3])}"
+    if q.is_cuda and not ON_GPU:
+        return "is not taken on a GPU before it was compared with torch's operations on one"
+    return kernels.why_not(q.device)
+
+
+def serves(kind: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels compute a call of a kind."""
+    return kind == "gated_delta" and why_not(q, k, v) is None
+
+
+class Layout(NamedTuple):
+    """Where a rank's runs stand, on the CPU.
+
+    Attributes:
+        table: (numbers, 2) int64, what `Chunks` has, one after another.
+        sizes: rows of `Chunks.rows`, `runs`, `groups` and `members` in it; no groups: 0.
+        covered: whether every row of (B L) belongs to a run.
+    """
+
+    table: Tensor
+    sizes: tuple[int, int, int, int]
+    covered: bool
+
+    def on(self, device: torch.device) -> Chunks:
+        """The same on a device, by one copy."""
+        from lightning_dilated.kernels.gated_delta import Chunks
+
+        rows, runs, groups, members = self.table.to(device).split(self.sizes)
+        return Chunks(rows, runs, *((groups, members) if self.sizes[2] else (None, None)))
+
+
+@functools.lru_cache(maxsize=64)
+def layout(call: Call, rank: int, heads: int) -> Layout:
+    """That of one rank's part of a call with K = `heads`."""
+    found = tables(call, rank, CHUNK)
+    firsts = found.queries[: len(found.runs), 0].tolist()
+    lengths = [run.stop - run.start for run in found.runs]
+    rows = [(row + at, min(CHUNK, n - at)) for row, n in zip(firsts, lengths, strict=True) for at in range(0, n, CHUNK)]
+    numbers = [-(-n // CHUNK) for n in lengths]
+    runs = _spans(numbers)
+    groups: list[tuple[int, int]] = []
+    members: list[tuple[int, int]] = []
+    if max(numbers, default=0) >= GROUPED_FROM and len(runs) * heads < BUSY:
+        size = math.isqrt(max(numbers))
+        groups = [(at, min(at + size, stop)) for start, stop in runs for at in range(start, stop, size)]
+        members = _spans([-(-n // size) for n in numbers])
+    every = [*rows, *runs, *groups, *members]
+    table = torch.tensor(every, dtype=torch.int64).view(-1, 2)
+    return Layout(table, (len(rows), len(runs), len(groups), len(members)), sum(lengths) == len(found.outputs))
+
+
+def _spans(numbers: list[int]) -> list[tuple[int, int]]:
+    """(first, one past the last) of so many, one after another."""
+    return list(itertools.pairwise([0, *itertools.accumulate(numbers)]))
+
+
+@torch.compiler.disable
+def gated_delta(
+    q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, begin: Tensor, places: Layout
+) -> tuple[Tensor | None, Tensor]:
+    """(the output (rows, H, E), 0 for rows without a run; the state after each run (n, K, D, W)).
+
+    Args:
+        q: (rows, H, D); W is E then. None: no output.
+        k: (rows, K, D). v: (rows, K, E), of one dtype, any strides.
+        log_decay, beta: (rows, K) fp32.
+        begin: (n, K, D, W) fp32, before each run. W above E: columns that get nothing added, [1 | 0] for the map of a run.
+    """
+    tensors = q, k, v, log_decay, beta, begin
+    differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    out, last = _GatedDelta.apply(*tensors, places, differentiated)
+    return (None if q is None else out), last
+
+
+def held_bytes(
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, backward: bool
+) -> int | None:
+    """At most what the kernels hold beside the inputs and results of a call of one rank; None where they serve none.
+
+    Args:
+        tokens: B L. heads: H and K. dims: D and E.
+        backward: of a forward and the backward after it.
+    """
+    dim, values = dims
+    if dtype not in DTYPES or max(dims) > LARGEST:
+        return None
+    state, row = 4 * dim * values / CHUNK, 4 * values
+    held = state + row + CHUNK * max(2, dtype.itemsize) + 8 + 8  # with gates in fp32
+    held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
+    if backward:
+        held += max(2 * state + 2 * row, state + row + 4 * dim + 4)
+        held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
+    chunks = -(-tokens // CHUNK)
+    groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)
+    return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # and states between windows
+
+
+class _GatedDelta(torch.autograd.Function):
+    """Saves what the passes over chunks make, so that the backward computes none of it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        begin: Tensor,
+        places: Layout,
+        differentiated: bool,
+    ) -> tuple[Tensor, Tensor]:
+        from lightning_dilated.kernels import gated_delta as forward
+
+        rows = forward.Rows(_dense(k), _dense(v), log_decay, beta)
+        query, begin = None if q is None else _dense(q), begin.contiguous()
+        heads = 0 if query is None else query.shape[1]
+        out = (torch.empty if places.covered else torch.zeros)(
+            (len(v), heads, v.shape[2]), dtype=v.dtype, device=v.device
+        )
+        ctx.places = places
+        if not places.sizes[0]:
+            ctx.save_for_backward(query, *_tensors(rows))
+            return out, begin.clone()
+        with kernels.on(k.device):
+            chunks = places.on(k.device)
+            inverse = forward.invert(rows, chunks)
+            if query is None and not differentiated:
+                return out, forward.last_states(rows, chunks, inverse, begin)
+            passed = forward.pass_chunks(rows, chunks, inverse, begin)
+            if query is not None:
+                forward.output(query, rows, chunks, inverse, passed, out)
+        if differentiated:
+            saved = inverse.matrix, inverse.total, inverse.rate, passed.before, passed.new, passed.maps
+            ctx.save_for_backward(query, *_tensors(rows), *saved, *chunks)
+        return out, passed.last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, last: Tensor) -> tuple[Tensor | None, ...]:
+        from lightning_dilated.kernels import gated_delta as forward
+        from lightning_dilated.kernels import gated_delta_backward as back
+
+        query, *tensors = ctx.saved_tensors
+        rows, rest = forward.Rows(*tensors[:4]), tensors[4:]
+        if not rest:
+            return *(None if x is None else torch.zeros_like(x) for x in (query, *tensors)), last, None, None
+        inverse = forward.Inverse(*rest[:3])
+        passed = forward.Passed(rest[3], rest[4], last, rest[5])
+        reading = None if query is None else back.Reading(query, _dense(grad))
+        with kernels.on(rows.k.device):
+            return *back.backward(
+                rows, forward.Chunks(*rest[6:]), inverse, passed, reading, last.contiguous(), ctx.places.covered
+            ), None, None  # fmt: skip
+
+
+def _tensors(rows: Rows) -> tuple[Tensor, ...]:
+    return rows.k, rows.v, rows.log_decay, rows.beta
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with adjacent columns."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,103 @@
+"""The kernels of the gated delta rule on a GPU: results, states and every gradient are those of torch in float64."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_dilated import recurrent_attention
+from lightning_dilated.recurrence import op, triton_chunks
+
+from .cases import NAMES
+
+pytestmark = pytest.mark.gpu
+#: relative to the largest number of each result
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_gpu(monkeypatch):
+    monkeypatch.setattr(triton_chunks, "ON_GPU", True)
+
+
+def drawn(seq_len, heads, kv_heads, dim, values, dtype):
+    """q, k, v, log_decay, beta, the gradient of the output and that of the state."""
+    generator = torch.Generator("cuda").manual_seed(seq_len)
+    draw = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
+    q, k, v = (draw(1, seq_len, *x).to(dtype) for x in ((heads, dim), (kv_heads, dim), (kv_heads, values)))
+    gates = -0.1 * draw(1, seq_len, kv_heads).exp(), draw(1, seq_len, kv_heads).sigmoid()
+    return q, k, v, *gates, draw(1, seq_len, heads, values).to(dtype), draw(1, kv_heads, dim, values)
+
+
+def results(tensors, cu_seqlens=None):
+    """Output, last state of the last document and gradients by name, in float64."""
+    *inputs, grad, grad_state = (x.detach().clone() for x in tensors)
+    for x in inputs:
+        x.requires_grad_()
+    out, state = recurrent_attention(*inputs, cu_seqlens=cu_seqlens, return_state=True)
+    last = state.matrix[-1:]
+    grads = torch.autograd.grad((out, last), inputs, (grad, grad_state.to(last.dtype)))
+    found = {"out": out.detach(), "state": last.detach(), **{f"d {n}": x for n, x in zip(NAMES, grads, strict=True)}}
+    return {name: x.double() for name, x in found.items()}
+
+
+def compare(found, want, tolerance):
+    for name, x in want.items():
+        off = float((found[name] - x).abs().max() / x.abs().max())
+        assert off <= tolerance, f"{name} is {off:.1e} off"
+
+
+CASES = [
+    (1, 4, 4, 64, 64, None),
+    (65, 4, 2, 64, 64, None),
+    (1000, 6, 2, 64, 64, (0, 1, 70, 70, 999, 1000)),
+    (777, 4, 4, 128, 128, None),
+    (500, 3, 1, 48, 80, (0, 64, 192, 500)),
+    (20000, 12, 12, 64, 64, None),  # by groups of chunks
+    (9000, 2, 2, 128, 64, (0, 8500, 9000)),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_torch_in_float64(case, dtype):
+    *sizes, cuts = case
+    cu_seqlens = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
+    tensors = drawn(*sizes, dtype)
+    assert triton_chunks.serves("gated_delta", *tensors[:3])
+    found = results(tensors, cu_seqlens)
+    compare(found, results([x.double() for x in tensors], cu_seqlens), TOLERANCES[dtype])
+    again = results(tensors, cu_seqlens)
+    assert all(torch.equal(again[name], x) for name, x in found.items())
+
+
+@pytest.mark.parametrize("kind", ["equal keys", "far decay", "reflections"])
+def test_edges(kind):
+    tensors = drawn(300, 2, 2, 64, 64, torch.float32)
+    _, k, _, log_decay, beta = tensors[:5]
+    if kind == "equal keys":
+        k[:], log_decay[:], beta[:] = k[:, :1].clone(), 0, 1
+    elif kind == "far decay":
+        log_decay[:] = -30
+    else:
+        log_decay[:, ::3], beta[:] = 0, 2
+    found = results(tensors)
+    assert all(x.isfinite().all() for x in found.values())
+    compare(found, results([x.double() for x in tensors]), 2e-4)
+
+
+def test_windows_of_the_op():
+    """Computed window by window, and without the kernels."""
+    tensors = drawn(5000, 4, 4, 64, 64, torch.bfloat16)
+
+    def run():
+        inputs = [x.detach().clone().requires_grad_() for x in tensors[:5]]
+        out = op.RECURRENCE(*inputs, None, None, op.encode("gated_delta", None, True))
+        return [out.detach(), *torch.autograd.grad(out, inputs, tensors[5])]
+
+    with mock.patch.object(op, "KERNEL_WINDOW", 1024):
+        found = run()
+    with mock.patch.object(triton_chunks, "ON_GPU", False):
+        want = run()
+    for x, y in zip(found, want, strict=True):
+        assert float((x - y).abs().max() / y.abs().max()) <= 2e-2
