@@ -117,36 +117,46 @@ class Store:
         self.budget, self.on_device, self.on_host = budget, 0, 0
         self._slabs: dict[torch.device, tuple[Tensor, int]] = {}  # the latest of each device, how much of it is taken
 
-    def put(self, rows: Tensor) -> Tensor:
-        """The rows, where they wait."""
-        if rows.device.type != "cuda":
-            return rows
+    def put(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows (n, 2, D), where they wait, in parts of them."""
+        if rows.device.type != "cuda" or not len(rows):
+            return (rows,)
         if self.budget is None:
             self.budget = int(torch.cuda.get_device_properties(rows.device).total_memory * ON_GPU)
-        if self.on_device + rows.nbytes <= self.budget:
+        here = self.on_device + rows.nbytes <= self.budget
+        if here:
             self.on_device += rows.nbytes
-            return self.room(rows, rows.device).copy_(rows)
-        self.on_host += rows.nbytes
-        return self.room(rows, torch.device("cpu")).copy_(rows, non_blocking=True)
+        else:
+            self.on_host += rows.nbytes
+        parts = self.room(rows, rows.device if here else torch.device("cpu"))
+        for part, source in zip(parts, rows.split([len(part) for part in parts]), strict=True):
+            part.copy_(source, non_blocking=True)
+        return parts
 
-    def room(self, rows: Tensor, device: torch.device) -> Tensor:
-        """Memory for rows in a slab, which is freed with the last rows in it."""
-        size = -(-rows.nbytes // ALIGNED) * ALIGNED
-        slab, taken = self._slabs.get(device, (None, 0))
-        if slab is None or taken + size > len(slab):
-            pinned = device.type == "cpu" and rows.device.type == "cuda"
-            slab, taken = torch.empty(max(SLAB, size), dtype=torch.uint8, device=device, pin_memory=pinned), 0
-        self._slabs[device] = slab, taken + size
-        return slab[taken : taken + rows.nbytes].view(rows.dtype).view(rows.shape)
+    def room(self, rows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        """Memory for rows, as many as fit in a slab and the rest in the next; it is freed with the last rows in it."""
+        parts, row = [], rows[0].nbytes
+        while (left := len(rows) - sum(map(len, parts))) > 0:
+            slab, taken = self._slabs.get(device, (None, 0))
+            if slab is None or taken + row > len(slab):
+                pinned = device.type == "cpu" and rows.device.type == "cuda"
+                slab, taken = torch.empty(max(SLAB, row), dtype=torch.uint8, device=device, pin_memory=pinned), 0
+            count = min(left, (len(slab) - taken) // row)
+            part = slab[taken : taken + count * row].view(rows.dtype)
+            parts.append(part.view(count, *rows.shape[1:]))
+            self._slabs[device] = slab, -(-(taken + count * row) // ALIGNED) * ALIGNED
+        return tuple(parts)
 
-    def take(self, rows: Tensor, device: torch.device) -> Tensor:
+    def take(self, parts: tuple[Tensor, ...], device: torch.device) -> Tensor:
         """The rows on the device again."""
         self._slabs.clear()  # nothing is put any more
-        if rows.device == device:
-            self.on_device -= rows.nbytes
-            return rows
-        self.on_host -= rows.nbytes
-        return rows.to(device, non_blocking=True)
+        size = sum(part.nbytes for part in parts)
+        if parts[0].device == device:
+            self.on_device -= size
+        else:
+            self.on_host -= size
+        on_device = [part.to(device, non_blocking=True) for part in parts]
+        return on_device[0] if len(parts) == 1 else torch.cat(on_device)
 
 
 class LayerRows:

@@ -77,8 +77,8 @@ def _sums(
     key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False)
     sums, r = tl.load(total + at * SLOTS + i), tl.load(rate + at * SLOTS + i)
     later = fade(-sums, -sums, i[:, None] <= i[None, :]) * r[:, None]  # rows are keys, columns queries
-    given = tl.zeros([SLOTS, COLUMNS], tl.float32)
-    state = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    of_new = tl.zeros([SLOTS, COLUMNS], tl.float32)
+    of_state = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for g in range(GROUP):
         own = head * GROUP + g
         query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
@@ -86,13 +86,13 @@ def _sums(
         do = tl.load(grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there, other=0.0)
         do = do.to(tl.float32) * unit_rate(query)[:, None]
         scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * later
-        given = tl.dot(scores, do, given, input_precision=PRECISION)
+        of_new = tl.dot(scores, do, of_new, input_precision=PRECISION)
         turned = read_turned(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
-        state = tl.dot(turned, tl.exp(sums)[:, None] * do, state, input_precision=PRECISION)
+        of_state = tl.dot(turned, tl.exp(sums)[:, None] * do, of_state, input_precision=PRECISION)
     to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
-    tl.store(to, given, mask=(column < width)[None, :])
+    tl.store(to, of_new, mask=(column < width)[None, :])
     to = to_state + at * DIM * width + d[:, None] * width + column[None, :]
-    tl.store(to, state, mask=(d < DIM)[:, None] & (column < width)[None, :])
+    tl.store(to, of_state, mask=(d < DIM)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
@@ -325,12 +325,12 @@ def launch_back(
     to_new, to_state = sums or (after, after)
     blocks = triton.cdiv(width, columns)
 
-    def launch(items: Tensor, given: Tensor | None, store: bool) -> Tensor:
+    def launch(items: Tensor, later: Tensor | None, store: bool) -> Tensor:
         result = last.new_empty(len(items), *last.shape[1:])
         _pass_back[(len(items) * rows.heads, blocks)](
-            result, after, solved, result if given is None else given, to_new, to_state, chunks.rows, items,
+            result, after, solved, result if later is None else later, to_new, to_state, chunks.rows, items,
             inverse.matrix, inverse.total, inverse.rate, rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(),
-            rows.heads, width, ZERO=given is None, STORE=store, READ=sums is not None, COLUMNS=columns, **rows.sizes(),
+            rows.heads, width, ZERO=later is None, STORE=store, READ=sums is not None, COLUMNS=columns, **rows.sizes(),
             **rows.config("pass"),
         )  # fmt: skip
         return result

@@ -178,7 +178,8 @@ class Computation:
         """(the state before each chunk, the state after each run); `initial` (S, K, D, E) begins documents."""
 
         def after(states: Tensor) -> Tensor:
-            columns = pad(added, (states.shape[3] - added.shape[3], 0))
+            more = states.shape[3] - added.shape[3]
+            columns = pad(added, (more, 0)) if more else added
             return pass_states(transition, columns, states, self.tables.counts)[1]
 
         begins = self._begins(initial, after, transition.right is None)

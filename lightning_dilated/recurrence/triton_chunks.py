@@ -73,9 +73,9 @@ class Layout(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def layout(call: Call, rank: int, heads: int) -> Layout:
     """That of one rank's part of a call with K = `heads`."""
-    found = tables(call, rank, CHUNK)
-    firsts = found.queries[: len(found.runs), 0].tolist()
-    lengths = [run.stop - run.start for run in found.runs]
+    places = tables(call, rank, CHUNK)
+    firsts = places.queries[: len(places.runs), 0].tolist()
+    lengths = [run.stop - run.start for run in places.runs]
     rows = [(row + at, min(CHUNK, n - at)) for row, n in zip(firsts, lengths, strict=True) for at in range(0, n, CHUNK)]
     numbers = [-(-n // CHUNK) for n in lengths]
     runs = _spans(numbers)
@@ -87,7 +87,7 @@ def layout(call: Call, rank: int, heads: int) -> Layout:
         members = _spans([-(-n // size) for n in numbers])
     every = [*rows, *runs, *groups, *members]
     table = torch.tensor(every, dtype=torch.int64).view(-1, 2)
-    return Layout(table, (len(rows), len(runs), len(groups), len(members)), sum(lengths) == len(found.outputs))
+    return Layout(table, (len(rows), len(runs), len(groups), len(members)), sum(lengths) == len(places.outputs))
 
 
 def _spans(numbers: list[int]) -> list[tuple[int, int]]:

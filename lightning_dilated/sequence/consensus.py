@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -67,16 +66,16 @@ def _thread(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "control-messages")
 
 
-#: the connections of a group live as long as the group: each has threads that wake up a hundred times a second
-_connections: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _ThreadedGloo]] = WeakKeyDictionary()
+#: by process group, timeout and channel; kept, since one that ends waits for what other ranks have not joined
+_connections: dict[tuple[dist.ProcessGroup, timedelta | None, str], _ThreadedGloo] = {}
 
 
 def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> _ThreadedGloo:
     """One backend for each channel of a group, however often it is asked for."""
-    connections = _connections.setdefault(group, {})
-    if (timeout, channel) not in connections:
-        connections[timeout, channel] = _ThreadedGloo(gloo_backend(group, channel, timeout))
-    return connections[timeout, channel]
+    key = group, timeout, channel
+    if key not in _connections:
+        _connections[key] = _ThreadedGloo(gloo_backend(group, channel, timeout))
+    return _connections[key]
 
 
 class ControlGroup:

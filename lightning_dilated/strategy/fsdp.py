@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal, cast
@@ -168,24 +168,26 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             ) from error
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's, which replaces a file by a folder and a folder by a file.
 
         In Lightning every rank removes what lies there, and one that comes late fails, for which the others wait.
         """
         path = Path(self.broadcast(filepath))
-        peers = Peers(self.global_rank, self.world_size)
-        peers.together(f"{path} cannot be replaced", self._remove_other_form, path)
-        super().save_checkpoint(checkpoint, path, *args, **kwargs)
+        if storage_options is None:  # Lightning refuses others
+            peers = Peers(self.global_rank, self.world_size)
+            peers.together(f"{path} cannot be replaced", self._remove_other_form, path)
+        super().save_checkpoint(checkpoint, path, storage_options)
 
     def _remove_other_form(self, path: Path) -> None:
         if self.local_rank != 0:
             return
-        if writes_one_file(self):
-            if (path / META).is_file():
-                shutil.rmtree(path, ignore_errors=True)  # another node may remove it, too
-        elif path.is_file():
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another node may remove it, too
+            if writes_one_file(self):
+                if (path / META).is_file():
+                    shutil.rmtree(path)
+            elif path.is_file():
+                path.unlink()
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Lightning's for the weights; it would mix up the optimizer states of files of other strategies."""

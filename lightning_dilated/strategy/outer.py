@@ -280,7 +280,7 @@ class OuterOptimizer:
                 "anew from its weights, or train the parameters that it trained."
             )
         self.steps, sent = int(state["steps"]), tensors.get("sent", {})
-        same = all(settings.get(name) == getattr(self.settings, name) for name in SCHEDULE)
+        same = all(settings.get(name, getattr(OuterSteps, name)) == getattr(self.settings, name) for name in SCHEDULE)
         for fragment in self.fragments:
             if same and all(name in sent for name in fragment.named):
                 fragment.sent = torch.empty_like(fragment.shared)

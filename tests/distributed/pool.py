@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_dilated.sequence.consensus import _connections as control_connections
 from lightning_dilated.sequence.group import _groups as sequence_groups
 
 SIZES = (1, 2, 3, 4)
@@ -199,6 +200,8 @@ def _end_groups(kept: set[dist.ProcessGroup]) -> None:
     for sequence in list(sequence_groups.values()):
         sequence.close()
     new = [group for group in _groups() if group not in kept]
+    for key in [key for key in control_connections if key[0] in new]:
+        del control_connections[key]
     for group in new:
         dist.destroy_process_group(group)
     if new:

@@ -1,11 +1,9 @@
 """Deferred checks of calls: equal results, no waiting, and every rank refuses before results are used."""
 
-import gc
 import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated import LongNetLM
@@ -297,19 +295,12 @@ def test_one_rank_asks_itself(pool):
     assert pool.run(1, gathers_alone) == [(True, True, [[1, 2]], [{"a": "b"}])]
 
 
-def connection_ends(rank, group):
-    """Whether two users of a channel share its connection, and whether it is gone with the process group."""
-    own = dist.new_group([0, 1])
-    control = ControlGroup(own, None, "shared")
-    values = [int(x) for x in control.gather(torch.tensor([rank]))]
-    connection = weakref.ref(control.backend)
-    shared = ControlGroup(own, None, "shared").backend is connection()
-    dist.barrier(own)
-    dist.destroy_process_group(own)
-    del own, control
-    gc.collect()
-    return values, shared, connection() is None
+def shared_connection(rank, group):
+    """What two users of a channel gather, and whether they share its connection and others have their own."""
+    first, second, other = (ControlGroup(group, None, channel) for channel in ("shared", "shared", "other"))
+    values = [int(x) for control in (first, second) for x in control.gather(torch.tensor([rank]))]
+    return values, first.backend is second.backend, first.backend is not other.backend
 
 
-def test_a_connection_ends_with_its_group(pool):
-    assert pool.run(2, connection_ends) == [([0, 1], True, True)] * 2
+def test_users_of_a_channel_share_its_connection(pool):
+    assert pool.run(2, shared_connection) == [([0, 1, 0, 1], True, True)] * 2

@@ -16,7 +16,7 @@ import lightning_dilated as ld
 from lightning_dilated import LongNetLM, OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.strategy.mesh import MeshSizes
-from lightning_dilated.strategy.outer import split
+from lightning_dilated.strategy.outer import OuterOptimizer, split
 from lightning_dilated.strategy.preemption import report_lost_ranks
 
 from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
@@ -42,6 +42,19 @@ from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
 def test_settings_of_outer_steps(options, error, words):
     with pytest.raises(error, match=words):
         OuterSteps(**options)
+
+
+def test_a_state_that_lacks_a_setting_of_later_versions():
+    """It has the default's, so that what is under way is gone on from."""
+    named = {"0.weight": torch.nn.Parameter(torch.ones(3))}
+    outer = OuterOptimizer(named.items(), OuterSteps(every=3, delay=2))
+    for _ in range(3):
+        outer.step()
+    state = outer.state()
+    del state["settings"]["warmup"]
+    assert "sent" in state["tensors"]
+    assert OuterOptimizer(named.items(), OuterSteps(every=3, delay=2)).load(state) is None
+    assert "dropped" in OuterOptimizer(named.items(), OuterSteps(every=3, delay=2, warmup=9)).load(state)
 
 
 @pytest.mark.parametrize(
