@@ -103,7 +103,7 @@ def run(argv: list[str]) -> None:
     check_device(args.device)
     integer(args.devices, "--devices", 1)
     out = checked_folder(args.out)
-    quiet()
+    quiet("evaluate")
     model = load_causal_model(args.ckpt_path, _TILE)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = tokenizer_of(args, model, Path(folder))
