@@ -82,10 +82,10 @@ def test_random_calls(interpreter, number, examples):
 def by_groups(rank, group):
     case = gated((330, 70), packed=True, earlier=(2, 0), kv_heads=1, group=1, dim=4, values=3)
     with grouped_from(2):
-        found = run(case)
+        got = run(case)
         assert triton_chunks.layout.cache_info().currsize == 2  # of the earlier tokens, too
     with grouped_from(100):
-        compare(found, run(case), 1e-6)
+        compare(got, run(case), 1e-6)
 
 
 def test_groups_of_chunks_change_nothing(interpreter):
@@ -207,16 +207,16 @@ def held(rank, group, forward, window):
     heads, kv_heads, dim, tokens = 4, 2, 16, 400
     with mock.patch.object(op, "KERNEL_WINDOW", window), grouped_from(4):
         spec = op.encode("gated_delta", None, True)
-        found = _recurrence_held(forward, tokens, (heads, kv_heads, dim), torch.float32, spec, Meter())
+        got = _recurrence_held(forward, tokens, (heads, kv_heads, dim), torch.float32, spec, Meter())
     within = min(tokens, window)
-    return found, triton_chunks.held_bytes(within, (heads, kv_heads), (dim, dim), torch.float32, not forward)
+    return got, triton_chunks.held_bytes(within, (heads, kv_heads), (dim, dim), torch.float32, not forward)
 
 
 @pytest.mark.parametrize("window", [1000, 200])
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 def test_memory_is_counted(interpreter, forward, window):
-    found, counted = interpreter.run(1, held, forward, window)[0]
-    assert found <= counted < 1.5 * found
+    got, counted = interpreter.run(1, held, forward, window)[0]
+    assert got <= counted < 1.5 * got
 
 
 def shared(rank, group, case):
@@ -236,8 +236,8 @@ def test_two_ranks(interpreter, documents):
     case = gated(documents, packed=True, kv_heads=1, group=1, dim=4, values=3)
     answers, want = interpreter.run(2, shared, case), case.by_definition()
     whole = [torch.cat(x, 1) for x in zip(*(rows for rows, _ in answers), strict=True)]
-    found = {"out": whole[0], "state 0": answers[0][1], **{f"d {n}": x for n, x in zip(NAMES, whole[1:], strict=True)}}
-    compare(found, {name: want[name] for name in found}, 1e-5)
+    got = {"out": whole[0], "state 0": answers[0][1], **{f"d {n}": x for n, x in zip(NAMES, whole[1:], strict=True)}}
+    compare(got, {name: want[name] for name in got}, 1e-5)
 
 
 def test_what_the_kernels_take():

@@ -37,13 +37,13 @@ def results(tensors, cu_seqlens=None):
     out, state = recurrent_attention(*inputs, cu_seqlens=cu_seqlens, return_state=True)
     last = state.matrix[-1:]
     grads = torch.autograd.grad((out, last), inputs, (grad, grad_state.to(last.dtype)))
-    found = {"out": out.detach(), "state": last.detach(), **{f"d {n}": x for n, x in zip(NAMES, grads, strict=True)}}
-    return {name: x.double() for name, x in found.items()}
+    got = {"out": out.detach(), "state": last.detach(), **{f"d {n}": x for n, x in zip(NAMES, grads, strict=True)}}
+    return {name: x.double() for name, x in got.items()}
 
 
-def compare(found, want, tolerance):
+def compare(got, want, tolerance):
     for name, x in want.items():
-        off = float((found[name] - x).abs().max() / x.abs().max())
+        off = float((got[name] - x).abs().max() / x.abs().max())
         assert off <= tolerance, f"{name} is {off:.1e} off"
 
 
@@ -65,10 +65,10 @@ def test_equals_torch_in_float64(case, dtype):
     cu_seqlens = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
     tensors = drawn(*sizes, dtype)
     assert triton_chunks.serves("gated_delta", *tensors[:3])
-    found = results(tensors, cu_seqlens)
-    compare(found, results([x.double() for x in tensors], cu_seqlens), TOLERANCES[dtype])
+    got = results(tensors, cu_seqlens)
+    compare(got, results([x.double() for x in tensors], cu_seqlens), TOLERANCES[dtype])
     again = results(tensors, cu_seqlens)
-    assert all(torch.equal(again[name], x) for name, x in found.items())
+    assert all(torch.equal(again[name], x) for name, x in got.items())
 
 
 @pytest.mark.parametrize("kind", ["equal keys", "far decay", "reflections"])
@@ -81,9 +81,9 @@ def test_edges(kind):
         log_decay[:] = -30
     else:
         log_decay[:, ::3], beta[:] = 0, 2
-    found = results(tensors)
-    assert all(x.isfinite().all() for x in found.values())
-    compare(found, results([x.double() for x in tensors]), 2e-4)
+    got = results(tensors)
+    assert all(x.isfinite().all() for x in got.values())
+    compare(got, results([x.double() for x in tensors]), 2e-4)
 
 
 def test_windows_of_the_op():
@@ -96,8 +96,8 @@ def test_windows_of_the_op():
         return [out.detach(), *torch.autograd.grad(out, inputs, tensors[5])]
 
     with mock.patch.object(op, "KERNEL_WINDOW", 1024):
-        found = run()
+        got = run()
     with mock.patch.object(triton_chunks, "ON_GPU", False):
         want = run()
-    for x, y in zip(found, want, strict=True):
+    for x, y in zip(got, want, strict=True):
         assert float((x - y).abs().max() / y.abs().max()) <= 2e-2
