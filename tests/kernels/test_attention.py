@@ -157,6 +157,37 @@ def test_on_two_ranks(interpreter, dropout):
     assert max(interpreter.run(2, on_two_ranks, dropout)) < 1e-5
 
 
+def in_chunks(rank, group):
+    """A stream whose carried rows triton attends to, forward and backward, while another engine computes the rest."""
+    from unittest import mock
+
+    from lightning_dilated.attention import resolve
+    from lightning_dilated.attention.backends import TRITON
+    from lightning_dilated.kernels import dense
+
+    from ..attention.chunks import Chunks
+
+    case = Case(DilatedPattern([(16, 1), (None, 3)]), 1, 90, 4, 2, 8, causal=True)
+    q, k, v, grad = case.tensors(torch.float32)
+    want = case.run(q, k, v, engine="math")
+    wanted = want, *torch.autograd.grad(want, (q, k, v), grad)
+    chunks = Chunks(case, 40)
+    chunks.options["engine"] = "math"
+    with (
+        mock.patch.object(resolve, "triton_up_to", lambda *unused: (1e9, 1e9)),
+        mock.patch.object(dense, "forward", wraps=dense.forward) as forward,
+        mock.patch.object(dense, "backward", wraps=dense.backward) as backward,
+    ):
+        got = chunks.run(q, k, v, grad)
+    assert TRITON.forward_into is not None and forward.call_count and backward.call_count
+    for name, a, b in zip(("out", *GRADIENTS), got, wanted, strict=True):
+        close(name, a, b, 1e-5, floor=1.0)
+
+
+def test_carried_rows_of_a_stream(interpreter):
+    interpreter.run(1, in_chunks)
+
+
 def chained(rank, group, number, examples, device="cpu"):
     """The forward over keys in several calls, each going on from the state of the one before, with pads and dropout.
 
