@@ -1,26 +1,53 @@
 """ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents and on any number of ranks.
 
-One rank uses plain torch operations, which torch.compile fuses; several use a custom op, which exchanges rows between ranks,
-and so do chunks of a stream, which leave rows for the next one.
+One rank uses Triton kernels where they serve, else plain torch operations, which torch.compile fuses; several use a custom
+op, which exchanges rows between ranks, and so do chunks of a stream, which leave rows for the next one.
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
 from lightning_dilated.sequence.halo import HaloRoute, chunk_halo_route, chunk_wire, halo_route, halo_wire
 
+if TYPE_CHECKING:
+    from lightning_dilated.kernels.convolution import Neighbours
+
 NAME = "lightning_dilated::short_convolution"
+#: whether GPUs take the kernels; tests/attention/test_convolution_gpu.py has to pass on one first
+ON_GPU = False
+#: what the kernels take: dtypes, and the most taps, which are unrolled
+DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 16
+#: tokens over which a program of their backward sums the gradient of the weight, a power of two
+ROWS = 256
+
+
+def why_not(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
+    """None where the kernels serve rows of a dtype on a device, else the reason."""
+    if dtype not in DTYPES:
+        return f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(dtype).removeprefix('torch.')}"
+    if taps > MOST_TAPS:
+        return f"takes up to {MOST_TAPS} taps, not {taps}"
+    if device.type == "cuda" and not ON_GPU:
+        return "is not taken on a GPU before it was compared with torch's operations on one"
+    return kernels.why_not(device)
+
+
+@torch.compiler.assume_constant_result
+def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
+    """Whether the kernels compute a call of one rank."""
+    return why_not(device, dtype, taps) is None
 
 
 class ShortConvolution(nn.Module):
@@ -58,8 +85,28 @@ class ShortConvolution(nn.Module):
             cu_seqlens: (documents + 1,), bounds of the documents packed into one sample, of the whole sequence.
             chunk: the layer's place in a stream; causal only.
         """
+        return self.together([x], lengths, cu_seqlens, chunk)[0]
+
+    def together(
+        self,
+        parts: Sequence[Tensor],
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        chunk: ChunkLayer | None = None,
+    ) -> Sequence[Tensor]:
+        """`forward` of tensors (B, L, C_i) whose channels stand side by side and are C together: a tensor for each."""
+        x, lengths = parts[0], None if self.causal else lengths  # no token before the padding sees it
+        if chunk is None and active_sequence() is None and serves(x.device, x.dtype, self.taps):
+            return torch.ops.lightning_dilated.local_convolution(parts, self.weight, lengths, cu_seqlens, self.right)
+        if len(parts) == 1:
+            return (self._joint(x, lengths, cu_seqlens, chunk),)
+        return self._joint(torch.cat(parts, -1), lengths, cu_seqlens, chunk).split([x.shape[-1] for x in parts], -1)
+
+    def _joint(
+        self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: ChunkLayer | None
+    ) -> Tensor:
+        """`forward` by torch and the ops of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
-        lengths = None if self.causal else lengths  # no token before the padding sees it
         if chunk is not None:
             return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)[0]
         if group is not None:
@@ -128,6 +175,99 @@ def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tens
     return d_rows, d_weight
 
 
+# -- one rank, by kernels ----------------------------------------------------------------------------------------------
+@torch.library.custom_op("lightning_dilated::local_convolution", mutates_args=())
+def local_convolution(
+    parts: Sequence[Tensor], weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int
+) -> list[Tensor]:
+    """y (B, L, C_i), contiguous, of each part (B, L, C_i) of x, whose channels are side by side; weight (W, C) of all."""
+    from lightning_dilated.kernels.convolution import forward
+
+    parts, neighbours = [_dense(x) for x in parts], _neighbours(parts[0], weight, lengths, cu_seqlens, right)
+    return [forward(x, w, neighbours) for x, w in zip(parts, _split(weight, parts), strict=True)]
+
+
+@local_convolution.register_fake
+def _(parts, weight, lengths, cu_seqlens, right):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
+
+
+@torch.library.custom_op("lightning_dilated::local_convolution_backward", mutates_args=())
+def local_convolution_backward(
+    grads: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    right: int,
+) -> tuple[list[Tensor], Tensor]:
+    """(the gradient of each part, (n, W, C) fp32 whose sum over n is that of the weight)."""
+    from lightning_dilated.kernels.convolution import backward
+
+    parts, neighbours = [_dense(x) for x in parts], _neighbours(parts[0], weight, lengths, cu_seqlens, right)
+    sums = _sums(parts[0], weight)
+    every = zip(grads, parts, _split(weight, parts), _split(sums, parts), strict=True)
+    return [backward(_dense(grad), x, w, neighbours, into, ROWS) for grad, x, w, into in every], sums
+
+
+@local_convolution_backward.register_fake
+def _(grads, parts, weight, *rest):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts], _sums(parts[0], weight)
+
+
+def _sums(x: Tensor, weight: Tensor) -> Tensor:
+    """(n, W, C) of the backward's programs, uninitialised."""
+    return x.new_empty((x.shape[0] * (-(-x.shape[1] // ROWS)), *weight.shape), dtype=torch.float32)
+
+
+def _neighbours(x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int) -> Neighbours:
+    """The `kernels.convolution.Neighbours` of x (B, L, C), on its device."""
+    from lightning_dilated.kernels.convolution import Neighbours
+
+    documents = None
+    if cu_seqlens is not None:
+        at = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+        bounds = send(cu_seqlens, x.device).to(torch.int32)
+        documents = torch.searchsorted(bounds, at, right=True, out_int32=True)
+    lengths = None if lengths is None else send(lengths, x.device).contiguous()
+    return Neighbours(len(weight) - 1 - right, documents, lengths)
+
+
+def _split(x: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x (..., C) by the channels of the parts."""
+    return x.split([y.shape[-1] for y in parts], -1)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with adjacent channels."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _setup_local(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    parts, *others, ctx.right = inputs
+    ctx.save_for_backward(*parts, *others)
+
+
+def _local_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    *parts, weight, lengths, cu_seqlens = ctx.saved_tensors
+    gradients, sums = torch.ops.lightning_dilated.local_convolution_backward(
+        grads, parts, weight, lengths, cu_seqlens, ctx.right
+    )
+    return gradients, sums.sum(0).to(weight.dtype), None, None, None
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "a layer's short convolution has no double backward by kernels: its gradient was asked to be differentiated again. "
+        "Leave out create_graph=True, or compute in float64, which torch's own operations serve."
+    )
+
+
+local_convolution.register_autograd(_local_backward, setup_context=_setup_local)
+local_convolution_backward.register_autograd(_refuse)
+
+
+# -- many ranks --------------------------------------------------------------------------------------------------------
 def _route(
     group: SequenceGroup,
     x: Tensor,
