@@ -28,20 +28,25 @@ NAME = "lightning_dilated::short_convolution"
 #: whether GPUs take the kernels; tests/attention/test_convolution_gpu.py has to pass on one first
 ON_GPU = False
 #: what the kernels take: dtypes, and the most taps, which are unrolled
-DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 16
+DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
 #: tokens over which a program of their backward sums the gradient of the weight, a power of two
 ROWS = 256
 
 
+def unsupported(dtype: torch.dtype, taps: int) -> str | None:
+    """None where the kernels are written for rows of a dtype, else the reason."""
+    if dtype not in DTYPES:
+        return (
+            f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(dtype).removeprefix('torch.')}"
+        )
+    return f"takes up to {MOST_TAPS} taps, not {taps}" if taps > MOST_TAPS else None
+
+
 def why_not(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
     """None where the kernels serve rows of a dtype on a device, else the reason."""
-    if dtype not in DTYPES:
-        return f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(dtype).removeprefix('torch.')}"
-    if taps > MOST_TAPS:
-        return f"takes up to {MOST_TAPS} taps, not {taps}"
     if device.type == "cuda" and not ON_GPU:
         return "is not taken on a GPU before it was compared with torch's operations on one"
-    return kernels.why_not(device)
+    return unsupported(dtype, taps) or kernels.why_not(device)
 
 
 @torch.compiler.assume_constant_result
@@ -102,9 +107,7 @@ class ShortConvolution(nn.Module):
             return (self._joint(x, lengths, cu_seqlens, chunk),)
         return self._joint(torch.cat(parts, -1), lengths, cu_seqlens, chunk).split([x.shape[-1] for x in parts], -1)
 
-    def _joint(
-        self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: ChunkLayer | None
-    ) -> Tensor:
+    def _joint(self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: ChunkLayer | None) -> Tensor:
         """`forward` by torch and the ops of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
         if chunk is not None:
@@ -200,19 +203,19 @@ def local_convolution_backward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     right: int,
-) -> tuple[list[Tensor], Tensor]:
-    """(the gradient of each part, (n, W, C) fp32 whose sum over n is that of the weight)."""
+) -> list[Tensor]:
+    """The gradient of each part, and (n, W, C) fp32 whose sum over n is that of the weight."""
     from lightning_dilated.kernels.convolution import backward
 
     parts, neighbours = [_dense(x) for x in parts], _neighbours(parts[0], weight, lengths, cu_seqlens, right)
     sums = _sums(parts[0], weight)
     every = zip(grads, parts, _split(weight, parts), _split(sums, parts), strict=True)
-    return [backward(_dense(grad), x, w, neighbours, into, ROWS) for grad, x, w, into in every], sums
+    return [*(backward(_dense(grad), x, w, neighbours, into, ROWS) for grad, x, w, into in every), sums]
 
 
 @local_convolution_backward.register_fake
 def _(grads, parts, weight, *rest):
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts], _sums(parts[0], weight)
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts), _sums(parts[0], weight)]
 
 
 def _sums(x: Tensor, weight: Tensor) -> Tensor:
@@ -250,7 +253,7 @@ def _setup_local(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> Non
 
 def _local_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     *parts, weight, lengths, cu_seqlens = ctx.saved_tensors
-    gradients, sums = torch.ops.lightning_dilated.local_convolution_backward(
+    *gradients, sums = torch.ops.lightning_dilated.local_convolution_backward(
         grads, parts, weight, lengths, cu_seqlens, ctx.right
     )
     return gradients, sums.sum(0).to(weight.dtype), None, None, None

@@ -1,7 +1,8 @@
-"""ShortConvolution's sums over neighbouring tokens, y_p = x_p + sum over taps i of w_i x_(p - left + i), and their gradients.
+"""A sum over neighbouring tokens, y_p = x_p + sum over taps i of w_i x_(p - left + i), and its gradients.
 
 A program takes a tile of tokens times channels. It reads the tile once for each tap, one row further each time: all but the
-first come from cache. Products are summed in fp32, with weights rounded to the dtype of the rows.
+first come from cache. Products are summed in fp32, with weights rounded to the dtype of the rows. A tuple has a tensor for
+each tap, since Triton has no lists; it is built by +, since Triton knows no starred expressions.
 Shape letters: B batch, N tokens, C channels of a part, W taps, P programs along the tokens of a sample.
 """
 
@@ -16,8 +17,33 @@ from torch import Tensor
 
 from lightning_dilated import kernels
 
-#: elements of a tile, its most tokens and channels, and warps
-ELEMENTS, TOKENS, CHANNELS, WARPS = 4096, 256, 128, 4
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a program's tile, powers of two.
+
+    Attributes:
+        elements: tokens times channels.
+        channels: at most.
+        warps: more threads than channels, which then read weights as they multiply.
+        stages: tiles that a program of the backward reads ahead, and the one that it computes.
+    """
+
+    elements: int
+    channels: int
+    warps: int
+    stages: int = 1
+
+    def sizes(self, channels: int, tokens: int) -> dict[str, int]:
+        """Of rows of so many channels, with at most so many tokens."""
+        width = min(self.channels, triton.next_power_of_2(channels))
+        return {"TOKENS": min(tokens, self.elements // width), "CHANNELS": width, "num_warps": self.warps}
+
+
+#: 16 elements a thread forward; 8 backward, where each tap has a sum for each of them in registers
+FORWARD, BACKWARD = Tile(4096, 128, 8), Tile(1024, 64, 4, 2)
+#: most tokens of a tile
+TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -68,9 +94,21 @@ def _length(lengths, sample, tokens, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _weights(weight, w_sw, w_sc, i, c, channels, KIND: tl.constexpr):
-    """(CHANNELS,) of a tap, rounded to the dtype of the rows."""
-    return tl.load(weight + i * w_sw + c * w_sc, mask=c < channels, other=0.0).to(KIND).to(tl.float32)
+def _weights(weight, w_sw, w_sc, c, channels, TAPS: tl.constexpr, KIND: tl.constexpr):
+    """(1, CHANNELS) of each tap, rounded to the dtype of the rows."""
+    every = ()
+    for i in tl.static_range(TAPS):
+        one = tl.load(weight + i * w_sw + c * w_sc, mask=c < channels, other=0.0)
+        every = every + (one.to(KIND).to(tl.float32)[None, :],)  # noqa: RUF005
+    return every
+
+
+@triton.jit
+def _zeros(TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    every = ()
+    for _ in tl.static_range(TAPS):
+        every = every + (tl.zeros([TOKENS, CHANNELS], tl.float32),)  # noqa: RUF005
+    return every
 
 
 @triton.jit
@@ -93,6 +131,7 @@ def _forward(
     x += sample * x_sb
     y += sample * tokens * channels
     inside = (p < tokens)[:, None] & (c < channels)[None, :]
+    w = _weights(weight, w_sw, w_sc, c, channels, TAPS, x.dtype.element_ty)
     own = _rows(x, p, x_sn, c, inside)
     total = own
     document, end = _document(documents, p, tokens, PACKED), _length(lengths, sample, tokens, PADDED)
@@ -104,7 +143,7 @@ def _forward(
             of_source = _document(documents, source, tokens, PACKED)
             seen = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
             row = _rows(x, source, x_sn, c, seen[:, None] & (c < channels)[None, :])
-        total += _weights(weight, w_sw, w_sc, i, c, channels, x.dtype.element_ty)[None, :] * row
+        total += w[i] * row
     tl.store(y + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -112,25 +151,27 @@ def _forward(
 def _backward(
     dx, sums, s_sp, s_sw, grad, g_sb, g_sn, x, x_sb, x_sn, weight, w_sw, w_sc, documents, lengths,
     tokens, programs, channels,
-    TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A token gets gradients from those that see it, which are as many as it sees, in the opposite order."""
     blocks = tl.cdiv(channels, CHANNELS)
     at = (tl.program_id(0) // blocks).to(tl.int64)
     sample, first = at // programs, (tl.program_id(0) // blocks % programs) * ROWS
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
-    tap, end = tl.arange(0, BLOCK_TAPS), _length(lengths, sample, tokens, PADDED)
+    end = _length(lengths, sample, tokens, PADDED)
     x += sample * x_sb
     grad += sample * g_sb
     dx += sample * tokens * channels
-    products = tl.zeros([BLOCK_TAPS, CHANNELS], tl.float32)
-    for start in tl.range(first, tl.minimum(first + ROWS, tokens), TOKENS):
+    w = _weights(weight, w_sw, w_sc, c, channels, TAPS, x.dtype.element_ty)
+    products = _zeros(TAPS, TOKENS, CHANNELS)
+    for start in tl.range(first, tl.minimum(first + ROWS, tokens), TOKENS, num_stages=STAGES):
         p = start + tl.arange(0, TOKENS)
         inside = (p < tokens)[:, None] & (c < channels)[None, :]
         row, own = _rows(x, p, x_sn, c, inside), _rows(grad, p, g_sn, c, inside)
         total = own
         document = _document(documents, p, tokens, PACKED)
+        added = ()
         for i in tl.static_range(TAPS):
             if i == LEFT:
                 part = own
@@ -139,22 +180,17 @@ def _backward(
                 of_reader = _document(documents, reader, tokens, PACKED)
                 seen = _pairs(reader, p, of_reader, document, end, tokens, PACKED, PADDED)
                 part = _rows(grad, reader, g_sn, c, seen[:, None] & (c < channels)[None, :])
-            total += _weights(weight, w_sw, w_sc, i, c, channels, x.dtype.element_ty)[None, :] * part
-            products += tl.where((tap == i)[:, None], tl.sum(row * part, 0)[None, :], 0.0)
+            total += w[i] * part
+            added = added + (products[i] + row * part,)  # noqa: RUF005
+        products = added
         tl.store(dx + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
-    to = sums + at * s_sp + tap[:, None] * s_sw + c[None, :]
-    tl.store(to, products, mask=(tap < TAPS)[:, None] & (c < channels)[None, :])
-
-
-def _tile(channels: int, tokens: int = TOKENS) -> dict[str, int]:
-    """Sizes of a tile of at most `tokens`, and its warps."""
-    width = min(CHANNELS, triton.next_power_of_2(channels))
-    return {"TOKENS": min(tokens, ELEMENTS // width), "CHANNELS": width, "num_warps": WARPS}
+    for i in tl.static_range(TAPS):
+        tl.store(sums + at * s_sp + i * s_sw + c, tl.sum(products[i], 0), mask=c < channels)
 
 
 def forward(x: Tensor, weight: Tensor, neighbours: Neighbours) -> Tensor:
     """y (B, N, C), contiguous, of x (B, N, C), 1 along C, and weight (W, C)."""
-    y, sizes = torch.empty_like(x, memory_format=torch.contiguous_format), _tile(x.shape[2])
+    y, sizes = torch.empty_like(x, memory_format=torch.contiguous_format), FORWARD.sizes(x.shape[2], TOKENS)
     programs = triton.cdiv(x.shape[1], sizes["TOKENS"])
     if y.numel():
         tensors, constants = neighbours.arguments(x)
@@ -173,13 +209,13 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, neighbours: Neighbours, su
         sums: (B P, W, C) fp32, 1 along C, into which parts of the gradient of weight are written: it is their sum over B P.
         rows: tokens of a program, of which there are P = ceil(N / rows) a sample; a power of two.
     """
-    dx, sizes = torch.empty_like(x, memory_format=torch.contiguous_format), _tile(x.shape[2], rows)
+    dx, sizes = torch.empty_like(x, memory_format=torch.contiguous_format), BACKWARD.sizes(x.shape[2], rows)
     if dx.numel():
         tensors, constants = neighbours.arguments(x)
         with kernels.on(x.device):
             _backward[(len(sums) * triton.cdiv(x.shape[2], sizes["CHANNELS"]),)](
                 dx, sums, *sums.stride()[:2], grad, *grad.stride()[:2], x, *x.stride()[:2], weight, *weight.stride(),
                 *tensors, x.shape[1], len(sums) // len(x), x.shape[2],
-                TAPS=len(weight), BLOCK_TAPS=triton.next_power_of_2(len(weight)), ROWS=rows, **constants, **sizes,
+                TAPS=len(weight), ROWS=rows, STAGES=BACKWARD.stages, **constants, **sizes,
             )  # fmt: skip
     return dx

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
-from lightning_dilated.attention import rotary
+from lightning_dilated.attention import convolution, rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
@@ -34,9 +34,9 @@ from lightning_dilated.sequence import group
 def as_on_gpu(compiled: bool = False) -> Iterator[None]:
     """Within, tensors are made as on a GPU, and checks of values pass.
 
-    Rotary positions are applied by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU;
-    log-probabilities of fp16 (not of bf16) come from one kernel that casts as it reads; positions of patches are found for a
-    whole sequence; a number that is read off a tensor is 1.
+    Rotary positions are applied by their kernel, and short convolutions by theirs where GPUs take it; norms are one kernel
+    each way, in the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that
+    casts as it reads; positions of patches are found for a whole sequence; a number that is read off a tensor is 1.
 
     Args:
         compiled: whether the loss is.
@@ -45,6 +45,7 @@ def as_on_gpu(compiled: bool = False) -> Iterator[None]:
         for owner, name, value in (
             (image_patches, "places", _places_of_all),
             (RotaryTable, "split", _split),
+            (convolution, "serves", _convolves),
             (torch, "rms_norm", _rms_norm),
             (torch, "layer_norm", _wide_layer_norm),
             (torch, "log_softmax", _wide_log_softmax),
@@ -67,6 +68,10 @@ _RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
 
 def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
+
+
+def _convolves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
+    return convolution.ON_GPU and convolution.unsupported(dtype, taps) is None
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
