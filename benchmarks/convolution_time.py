@@ -111,6 +111,9 @@ def main() -> None:
     p.add_argument("--centred", action="store_true", help="neighbours on both sides")
     p.add_argument("--tiles", action="store_true", help="time sizes of tiles")
     a = p.parse_args()
+    with mock.patch.object(convolution, "ON_GPU", True):
+        if (reason := convolution.why_not(CUDA, torch.bfloat16, a.taps)) is not None:
+            p.error(f"the kernel {reason}")
     heads = ("tile", "ms") if a.tiles else ("way", "forward ms", "backward ms")
     print(f"| tokens | channels | {' | '.join(heads)} |\n|{' --- |' * (2 + len(heads))}")
     for channels in a.channels:
