@@ -52,12 +52,14 @@ class ChunkLayer:
         place: (2,) int64 on the CPU: the layer's number, the chunk's. A tensor, so that compiled layers share a graph.
         seed: of attention dropout, () int64 on the CPU; None without.
         shared: whether several ranks compute the chunk, those of the active `SequenceGroup`.
+        whole: whether the chunk has as many tokens as a chunk may have.
     """
 
     stream: str
     place: Tensor
     seed: Tensor | None = None
     shared: bool = False
+    whole: bool = False
 
     def of_recurrence(self) -> ChunkLayer:
         """The place of the convolution of the layer's recurrence: its layer number is -1 for layer 0, -2 for layer 1, ..."""
@@ -430,8 +432,8 @@ class Stream:
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[ChunkLayer]:
         """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
-        shared = self.group is not None
-        return [ChunkLayer(self.name, place, seed, shared) for place, seed in zip(places, seeds, strict=True)]
+        shared, whole = self.group is not None, len(self.shard.positions(chunk)) == self.shard.stream
+        return [ChunkLayer(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
         """The rows of a layer, or of the window of its heads from `first_head` on."""

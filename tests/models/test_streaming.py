@@ -304,6 +304,69 @@ def test_compiled_blocks():
     assert len(seen) == 4 + 5 and not any(compiling for *_, compiling in seen)
 
 
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are; `calls` are (tokens, whether sizes are fixed) of each run."""
+
+    def __init__(self):
+        self.made, self.calls = 0, []
+
+    def __call__(self, graph, inputs):
+        self.made += 1
+        found = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
+        sizes = [n for x in found if isinstance(x, torch.Tensor) for n in x.shape] + found
+        fixed = not any(isinstance(n, torch.SymInt) for n in sizes)
+
+        def run(*tensors):
+            self.calls.append((next(x.shape[1] for x in tensors if getattr(x, "ndim", 0) == 3), fixed))
+            return graph.forward(*tensors)
+
+        return run
+
+    def compile(self, model):
+        torch._dynamo.reset()
+        for block in model.transformer.blocks:
+            block.compile(fullgraph=True, backend=self)
+        return model
+
+
+def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
+    """A last chunk of another length takes a graph of any length, and all before it those of fixed sizes: three graphs."""
+    graphs = Graphs()
+    model = graphs.compile(lm())
+    want, wanted = gradients(lm(), text(61))
+    for tokens, last in ((61, 13), (55, 7), (41, 9), (64, 16), (61, 13)):
+        graphs.calls.clear()
+        got, found = gradients(model, text(tokens), stream=16)
+        ascent = (tokens - 1) // 16 * 3 * [(16, True)]
+        assert graphs.calls == [*ascent, *3 * [(last, last == 16)], *ascent]
+    assert graphs.made == 3
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+    for batch in (2, 3, 4, 5):
+        made = graphs.made
+        gradients(model, text(61, batch=batch), stream=16)
+    assert graphs.made == made, "a graph for each batch size"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
+def test_parts_of_whole_chunks_keep_their_graphs(settings):
+    """Likewise where the parts of a block are compiled, for tiles of a chunk as for chunks."""
+    graphs = Graphs()
+    model = graphs.compile(lm())
+    want, wanted = gradients(lm(), text(61))
+    for tokens in (55, 61):
+        graphs.calls.clear()
+        got, found = gradients(model, text(tokens), stream=16, **settings)
+        whole = {16, 6} if "tile" in settings else {16}
+        assert whole == {length for length, fixed in graphs.calls if fixed}
+        assert not whole & {length for length, fixed in graphs.calls if not fixed}
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+
+
 class Redefined(ld.LongNetLM):
     def token_losses(self, batch):
         return 2 * super().token_losses(batch)
