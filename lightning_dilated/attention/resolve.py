@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention import executors
-from lightning_dilated.attention.backends import TRITON, Engine, Request, chained_up_to, choose, environment
+from lightning_dilated.attention.backends import (
+    TRITON,
+    Engine,
+    Request,
+    carried_up_to,
+    chained_up_to,
+    choose,
+    environment,
+)
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
@@ -278,7 +286,7 @@ def _chunked(
         key = *key, engine
     make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk, group)
     # layers with the same pattern share a route, unless they carry rows of earlier calls
-    exchange, route, planned = stream.remember((*key, chunk, layer if stream.documents else None), make)
+    exchange, route, planned = stream.remember(chunk, (*key, layer if stream.documents else None), make)
     _log(group, planned, backward)
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
     executor = Chunked(exchange, route, rows, chunk, stream.rising)
@@ -301,7 +309,9 @@ def _chunk_call(
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
     blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
     engine = _engine(spec, request, blocks, part.local, q.shape)
-    call = Call(engine, *blocks[:4], spec.causal, spec.scale, chained=chained_up_to(spec.engine, request))
+    carried = carried_up_to(spec.engine, request)
+    chained = max(carried, chained_up_to(spec.engine, request))
+    call = Call(engine, *blocks[:4], spec.causal, spec.scale, chained=chained, carried=carried)
     local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
     if group is None or not route.exchange.rounds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +35,6 @@ from lightning_dilated.sequence.shard import ChunkShard
 ON_GPU = 1 / 8
 #: bytes of memory that stored rows share, and by which they begin
 SLAB, ALIGNED = 64 << 20, 256
-#: how many calls' routes a stream remembers: those of a chunk for every kind of layer, but not of every chunk
-REMEMBERED = 8
 
 _streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -310,7 +307,7 @@ class Stream:
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerTails] = {}
         self._states: dict[int, LayerStates] = {}
-        self._remembered: OrderedDict[Any, Any] = OrderedDict()
+        self._remembered: tuple[int, dict[Any, Any]] = 0, {}
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
         #: the ranks that share the sequence; None: one
         self.group: SequenceGroup | None = None
@@ -362,8 +359,9 @@ class Stream:
 
     def end(self) -> None:
         """Free all rows and routes."""
-        for held in (self._layers, self._tails, self._states, self._plans, self._remembered, self._from_before):
+        for held in (self._layers, self._tails, self._states, self._plans, self._from_before):
             held.clear()
+        self._remembered = 0, {}
         self._before = self.documents = self.group = None
 
     def state(self) -> StreamState:
@@ -460,14 +458,15 @@ class Stream:
         """Whether gradients pass from chunk to chunk."""
         return self._store is not None
 
-    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), cached by `key` while it is among the latest `REMEMBERED`."""
-        if key not in self._remembered:
-            self._remembered[key] = make()
-            if len(self._remembered) > REMEMBERED:
-                self._remembered.popitem(last=False)
-        self._remembered.move_to_end(key)
-        return self._remembered[key]
+    def remember(self, chunk: int, key: Any, make: Callable[[], Any]) -> Any:
+        """make(), cached by `key` for the forward, recomputation and backward of all layers, until another chunk is asked
+        for."""
+        if self._remembered[0] != chunk:
+            self._remembered = chunk, {}
+        held = self._remembered[1]
+        if key not in held:
+            held[key] = make()
+        return held[key]
 
     def __deepcopy__(self, memo: Any) -> Stream:
         return Stream()

@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
+from lightning_dilated.attention import resolve
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.streaming import streamed_sum
+from lightning_dilated.models.longnet import streamed
 
 GEOMETRIC = ld.DilatedPattern.longnet([8, 16, 32, 64], [1, 2, 4, 8])
 VOCABULARY = 32
@@ -19,7 +21,7 @@ VOCABULARY = 32
 def lm(pattern=GEOMETRIC, seed=0, **options):
     """A float64 LongNetLM whose weights are large enough for attention to matter."""
     torch.manual_seed(seed)
-    model = ld.LongNetLM(pattern, VOCABULARY, 16, 3, 4, max_seq_len=64, **options)
+    model = ld.LongNetLM(pattern, VOCABULARY, 16, **{"depth": 3, "num_heads": 4, "max_seq_len": 64} | options)
     model.configure_model()
     for p in model.double().parameters():
         if p.ndim >= 2:
@@ -302,6 +304,26 @@ def test_compiled_blocks():
         gradients_again = torch.autograd.grad(model.loss_terms(text(seed=5))[0], list(model.parameters()))
     assert all(x.isfinite().all() for x in gradients_again)
     assert len(seen) == 4 + 5 and not any(compiling for *_, compiling in seen)
+
+
+@pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
+def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
+    """For the forward, the recomputation and the backward together, and for all layers that are alike."""
+    made, real = [], resolve.chunk_route
+    monkeypatch.setattr(resolve, "chunk_route", lambda plan, i, *x: made.append((i, plan.problem)) or real(plan, i, *x))
+    patterns = [GEOMETRIC, GEOMETRIC.shifted(), GEOMETRIC.shifted(0.25)]
+    gradients(lm(patterns, depth=6), text(), stream=16, **settings)
+    kinds = 3 * settings.get("head_chunks", 1)
+    assert len(made) == kinds * (3 + 4)
+    assert len(set(made)) == kinds * 4
+
+
+def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
+    """Each chunk's tokens and labels go to the device by way of pinned memory, once in each pass."""
+    sent = []
+    monkeypatch.setattr(streamed, "send", lambda x, device: sent.append(tuple(x.shape)) or x.to(device))
+    gradients(lm(), text(61), stream=16)
+    assert sent == 2 * 3 * [(1, 16)] + 2 * [(1, 13)] + 2 * 3 * [(1, 16)]
 
 
 class Graphs:

@@ -28,6 +28,10 @@ DEFAULT = 0.0
 #: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running result,
 #: is faster than cuDNN's and a merge; used for keys that arrive from other ranks
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
+#: pairs of a head up to which triton computes both passes over the keys that a stream carries. Nearly each chunk has other
+#: numbers of them, and cuDNN makes a plan for every shape that it has not seen: tens of milliseconds of the host, more than
+#: what triton takes longer for so few pairs
+CARRIED_UP_TO = 2.0**24
 
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "Choice",
     "Engine",
     "Request",
+    "carried_up_to",
     "chained_up_to",
     "choose",
     "engine_names",
@@ -140,6 +145,12 @@ def chained_up_to(name: str, request: Request) -> float:
         return 0.0
     capability = kernels.capability(request.device)
     return 0.0 if capability is None else CHAINED_UP_TO.get(capability, 0.0)
+
+
+def carried_up_to(name: str, request: Request) -> float:
+    """Pairs of a head up to which "auto" leaves carried keys, whose numbers change from chunk to chunk, to triton."""
+    served = name == "auto" and request.device.type == "cuda" and TRITON.why_not(request) is None
+    return CARRIED_UP_TO if served else 0.0
 
 
 #: kinds of calls whose choice was logged

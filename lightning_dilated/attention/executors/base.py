@@ -26,7 +26,8 @@ class Call:
 
     `heads` = (first, stop) are the query heads in the tensors, of `num_heads` in all; with `whole` only segments that a
     span holds whole are computed (other ranks compute the rest); with `branches` only those of these numbers. Rows that
-    arrive from other ranks are merged by triton's forward itself up to `chained` (query, key) pairs of a head.
+    arrive from other ranks are merged by triton's forward itself up to `chained` (query, key) pairs of a head; up to
+    `carried` pairs their gradients are triton's, too.
     """
 
     engine: Engine
@@ -39,6 +40,7 @@ class Call:
     mask: Dropout | None = None
     whole: bool = False
     chained: float = 0.0
+    carried: float = 0.0
     branches: frozenset[int] | None = None
 
     def blocks(self, span: Span) -> tuple[Block, ...]:
