@@ -1,13 +1,16 @@
 """The triton engine in Triton's interpreter: against the oracle, and with dropout against the math engine's mask."""
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
+from lightning_dilated.attention import resolve
 
+from ..attention.chunks import Chunks
 from ..attention.recorder import block_by_block
 from ..attention.reference import GRADIENTS, close, gradients, leaves
 from ..attention.strategies import Case
@@ -155,6 +158,24 @@ def on_two_ranks(rank, group, dropout):
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_on_two_ranks(interpreter, dropout):
     assert max(interpreter.run(2, on_two_ranks, dropout)) < 1e-5
+
+
+def streamed(rank, group, pairs):
+    """A stream whose carried keys are triton's up to a number of pairs of a head, against one pass of another engine."""
+    case = Case(DilatedPattern.longnet([8, 32, 96], [1, 2, 4]), 1, 83, 2, 2, 16, causal=True)
+    *inputs, grad = case.tensors(torch.float32)
+    want = case.run(*inputs)
+    wanted = torch.autograd.grad(want, inputs, grad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolve, "carried_up_to", lambda name, request: pairs)
+        got = Chunks(case, 24).run(*inputs, grad)
+    for name, a, b in zip(("out", *GRADIENTS), got, (want, *wanted), strict=True):
+        close(name, a, b, 1e-5, floor=1.0)
+
+
+@pytest.mark.parametrize("pairs", [100.0, math.inf])
+def test_carried_keys_of_a_stream(interpreter, pairs):
+    interpreter.run(1, streamed, pairs)
 
 
 def chained(rank, group, number, examples, device="cpu"):
