@@ -6,7 +6,7 @@
 Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
 segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All have
 random weights, layers computed again in the backward, AdamW (fused), a loss by tiles of tokens, and nothing compiled unless
-`--compile` is given, which the first two follow. Milliseconds of the median step after two; peak memory, and both by `plan`
+`--compile` is given, which the first two follow. Milliseconds of the median step; peak memory, and both by `plan`
 for the first two.
 """
 
@@ -52,7 +52,8 @@ def options() -> argparse.Namespace:
     p.add_argument("--lora", type=int, help="the rank of the adapters of all projections; weights are bf16 then")
     p.add_argument("--ways", nargs="+", default=["dense", "sdpa-cudnn", "sdpa-flash", "hybrid"])
     p.add_argument("--compile", action="store_true", help="compile the layers of dense and hybrid")
-    p.add_argument("--steps", type=int, default=3, help="measured, after two for warming up")
+    p.add_argument("--steps", type=int, default=3, help="measured")
+    p.add_argument("--warm", type=int, default=2, help="steps before those")
     p.add_argument("--device", default="cuda")
     p.add_argument("--gpu", default="H100", help="that `plan` is asked for")
     return p.parse_args()
@@ -119,7 +120,7 @@ def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list
     cuda = a.device == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
     seconds = []
-    for _ in range(2 + a.steps):
+    for _ in range(a.warm + a.steps):
         begin = time.perf_counter()
         with torch.autocast(a.device, torch.bfloat16, enabled=not a.lora):
             loss().backward()
@@ -129,7 +130,7 @@ def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else float("nan")
-    return [statistics.median(seconds[2:]), f"{peak:.1f}"]
+    return [statistics.median(seconds[a.warm :]), f"{peak:.1f}"]
 
 
 def row(a: argparse.Namespace, way: str, tokens: int) -> str:

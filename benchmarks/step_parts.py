@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.attention import executors
-from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose
+from lightning_dilated.attention.backends import Engine, Request, choose, triton_up_to
 from lightning_dilated.attention.executors import Call, Layout
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
@@ -197,8 +197,8 @@ class Bench:
             dq, grads = torch.zeros_like(out), torch.zeros_like(rows, dtype=torch.float32)
             queries = torch.arange(heads * n, device=self.device).view(heads, n)
             batch = Batch(0, False, 0, queries, head // group * m + torch.arange(m, device=self.device), [])
-            chained = chained_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
-            call = replace(self.call(self.pattern(self.args.first), self.engine(q)), chained=chained)
+            in_triton = triton_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
+            call = replace(self.call(self.pattern(self.args.first), self.engine(q)), in_triton=in_triton)
             both = (
                 functools.partial(merge_batch, call, batch, q, rows, out, lse),
                 functools.partial(add_batch, call, batch, (grad, q, given), rows, lse, dq, grads),

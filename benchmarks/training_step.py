@@ -34,6 +34,7 @@ from lightning_dilated.models.transformer import step_flops
 #: kinds of kernels, by what their names hold; the first that fits
 KINDS = {
     "elementwise": ("triton_",),
+    "recurrence": ("_invert", "_pass", "pass_groups", "_read", "_sums", "_queries", "_gradients"),
     "attention": ("cudnn", "flash", "fmha", "sdpa", "_merge", "_sum", "_forward", "_backward_", "_delta"),
     "optimizer": ("adam", "multi_tensor"),
     "linear": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),

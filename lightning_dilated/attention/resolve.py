@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention import executors
-from lightning_dilated.attention.backends import (
-    TRITON,
-    Engine,
-    Request,
-    carried_up_to,
-    chained_up_to,
-    choose,
-    environment,
-)
+from lightning_dilated.attention.backends import TRITON, Engine, Request, choose, environment, triton_up_to
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
@@ -309,9 +301,7 @@ def _chunk_call(
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
     blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
     engine = _engine(spec, request, blocks, part.local, q.shape)
-    carried = carried_up_to(spec.engine, request)
-    chained = max(carried, chained_up_to(spec.engine, request))
-    call = Call(engine, *blocks[:4], spec.causal, spec.scale, chained=chained, carried=carried)
+    call = Call(engine, *blocks[:4], spec.causal, spec.scale, in_triton=triton_up_to(spec.engine, request, True))
     local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
     if group is None or not route.exchange.rounds:
@@ -339,9 +329,9 @@ def _agreed(
     group = find_sequence(spec.sequence)
     turn = None if number is None else f"backward of call {int(number)}"
     agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward)
-    chained = chained_up_to(spec.engine, Request.of(q, spec.dropout, spec.scale))
-    key = *key, engine, chained, agreed.lengths
-    resolved = group.remember(key, lambda: _shared(spec, group, chained, documents, agreed.lengths, q, k))
+    in_triton = triton_up_to(spec.engine, Request.of(q, spec.dropout, spec.scale))
+    key = *key, engine, in_triton, agreed.lengths
+    resolved = group.remember(key, lambda: _shared(spec, group, in_triton, documents, agreed.lengths, q, k))
     _log(group, resolved.planned, backward)
     group.plan = resolved.plan
     return replace(resolved, number=agreed.number), agreed.seed
@@ -400,7 +390,7 @@ def _facts(
 def _shared(
     spec: CallSpec,
     group: SequenceGroup,
-    chained: float,
+    in_triton: tuple[float, float],
     documents: tuple[Tensor | None, Tensor | None],
     lengths: tuple[int, ...],
     q: Tensor,
@@ -423,7 +413,7 @@ def _shared(
     whole = isinstance(route, CompiledSwitch)
     blocks = spec.pattern, num_heads, kv_heads, problem.heads, whole
     engine = _engine(spec, Request.of(q, spec.dropout, spec.scale), blocks, local, q.shape)
-    call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, chained=chained)
+    call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, in_triton=in_triton)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     executor: Executor = executors.choose(call, local, Layout(shape, q.dtype, q.device, spec.dropout > 0))
     both = group.forward_traffic, group.backward_traffic

@@ -26,20 +26,23 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 #: C
 SLOTS = 64
-#: columns of the state that a program takes, and those that one takes through chunks, for which it needs more registers
-COLUMNS, PASSED_COLUMNS = 64, 32
+#: columns of the state that a program takes, and those that one takes through chunks where rows or numbers are wide, for
+#: which it needs more registers
+COLUMNS, FEW_COLUMNS = 64, 32
 #: the `input_precision` of products whose factors need more than the 11 bits of TF32: three TF32 products, which keep 22 of
 #: 24 bits. Without tensor cores ("ieee") they would spill thousands of bytes a thread, and take minutes to compile
 EXACT = "tf32x3"
+#: that of the inverse of rows of 16 bits: 1e-3 off at most where keys are alike, which is half of what bf16 rounds
+SOLVED = "tf32"
 #: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
 CONFIGS = {
     "invert": {64: (2, 1), 128: (4, 1)},
     "pass": {64: (4, 2), 128: (8, 1)},
-    "groups": {64: (4, 1), 128: (8, 1)},
-    "read": {64: (4, 1), 128: (8, 1)},
+    "groups": {64: (4, 2), 128: (8, 1)},
+    "read": {64: (2, 1), 128: (8, 1)},
     "sums": {64: (4, 1), 128: (8, 1)},
-    "queries": {64: (8, 1), 128: (8, 1)},
-    "gradients": {64: (8, 1), 128: (8, 1)},
+    "queries": {64: (4, 1), 128: (8, 1)},
+    "gradients": {64: (4, 1), 128: (8, 1)},
 }
 #: warps for fp32 rows, whose products need both halves of each number; the inverse has tiles of 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
@@ -83,15 +86,28 @@ class Rows:
     def dim(self) -> int:
         return self.k.shape[2]
 
+    @property
+    def wide(self) -> bool:
+        """Whether products need both halves of each number."""
+        return self.k.dtype == torch.float32
+
+    @property
+    def block(self) -> int:
+        """Columns of the widest tile."""
+        return max(64, block_dim(max(self.dim, self.v.shape[2])))
+
     def config(self, kernel: str) -> dict[str, int]:
         """Warps and stages."""
-        warps, stages = CONFIGS[kernel][max(64, block_dim(max(self.dim, self.v.shape[2])))]
-        wide = self.k.dtype == torch.float32
-        return {"num_warps": WIDE_WARPS[kernel] if wide else warps, "num_stages": stages}
+        warps, stages = CONFIGS[kernel][self.block]
+        return {"num_warps": WIDE_WARPS[kernel] if self.wide else warps, "num_stages": stages}
+
+    def passed_columns(self, width: int) -> int:
+        """Columns of the state (D, `width`) that a program takes through chunks."""
+        return min(FEW_COLUMNS if self.wide or self.block > 64 else COLUMNS, block_dim(width))
 
     def sizes(self) -> dict[str, object]:
         """Arguments of every kernel that have to be known as it is compiled."""
-        products = EXACT if self.k.dtype == torch.float32 else "tf32"
+        products = EXACT if self.wide else "tf32"
         return {"SLOTS": SLOTS, "DIM": self.dim, "BLOCK": block_dim(self.dim), "PRECISION": products}
 
 
@@ -328,12 +344,13 @@ def _read(
 def invert(rows: Rows, chunks: Chunks) -> Inverse:
     """The inverse of each chunk."""
     number, device = (len(chunks.rows), rows.heads), rows.k.device
-    narrow = torch.float32 if rows.k.dtype == torch.float32 else torch.float16
+    narrow = torch.float32 if rows.wide else torch.float16
     total, rate = torch.empty(2, *number, SLOTS, dtype=torch.float32, device=device)
     inverse = Inverse(torch.empty(*number, SLOTS, SLOTS, dtype=narrow, device=device), total, rate)
     _invert[(number[0] * number[1],)](
         inverse.matrix, total, rate, chunks.rows, rows.k, *rows.k.stride()[:2], rows.log_decay, *rows.log_decay.stride(),
-        rows.beta, *rows.beta.stride(), rows.heads, SOLVE=EXACT, **rows.sizes(), **rows.config("invert"),
+        rows.beta, *rows.beta.stride(), rows.heads, SOLVE=EXACT if rows.wide else SOLVED, **rows.sizes(),
+        **rows.config("invert"),
     )  # fmt: skip
     return inverse
 
@@ -343,7 +360,7 @@ def _launch_pass(
 ) -> Tensor:
     """(items, K, D, W) the state after each item, of which `begin` has those before; None: [1 | 0]."""
     last = torch.empty(len(items), rows.heads, rows.dim, width, dtype=torch.float32, device=rows.k.device)
-    columns = min(PASSED_COLUMNS, block_dim(width))
+    columns = rows.passed_columns(width)
     _pass[(len(items) * rows.heads, triton.cdiv(width, columns))](
         last, last if passed is None else passed.before, last if passed is None else passed.new,
         last if begin is None else begin, chunks.rows, items, inverse.matrix, inverse.total, inverse.rate,
@@ -360,7 +377,7 @@ def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) 
     dim, values, width = rows.dim, rows.v.shape[2], begin.shape[3]
     maps = _launch_pass(rows, chunks, inverse, chunks.groups, None, dim + values, None)
     begins = begin.new_empty(len(chunks.groups), *begin.shape[1:])
-    last, columns = torch.empty_like(begin), min(PASSED_COLUMNS, block_dim(width))
+    last, columns = torch.empty_like(begin), rows.passed_columns(width)
     pass_groups[(len(begin) * rows.heads, triton.cdiv(width, columns))](
         last, begins, begin, chunks.members, maps, maps, rows.heads, width, width - values, dim + values, dim + values, dim,
         BACK=False, SUMS=True, DIM=dim, BLOCK=block_dim(dim), COLUMNS=columns, PRECISION=EXACT,

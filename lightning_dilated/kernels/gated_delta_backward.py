@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_dilated.kernels.gated_delta import (
     COLUMNS,
     EXACT,
-    PASSED_COLUMNS,
     SLOTS,
     Chunks,
     Inverse,
@@ -320,7 +319,7 @@ def launch_back(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, sums: tuple[Tensor, Tensor] | None, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the gradient of `begin`, that of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
-    width, columns = last.shape[3], min(PASSED_COLUMNS, block_dim(last.shape[3]))
+    width, columns = last.shape[3], rows.passed_columns(last.shape[3])
     after, solved = torch.empty_like(passed.before), torch.empty_like(passed.new)
     to_new, to_state = sums or (after, after)
     blocks = triton.cdiv(width, columns)

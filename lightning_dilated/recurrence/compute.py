@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.recurrence.triton_chunks import gated_delta, layout
 from lightning_dilated.sequence.collectives import sequence_sum
 from lightning_dilated.sequence.halo import sequence_halo
+
+
+class Output(Enum):
+    """What is asked of a call's output: its numbers, a tensor to differentiate that may hold anything, nothing."""
+
+    READ = "read"
+    UNREAD = "unread"
+    NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,8 @@ class Computation:
         own, device = tables(call, self.rank, CHUNK), inputs.q.device
         self.tables: Tables = own.states_to(device) if inputs.kernels else own.to(device)
 
-    def run(self, return_state: bool, output: bool = True) -> tuple[Tensor, RecurrentState | None]:
-        """(out (B, L, H, E), the state after the call if asked for); not `output`: out may hold nothing."""
+    def run(self, return_state: bool, output: Output = Output.READ) -> tuple[Tensor, RecurrentState | None]:
+        """(out (B, L, H, E), the state after the call if asked for)."""
         if self.kind == "gated_delta":
             out, state = self._gated(return_state, output)
         elif self.call.after:
@@ -75,7 +84,7 @@ class Computation:
         return x if self.scan is None else self.scan.tie(x)
 
     # -- kinds ------------------------------------------------------------------------------------------------------
-    def _gated(self, return_state: bool, output: bool) -> tuple[Tensor, RecurrentState | None]:
+    def _gated(self, return_state: bool, output: Output) -> tuple[Tensor, RecurrentState | None]:
         rows = [x.flatten(0, 1) for x in self.inputs.all]
         if self.inputs.kernels:
             out, after = self._by_kernels(*rows, output)
@@ -88,12 +97,13 @@ class Computation:
         return out, RecurrentState(self._final(after, self.state.matrix), self._seen())
 
     def _by_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, output: bool
+        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, output: Output
     ) -> tuple[Tensor, Tensor]:
         """(out (B L, H, E), the state after each run)."""
         rows, places = (k, v, log_decay, beta), layout(self.call, self.rank, k.shape[1])
         begin = self._begins(self.state.matrix, lambda states: gated_delta(None, *rows, states, places)[1], False)
-        out, after = gated_delta(q if output else None, *rows, begin, places)
+        query = None if output is Output.NONE else q
+        out, after = gated_delta(query, *rows, begin, places, read=output is Output.READ)
         return q.new_zeros(len(q), 0, v.shape[2]) if out is None else out, after
 
     def _segments(self, return_state: bool) -> tuple[Tensor, RecurrentState | None]:

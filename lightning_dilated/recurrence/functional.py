@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence import triton_chunks
-from lightning_dilated.recurrence.compute import Computation, Inputs, pieces
+from lightning_dilated.recurrence.compute import Computation, Inputs, Output, pieces
 from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
 from lightning_dilated.recurrence.runs import Call, Document
 from lightning_dilated.recurrence.scan import Scan
@@ -120,7 +120,7 @@ def recurrent_attention(
         TypeError, ValueError: naming the argument, what was given and what is allowed; on every rank, if they differ.
     """
     arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, return_state, lengths, cu_seqlens)
-    out, after = _call(arguments, sequence, True)
+    out, after = _call(arguments, sequence, Output.READ)
     return out if after is None else (out, after)
 
 
@@ -140,13 +140,34 @@ def state_after(
 ) -> RecurrentState:
     """The state of `recurrent_attention(..., return_state=True)` alone, for which kernels need not read it for outputs."""
     arguments = (q, k, v, log_decay, beta, kind, segment, True, state, True, lengths, cu_seqlens)
-    after = _call(arguments, sequence, False)[1]
+    after = _call(arguments, sequence, Output.NONE)[1]
     assert after is not None
     return after
 
 
-def _call(arguments: tuple[Any, ...], sequence: Any, output: bool) -> tuple[Tensor, RecurrentState | None]:
-    """(out, the state if asked for) of the arguments of `_checked` but the group; not `output`: out may hold nothing."""
+def to_differentiate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    *,
+    kind: str,
+    segment: int | None,
+    state: RecurrentState | None,
+    causal: bool = True,
+    lengths: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    sequence: SequenceGroup | None = None,
+) -> tuple[Tensor, RecurrentState | None]:
+    """(out, the state after it if there is one before) for gradients alone: out itself may hold anything."""
+    asked = state is not None
+    arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, asked, lengths, cu_seqlens)
+    return _call(arguments, sequence, Output.UNREAD)
+
+
+def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Tensor, RecurrentState | None]:
+    """(out, the state if asked for) of the arguments of `_checked` but the group."""
     group = _group(sequence)
     arguments = (*arguments, group)
     checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
@@ -208,7 +229,7 @@ class _Checked:
 
 
 def _compute(
-    checked: _Checked, group: SequenceGroup | None, return_state: bool, output: bool
+    checked: _Checked, group: SequenceGroup | None, return_state: bool, output: Output
 ) -> tuple[Tensor, RecurrentState | None]:
     inputs, kind = checked.inputs, checked.kind
     batch, length = inputs.q.shape[:2]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_dilated._compat.torch import autograd_within_op, below_autograd
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
-from lightning_dilated.recurrence.functional import recurrent_attention
+from lightning_dilated.recurrence.functional import recurrent_attention, to_differentiate
 from lightning_dilated.recurrence.parts import Part
 from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.recurrence.triton_chunks import serves
@@ -143,7 +143,7 @@ def _window_backward(
     """Write the gradients of a window's rows; those of the state before it."""
     with differentiated([*rows, *before.floating()]) as inputs:
         begin = before.with_tensors([x for x in inputs[5:] if x is not None])
-        out, after = window.run(inputs[:5], begin, settings)
+        out, after = window.to_differentiate(inputs[:5], begin, settings)
         outputs = [out] if later is None else [out, *after.floating()]
         grads = gradients(outputs, inputs, [grad, *(later or ())])
     for total, x in zip(into, _rows(grads[:5]), strict=True):
@@ -185,14 +185,15 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, log_decay and beta; empty tensors for those that are None."""
     tensors, rest = args[:5], args[5:]
+    settings = RecurrenceSpec.decode(rest[-1]).settings()
     with no_sequence():
         part = _long(tensors, *rest)
         if part is not None:
-            settings = RecurrenceSpec.decode(rest[-1]).settings()
             del settings["causal"]
             return part_backward(part, tensors, part.before(None, tensors, settings), settings, grad, None)[0]
-    with differentiated(tensors) as inputs:
-        return tuple(gradients([run_forward(*inputs, *rest)], inputs, [grad]))
+        with differentiated(tensors) as inputs:
+            out, _ = to_differentiate(*inputs, **settings, state=None, lengths=rest[0], cu_seqlens=rest[1])
+            return tuple(gradients([out], inputs, [grad]))
 
 
 def _long(

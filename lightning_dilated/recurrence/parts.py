@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dilated.recurrence.functional import recurrent_attention, state_after
+from lightning_dilated.recurrence.functional import recurrent_attention, state_after, to_differentiate
 from lightning_dilated.recurrence.state import RecurrentState, empty_state
 
 #: q, k, v, log_decay and beta
@@ -52,6 +52,18 @@ class Part(NamedTuple):
 
         def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
             return recurrent_attention(*rows, **options, return_state=True)
+
+        return self._run(call, tensors, state, settings)
+
+    def to_differentiate(
+        self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]
+    ) -> tuple[Tensor, RecurrentState]:
+        """`run` for gradients alone: out itself may hold anything."""
+
+        def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
+            out, after = to_differentiate(*rows, **options)
+            assert after is not None
+            return out, after
 
         return self._run(call, tensors, state, settings)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: whether GPUs take the kernels. tests/recurrence/test_gpu.py has to pass on one first: Triton 3.4 to 3.7.0 is known to
 #: compile kernels of this rule, though other ones, to wrong results on Hopper
-ON_GPU = False
+ON_GPU = True
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the largest D and E
 LARGEST = 128
@@ -97,7 +97,14 @@ def _spans(numbers: list[int]) -> list[tuple[int, int]]:
 
 @torch.compiler.disable
 def gated_delta(
-    q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, begin: Tensor, places: Layout
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    begin: Tensor,
+    places: Layout,
+    read: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
     """(the output (rows, H, E), 0 for rows without a run; the state after each run (n, K, D, W)).
 
@@ -106,10 +113,11 @@ def gated_delta(
         k: (rows, K, D). v: (rows, K, E), of one dtype, any strides.
         log_decay, beta: (rows, K) fp32.
         begin: (n, K, D, W) fp32, before each run. W above E: columns that get nothing added, [1 | 0] for the map of a run.
+        read: whether anything reads the output; else it holds anything, and is there to be differentiated.
     """
     tensors = q, k, v, log_decay, beta, begin
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    out, last = _GatedDelta.apply(*tensors, places, differentiated)
+    out, last = _GatedDelta.apply(*tensors, places, differentiated, read)
     return (None if q is None else out), last
 
 
@@ -150,6 +158,7 @@ class _GatedDelta(torch.autograd.Function):
         begin: Tensor,
         places: Layout,
         differentiated: bool,
+        read: bool,
     ) -> tuple[Tensor, Tensor]:
         from lightning_dilated.kernels import gated_delta as forward
 
@@ -169,7 +178,7 @@ class _GatedDelta(torch.autograd.Function):
             if query is None and not differentiated:
                 return out, forward.last_states(rows, chunks, inverse, begin)
             passed = forward.pass_chunks(rows, chunks, inverse, begin)
-            if query is not None:
+            if query is not None and read:
                 forward.output(query, rows, chunks, inverse, passed, out)
         if differentiated:
             saved = inverse.matrix, inverse.total, inverse.rate, passed.before, passed.new, passed.maps
@@ -185,14 +194,14 @@ class _GatedDelta(torch.autograd.Function):
         query, *tensors = ctx.saved_tensors
         rows, rest = forward.Rows(*tensors[:4]), tensors[4:]
         if not rest:
-            return *(None if x is None else torch.zeros_like(x) for x in (query, *tensors)), last, None, None
+            return *(None if x is None else torch.zeros_like(x) for x in (query, *tensors)), last, None, None, None
         inverse = forward.Inverse(*rest[:3])
         passed = forward.Passed(rest[3], rest[4], last, rest[5])
         reading = None if query is None else back.Reading(query, _dense(grad))
         with kernels.on(rows.k.device):
             return *back.backward(
                 rows, forward.Chunks(*rest[6:]), inverse, passed, reading, last.contiguous(), ctx.places.covered
-            ), None, None  # fmt: skip
+            ), None, None, None  # fmt: skip
 
 
 def _tensors(rows: Rows) -> tuple[Tensor, ...]:

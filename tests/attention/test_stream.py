@@ -150,7 +150,7 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 
     fake = replace(plain, forward=recorded("forward", 0), backward=recorded("backward", 1))
     monkeypatch.setitem(backends.ENGINES, "triton", fake)
-    monkeypatch.setattr(resolve, "carried_up_to", lambda name, request: pairs)
+    monkeypatch.setattr(resolve, "triton_up_to", lambda *unused: (pairs, pairs))
     compare(Case(DilatedPattern.longnet([4, 16, 64], [1, 2, 4]), 1, 61, 2, 2, 4, causal=True), 8)
     sizes = set(ran["backward"])
     assert sizes == set(ran["forward"]) and bool(sizes) == bool(pairs) and all(x <= pairs for x in sizes)
@@ -160,10 +160,11 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for():
     """A user's engine stays; a number of pairs holds on every GPU that has one."""
     gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0))
-    assert backends.carried_up_to("auto", gpu) == backends.CARRIED_UP_TO > 1024 * 2048
-    assert not any(backends.carried_up_to(name, gpu) for name in ("cudnn", "sdpa", "flash"))
-    assert not backends.carried_up_to("auto", replace(gpu, head_dim=512))
-    assert not backends.carried_up_to("auto", replace(gpu, device=torch.device("cpu")))
+    carried = backends.triton_up_to("auto", gpu, changing=True)
+    assert carried == (backends.CHANGING_UP_TO,) * 2 and carried[0] > 1024 * 2048
+    assert not any(sum(backends.triton_up_to(name, gpu, True)) for name in ("cudnn", "sdpa", "flash"))
+    assert not sum(backends.triton_up_to("auto", replace(gpu, head_dim=512), True))
+    assert not sum(backends.triton_up_to("auto", replace(gpu, device=torch.device("cpu")), True))
 
 
 @pytest.mark.gpu

@@ -1,16 +1,13 @@
 """The triton engine in Triton's interpreter: against the oracle, and with dropout against the math engine's mask."""
 
 import itertools
-import math
 import random
 
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
-from lightning_dilated.attention import resolve
 
-from ..attention.chunks import Chunks
 from ..attention.recorder import block_by_block
 from ..attention.reference import GRADIENTS, close, gradients, leaves
 from ..attention.strategies import Case
@@ -160,22 +157,35 @@ def test_on_two_ranks(interpreter, dropout):
     assert max(interpreter.run(2, on_two_ranks, dropout)) < 1e-5
 
 
-def streamed(rank, group, pairs):
-    """A stream whose carried keys are triton's up to a number of pairs of a head, against one pass of another engine."""
-    case = Case(DilatedPattern.longnet([8, 32, 96], [1, 2, 4]), 1, 83, 2, 2, 16, causal=True)
-    *inputs, grad = case.tensors(torch.float32)
-    want = case.run(*inputs)
-    wanted = torch.autograd.grad(want, inputs, grad)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolve, "carried_up_to", lambda name, request: pairs)
-        got = Chunks(case, 24).run(*inputs, grad)
-    for name, a, b in zip(("out", *GRADIENTS), got, (want, *wanted), strict=True):
+def in_chunks(rank, group):
+    """A stream whose carried rows triton attends to, forward and backward, while another engine computes the rest."""
+    from unittest import mock
+
+    from lightning_dilated.attention import resolve
+    from lightning_dilated.attention.backends import TRITON
+    from lightning_dilated.kernels import dense
+
+    from ..attention.chunks import Chunks
+
+    case = Case(DilatedPattern([(16, 1), (None, 3)]), 1, 90, 4, 2, 8, causal=True)
+    q, k, v, grad = case.tensors(torch.float32)
+    want = case.run(q, k, v, engine="math")
+    wanted = want, *torch.autograd.grad(want, (q, k, v), grad)
+    chunks = Chunks(case, 40)
+    chunks.options["engine"] = "math"
+    with (
+        mock.patch.object(resolve, "triton_up_to", lambda *unused: (1e9, 1e9)),
+        mock.patch.object(dense, "forward", wraps=dense.forward) as forward,
+        mock.patch.object(dense, "backward", wraps=dense.backward) as backward,
+    ):
+        got = chunks.run(q, k, v, grad)
+    assert TRITON.forward_into is not None and forward.call_count and backward.call_count
+    for name, a, b in zip(("out", *GRADIENTS), got, wanted, strict=True):
         close(name, a, b, 1e-5, floor=1.0)
 
 
-@pytest.mark.parametrize("pairs", [100.0, math.inf])
-def test_carried_keys_of_a_stream(interpreter, pairs):
-    interpreter.run(1, streamed, pairs)
+def test_carried_rows_of_a_stream(interpreter):
+    interpreter.run(1, in_chunks)
 
 
 def chained(rank, group, number, examples, device="cpu"):

@@ -26,12 +26,11 @@ GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
 #: the same for every other compute capability: never
 DEFAULT = 0.0
 #: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running result,
-#: is faster than cuDNN's and a merge; used for keys that arrive from other ranks
+#: is faster than cuDNN's and a merge; used for keys that arrive from other ranks or chunks
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: pairs of a head up to which triton computes both passes over the keys that a stream carries. Nearly each chunk has other
-#: numbers of them, and cuDNN makes a plan for every shape that it has not seen: tens of milliseconds of the host, more than
-#: what triton takes longer for so few pairs
-CARRIED_UP_TO = 2.0**24
+#: the same of batches whose shapes change from call to call, forward and backward: the host takes some 30 ms to compile a
+#: graph of cuDNN for each shape, in which triton computes far more pairs
+CHANGING_UP_TO = 2.0**24
 
 
 __all__ = [
@@ -40,13 +39,12 @@ __all__ = [
     "Choice",
     "Engine",
     "Request",
-    "carried_up_to",
-    "chained_up_to",
     "choose",
     "engine_names",
     "environment",
     "for_band",
     "for_rows",
+    "triton_up_to",
 ]
 
 _log = logging.getLogger(__name__)
@@ -139,18 +137,18 @@ def _grouped(request: Request) -> str | None:
     return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
 
 
-def chained_up_to(name: str, request: Request) -> float:
-    """(query, key) pairs of a head up to which "auto" merges what arrives from other ranks in triton's forward itself."""
+def triton_up_to(name: str, request: Request, changing: bool = False) -> tuple[float, float]:
+    """(query, key) pairs of a head up to which "auto" takes triton for what arrives from others, forward and backward.
+
+    Args:
+        changing: whether shapes change from call to call, as from chunk to chunk of a stream.
+    """
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
-        return 0.0
+        return 0.0, 0.0
+    if changing:
+        return CHANGING_UP_TO, CHANGING_UP_TO
     capability = kernels.capability(request.device)
-    return 0.0 if capability is None else CHAINED_UP_TO.get(capability, 0.0)
-
-
-def carried_up_to(name: str, request: Request) -> float:
-    """Pairs of a head up to which "auto" leaves carried keys, whose numbers change from chunk to chunk, to triton."""
-    served = name == "auto" and request.device.type == "cuda" and TRITON.why_not(request) is None
-    return CARRIED_UP_TO if served else 0.0
+    return (0.0 if capability is None else CHAINED_UP_TO.get(capability, 0.0)), 0.0
 
 
 #: kinds of calls whose choice was logged

@@ -25,9 +25,9 @@ class Call:
     """What every block of one call shares.
 
     `heads` = (first, stop) are the query heads in the tensors, of `num_heads` in all; with `whole` only segments that a
-    span holds whole are computed (other ranks compute the rest); with `branches` only those of these numbers. Rows that
-    arrive from other ranks are merged by triton's forward itself up to `chained` (query, key) pairs of a head; up to
-    `carried` pairs their gradients are triton's, too.
+    span holds whole are computed (other ranks compute the rest); with `branches` only those of these numbers. What
+    arrives from other ranks or chunks is computed by triton up to `in_triton` (query, key) pairs of a head, forward and
+    backward.
     """
 
     engine: Engine
@@ -39,8 +39,7 @@ class Call:
     scale: float
     mask: Dropout | None = None
     whole: bool = False
-    chained: float = 0.0
-    carried: float = 0.0
+    in_triton: tuple[float, float] = (0.0, 0.0)
     branches: frozenset[int] | None = None
 
     def blocks(self, span: Span) -> tuple[Block, ...]:

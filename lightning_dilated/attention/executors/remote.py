@@ -31,17 +31,21 @@ from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup
 from lightning_dilated.sequence.exchange.transport import Wire
 
 
-def _parts(call: Call, batch: Batch, q: Tensor, up_to: float) -> tuple[Engine, BatchDropout | None, tuple[Band, ...]]:
-    """The engine of a batch, triton `up_to` so many pairs, and what it takes as last arguments: its dropout, and the band of
-    a window."""
+def _parts(
+    call: Call, batch: Batch, q: Tensor, in_triton: float
+) -> tuple[Engine, BatchDropout | None, tuple[Band, ...]]:
+    """The engine of a batch, and what it takes as last arguments: its dropout, and the band of a window.
+
+    Triton's computes up to `in_triton` pairs of a head.
+    """
     keep = call.mask and BatchDropout(call.mask, batch.branch, *batch.positions())
+    n, m = batch.queries.shape[1], batch.keys.shape[1]
     band = () if batch.band is None else (Band(*batch.band),)
-    queries, keys = batch.queries.shape[1], batch.keys.shape[1]
-    if queries * keys <= up_to:
+    if n * m <= in_triton:
         return ENGINES["triton"], keep, band
     if band:
         return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), keep, band
-    return for_rows(call.engine, min(queries, keys)), keep, band
+    return for_rows(call.engine, min(n, m)), keep, band
 
 
 def _keys(rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -58,7 +62,7 @@ def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge a batch into the running out (B, L, H, D), contiguous, and lse (B, H, L)."""
-    engine, keep, band = _parts(call, batch, q, call.chained)
+    engine, keep, band = _parts(call, batch, q, call.in_triton[0])
     arguments = take(q, batch.queries)[:, None], *_keys(rows, batch), batch.causal, call.scale, keep
     if engine.forward_into is not None:
         engine.forward_into(*arguments, (out, lse, batch.queries[:, None], batch.pads), *band)
@@ -91,7 +95,7 @@ def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
     """Add a batch's share to dq (B, L, H, D), contiguous, and to the store's gradients; `tensors` are grad, q and out."""
-    engine, keep, band = _parts(call, batch, tensors[1], call.carried)
+    engine, keep, band = _parts(call, batch, tensors[1], call.in_triton[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
     rows_lse = (lse[0, 0, batch.queries] if lse.shape[:2] == (1, 1) else lse[_lse_index(lse, batch.queries)])[:, None]
