@@ -90,8 +90,8 @@ def main() -> None:
     losses = ", ".join(f"{loss:.6f}" for loss, _ in watch.rows)
     seconds = sorted(s for _, s in watch.rows[1:]) or [float("nan")]
     print(
-        f"| {o.tiles:,} | {o.devices} | {trainer.global_rank} | {o.recompute} | {o.precision} | {losses} | {seconds[0]:.3f} | "
-        f"{statistics.median(seconds):.3f} | "
+        f"| {o.tiles:,} | {o.devices} | {trainer.global_rank} | {o.recompute} | {o.precision} | {losses} | "
+        f"{seconds[0]:.3f} | {statistics.median(seconds):.3f} | "
         f"{peak(trainer.strategy.root_device):.1f} |",
         flush=True,
     )

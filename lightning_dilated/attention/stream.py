@@ -104,8 +104,8 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
 class Store:
     """Rows that were dropped, of all layers: on the device up to a budget, then in pinned host memory.
 
-    They lie in slabs of `SLAB` bytes: in memory of their own, the rows of a thousand chunks would lie scattered between the
-    buffers of chunks, and could leave the allocator no room in one piece.
+    They lie in slabs of `SLAB` bytes: torch rounds each piece of pinned memory up to a power of two and takes about a
+    millisecond to make one, and there are thousands.
     A copy runs in the order of the computing stream: a chunk takes seconds, its rows milliseconds.
 
     Args:
