@@ -57,6 +57,12 @@ def test_depth_and_length_are_exact(family, lora, pattern, name, depth, precisio
     check(subject_of(model(family, lora, pattern, depth=depth), precision, SETTINGS[name]), depth, 5120)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_checkpointed_decoder_is_counted_so(checkpointed):
+    decoder = HFCausalLM(config("llama"), gradient_checkpointing=checkpointed)
+    assert subject_of(decoder).memory == MemorySettings("block" if checkpointed else "none")
+
+
 @pytest.mark.parametrize("family, lora, tile, policy", [
     ("llama", None, None, "none"),
     ("llama", LORA, None, "none"),

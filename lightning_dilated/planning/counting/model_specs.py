@@ -39,7 +39,7 @@ def subject_of(
     Args:
         model: built or not; it stays as it is.
         precision: the Trainer's.
-        memory: settings; None: everything is saved.
+        memory: settings; None: as the model has them.
         compile_blocks: None: as the model has it.
         capability: of the GPU.
 
@@ -65,7 +65,7 @@ def subject_of(
     share = Fraction(bases.count(None), len(bases))
     bare = partial(_copy, model, positions=False) if 0 < share < 1 else None
     return Subject(
-        partial(_copy, model), partial(_batch, model, dtype), precision, memory or MemorySettings(), bool(compiled),
+        partial(_copy, model), partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
         call(main[1]), decoder, bare, share,
     )  # fmt: skip
 
