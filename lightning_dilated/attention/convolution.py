@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,6 +179,68 @@ def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tens
     return d_rows, d_weight
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Which rows of consecutive positions see each other as neighbours.
+
+    Attributes:
+        documents: (B or 1, rows) int32, the number of each row's document; None: no documents.
+        lengths: (B,) rows before the padding of each sample; None: no padding.
+    """
+
+    documents: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @classmethod
+    def of(cls, positions: range, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
+        """Of some positions of a sequence, which may lie outside of it."""
+        documents = None
+        if cu_seqlens is not None:
+            at = torch.arange(positions.start, positions.stop, dtype=torch.int32, device=device)
+            bounds = send(cu_seqlens, device).to(torch.int32)
+            documents = torch.searchsorted(bounds, at, right=True, out_int32=True)[None]
+        return cls(documents, None if lengths is None else send(lengths, device) - positions.start)
+
+    def neighbours(self, weight: Tensor, right: int) -> Neighbours:
+        """As the kernels take it."""
+        from lightning_dilated.kernels.convolution import Neighbours
+
+        return Neighbours(len(weight) - 1 - right, self.documents, self.lengths)
+
+    def table(self, n: int, left: int, right: int, device: torch.device) -> Tensor | None:
+        """(B or 1, n, W) bool: which neighbours the rows after the first `left`, before the last `right`, see; None: all."""
+        if self.documents is not None:
+            return self.documents.unfold(1, left + 1 + right, 1) == self.documents[:, left : left + n, None]
+        if self.lengths is None:
+            return None
+        source = torch.arange(n, device=device)[:, None] + torch.arange(left + 1 + right, device=device)
+        end = self.lengths[:, None, None]
+        return (source[:, left : left + 1] >= end) | (source < end)
+
+
+def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
+    """(B, n, C) from (B, left + n + right, C)."""
+    left = len(weight) - 1 - right
+    n = rows.shape[1] - left - right
+    if not serves(rows.device, rows.dtype, len(weight)):
+        return _convolved(rows, weight, left, seen.table(n, left, right, rows.device))
+    from lightning_dilated.kernels.convolution import forward
+
+    return forward(rows, weight, seen.neighbours(weight, right), (left, right))
+
+
+def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: Seen) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
+    left = len(weight) - 1 - right
+    if not serves(rows.device, rows.dtype, len(weight)):
+        return _gradients(grad, rows, weight, left, seen.table(grad.shape[1], left, right, rows.device))
+    from lightning_dilated.kernels.convolution import backward
+
+    grad, sums = nn.functional.pad(grad, (0, 0, left, right)), _sums(rows, weight)
+    neighbours = seen.neighbours(weight, right)
+    return backward(grad, rows, weight, neighbours, sums, ROWS, torch.float32), sums.sum(0)
+
+
 # -- one rank, by kernels ----------------------------------------------------------------------------------------------
 @torch.library.custom_op("lightning_dilated::local_convolution", mutates_args=())
 def local_convolution(
@@ -186,7 +249,7 @@ def local_convolution(
     """y (B, L, C_i), contiguous, of each part (B, L, C_i) of x, whose channels are side by side; weight (W, C) of all."""
     from lightning_dilated.kernels.convolution import forward
 
-    parts, neighbours = [_dense(x) for x in parts], _neighbours(parts[0], weight, lengths, cu_seqlens, right)
+    parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
     return [forward(x, w, neighbours) for x, w in zip(parts, _split(weight, parts), strict=True)]
 
 
@@ -207,7 +270,7 @@ def local_convolution_backward(
     """The gradient of each part, and (n, W, C) fp32 whose sum over n is that of the weight."""
     from lightning_dilated.kernels.convolution import backward
 
-    parts, neighbours = [_dense(x) for x in parts], _neighbours(parts[0], weight, lengths, cu_seqlens, right)
+    parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
     sums = _sums(parts[0], weight)
     every = zip(grads, parts, _split(weight, parts), _split(sums, parts), strict=True)
     return [*(backward(_dense(grad), x, w, neighbours, into, ROWS) for grad, x, w, into in every), sums]
@@ -223,17 +286,9 @@ def _sums(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0] * (-(-x.shape[1] // ROWS)), *weight.shape), dtype=torch.float32)
 
 
-def _neighbours(x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int) -> Neighbours:
-    """The `kernels.convolution.Neighbours` of x (B, L, C), on its device."""
-    from lightning_dilated.kernels.convolution import Neighbours
-
-    documents = None
-    if cu_seqlens is not None:
-        at = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-        bounds = send(cu_seqlens, x.device).to(torch.int32)
-        documents = torch.searchsorted(bounds, at, right=True, out_int32=True)
-    lengths = None if lengths is None else send(lengths, x.device).contiguous()
-    return Neighbours(len(weight) - 1 - right, documents, lengths)
+def _seen(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Seen:
+    """Of a whole sequence x (B, L, C)."""
+    return Seen.of(range(x.shape[1]), lengths, cu_seqlens, x.device)
 
 
 def _split(x: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -301,11 +356,12 @@ def _route(
 
 def _runs(
     route: HaloRoute, x: Tensor, halo: Tensor, documents: tuple[Tensor | None, ...]
-) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
-    """(rows with their halo, which neighbours count, local tokens) of each run of consecutive positions."""
+) -> Iterator[tuple[Tensor, Seen, slice]]:
+    """(rows with their halo, which of them see each other, local tokens) of each run of consecutive positions."""
     start = 0
     for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
-        yield rows, _same_document(run, route.left, route.right, *documents, x.device), slice(start, start + len(run))
+        seen = Seen.of(range(run.start - route.left, run.stop + route.right), *documents, x.device)
+        yield rows, seen, slice(start, start + len(run))
         start += len(run)
 
 
@@ -323,8 +379,8 @@ def short_convolution(
     route, number = _route(group, x, weight, right, documents, grad, None)
     halo = route.fetch(_flat(x), halo_wire(group, group.forward_traffic)).view(route.rows, x.shape[0], x.shape[2])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, same, local in _runs(route, x, halo, documents):
-        y[:, local] = _convolved(rows, weight, route.left, same)
+    for rows, seen, local in _runs(route, x, halo, documents):
+        y[:, local] = _run(rows, weight, right, seen)
     return y, halo, torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
@@ -354,8 +410,8 @@ def short_convolution_backward(
     wide = torch.promote_types(x.dtype, torch.float32)
     dx, d_weight = torch.empty_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
     around = []
-    for rows, same, local in _runs(route, x, halo, documents):
-        d_rows, part = _gradients(grad[:, local], rows, weight, route.left, same)
+    for rows, seen, local in _runs(route, x, halo, documents):
+        d_rows, part = _run_backward(grad[:, local], rows, weight, right, seen)
         d_weight += part
         before, dx[:, local], after = d_rows.split([route.left, local.stop - local.start, route.right], 1)
         around += [_flat(before), _flat(after)]
@@ -384,22 +440,20 @@ short_convolution.register_autograd(_backward, setup_context=_setup)
 
 
 # -- a chunk of a stream -----------------------------------------------------------------------------------------------
-def _same_in_stream(
-    stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """`_same_document` of a chunk, by the stream's documents or by `cu_seqlens`."""
-    positions = stream.tokens(chunk)  # of this rank's piece
+def _seen_in_stream(stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
+    """Of this rank's piece of a chunk and the `left` rows before it, by the stream's documents or by `cu_seqlens`."""
+    piece = stream.tokens(chunk)
+    positions = range(piece.start - left, piece.stop)
     if stream.documents is None:
-        return _same_document(positions, left, 0, None, cu_seqlens, device)
+        return Seen.of(positions, None, cu_seqlens, device)
     starts: dict[int, list[int]] = {}
     for document in stream.documents:
         starts.setdefault(document.sample, []).append(document.start)
     if all(x == [0] for x in starts.values()):
-        return None
+        return Seen()
     at = torch.arange(positions.start, positions.stop)
-    begins = [torch.tensor(x)[torch.searchsorted(torch.tensor(x), at, right=True) - 1] for x in starts.values()]
-    seen = at[:, None] + torch.arange(-left, 1)
-    return send(seen >= torch.stack(begins)[:, :, None], device)
+    numbers = [torch.searchsorted(torch.tensor(x), at, right=True, out_int32=True) for x in starts.values()]
+    return Seen(send(torch.stack(numbers), device))
 
 
 def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: int, run: str) -> HaloRoute | None:
@@ -435,10 +489,8 @@ def chunk_convolution(
     if route is not None:
         wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.forward_traffic)
         before = route.fetch(_flat(own), wire).view(left, x.shape[0], x.shape[2]).movedim(1, 0)
-    same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    return _convolved(torch.cat([before, x], 1), weight, left, same), before.clone(
-        memory_format=torch.contiguous_format
-    )
+    seen = _seen_in_stream(owner, chunk, left, cu_seqlens, x.device)
+    return _run(torch.cat([before, x], 1), weight, 0, seen), before.clone(memory_format=torch.contiguous_format)
 
 
 @chunk_convolution.register_fake
@@ -455,8 +507,8 @@ def chunk_convolution_backward(
     (layer, chunk), left = place.tolist(), len(weight) - 1
     owner = find_stream(stream)
     tails = owner.tails_of(layer)
-    same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    d_made, d_weight = _gradients(grad, torch.cat([before, x], 1), weight, left, same)
+    seen = _seen_in_stream(owner, chunk, left, cu_seqlens, x.device)
+    d_made, d_weight = _run_backward(grad, torch.cat([before, x], 1), weight, 0, seen)
     route = _halo_route(owner, x, weight, layer, chunk, "backward")
     if route is not None:  # several ranks computed the rows before x
         d_before, d_x = d_made.split([left, x.shape[1]], 1)

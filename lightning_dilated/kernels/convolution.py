@@ -52,7 +52,7 @@ class Neighbours:
 
     Attributes:
         left: tokens before it.
-        documents: (N,) int32, the number of each token's document, and B is 1; None: no documents.
+        documents: (B or 1, N) int32, the number of each token's document; None: no documents.
         lengths: (B,) integers, tokens of each right-padded sample, which do not see the padding; None: no padding.
     """
 
@@ -60,11 +60,12 @@ class Neighbours:
     documents: Tensor | None = None
     lengths: Tensor | None = None
 
-    def arguments(self, stand_in: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, object]]:
-        """(tensors, constants) of a kernel; `stand_in` is not read."""
-        tensors = [stand_in if x is None else x for x in (self.documents, self.lengths)]
+    def arguments(self, x: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
+        """(tensors and stride, constants) of a kernel over x (B, N, C), which stands in for what is None."""
+        documents, lengths = (x if y is None else y for y in (self.documents, self.lengths))
+        stride = 0 if len(documents) == 1 else documents.stride(0)
         constants = {"LEFT": self.left, "PACKED": self.documents is not None, "PADDED": self.lengths is not None}
-        return (tensors[0], tensors[1]), constants
+        return (documents, stride, lengths), constants
 
 
 @triton.jit
@@ -117,9 +118,10 @@ def _rows(x, p, x_sn, c, mask):
     return tl.load(x + p.to(tl.int64)[:, None] * x_sn + c[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tokens", "programs"])
+@triton.jit(do_not_specialize=["tokens", "programs", "first", "count"])
 def _forward(
-    y, x, x_sb, x_sn, weight, w_sw, w_sc, documents, lengths, tokens, programs, channels,
+    y, x, x_sb, x_sn, weight, w_sw, w_sc, documents, d_sb, lengths, tokens, programs, channels,
+    first, count,
     TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -128,9 +130,11 @@ def _forward(
     sample = (at // programs).to(tl.int64)
     p = at % programs * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    documents += sample * d_sb
     x += sample * x_sb
-    y += sample * tokens * channels
+    y += (sample * count - first) * channels
     inside = (p < tokens)[:, None] & (c < channels)[None, :]
+    stored = ((p >= first) & (p < first + count))[:, None]
     w = _weights(weight, w_sw, w_sc, c, channels, TAPS, x.dtype.element_ty)
     own = _rows(x, p, x_sn, c, inside)
     total = own
@@ -144,12 +148,12 @@ def _forward(
             seen = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
             row = _rows(x, source, x_sn, c, seen[:, None] & (c < channels)[None, :])
         total += w[i] * row
-    tl.store(y + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(y.dtype.element_ty), mask=inside & stored)
 
 
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _backward(
-    dx, sums, s_sp, s_sw, grad, g_sb, g_sn, x, x_sb, x_sn, weight, w_sw, w_sc, documents, lengths,
+    dx, sums, s_sp, s_sw, grad, g_sb, g_sn, x, x_sb, x_sn, weight, w_sw, w_sc, documents, d_sb, lengths,
     tokens, programs, channels,
     TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
@@ -160,6 +164,7 @@ def _backward(
     sample, first = at // programs, (tl.program_id(0) // blocks % programs) * ROWS
     c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     end = _length(lengths, sample, tokens, PADDED)
+    documents += sample * d_sb
     x += sample * x_sb
     grad += sample * g_sb
     dx += sample * tokens * channels
@@ -188,28 +193,42 @@ def _backward(
         tl.store(sums + at * s_sp + i * s_sw + c, tl.sum(products[i], 0), mask=c < channels)
 
 
-def forward(x: Tensor, weight: Tensor, neighbours: Neighbours) -> Tensor:
-    """y (B, N, C), contiguous, of x (B, N, C), 1 along C, and weight (W, C)."""
-    y, sizes = torch.empty_like(x, memory_format=torch.contiguous_format), FORWARD.sizes(x.shape[2], TOKENS)
+def forward(x: Tensor, weight: Tensor, neighbours: Neighbours, around: tuple[int, int] = (0, 0)) -> Tensor:
+    """y (B, n, C), contiguous, of x (B, N, C), 1 along C, and weight (W, C).
+
+    Args:
+        around: rows at the start of x and at its end that have no row in y: n is N without them.
+    """
+    count = x.shape[1] - sum(around)
+    y, sizes = x.new_empty(x.shape[0], count, x.shape[2]), FORWARD.sizes(x.shape[2], TOKENS)
     programs = triton.cdiv(x.shape[1], sizes["TOKENS"])
     if y.numel():
         tensors, constants = neighbours.arguments(x)
         with kernels.on(x.device):
             _forward[(len(x) * programs * triton.cdiv(x.shape[2], sizes["CHANNELS"]),)](
                 y, x, *x.stride()[:2], weight, *weight.stride(), *tensors, x.shape[1], programs, x.shape[2],
-                TAPS=len(weight), **constants, **sizes,
+                around[0], count, TAPS=len(weight), **constants, **sizes,
             )  # fmt: skip
     return y
 
 
-def backward(grad: Tensor, x: Tensor, weight: Tensor, neighbours: Neighbours, sums: Tensor, rows: int) -> Tensor:
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    neighbours: Neighbours,
+    sums: Tensor,
+    rows: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """dx (B, N, C), contiguous, from the gradient of y and x, both (B, N, C) and 1 along C, and weight (W, C).
 
     Args:
         sums: (B P, W, C) fp32, 1 along C, into which parts of the gradient of weight are written: it is their sum over B P.
         rows: tokens of a program, of which there are P = ceil(N / rows) a sample; a power of two.
+        dtype: of dx; None: that of x.
     """
-    dx, sizes = torch.empty_like(x, memory_format=torch.contiguous_format), BACKWARD.sizes(x.shape[2], rows)
+    dx, sizes = x.new_empty(x.shape, dtype=dtype), BACKWARD.sizes(x.shape[2], rows)
     if dx.numel():
         tensors, constants = neighbours.arguments(x)
         with kernels.on(x.device):

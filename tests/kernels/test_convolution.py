@@ -15,6 +15,7 @@ from lightning_dilated.attention.recurrent_branch import RecurrentBranch
 from lightning_dilated.planning.counting.memory_tracker import Meter
 
 from ..attention.convolution_cases import CASES, Case, compare, drawn, without_kernels
+from ..distributed.calls import positions, sequence
 
 
 def equal(rank, group, name):
@@ -201,6 +202,60 @@ def branch(rank, group, documents):
 @pytest.mark.parametrize("cuts", [None, (0, 7, 50)])
 def test_a_layers_recurrence(interpreter, cuts):
     interpreter.run(1, branch, None if cuts is None else torch.tensor(cuts, dtype=torch.int32))
+
+
+# -- ranks and streams -------------------------------------------------------------------------------------------------
+def shared(rank, group, case, layout):
+    """This rank's rows of y and dx, and its part of the weight's gradient."""
+    with sequence(group, layout=layout) as ours, ours.active():
+        at, module = positions(ours, case.tokens), case.module(torch.float32)
+        (x,), (grad,) = (case.parts(torch.float32, seed=seed) for seed in (1, 2))
+        x = x[:, at].requires_grad_()
+        with mock.patch.object(convolution, "_convolved", side_effect=AssertionError):
+            y = module(x, **case.documents())
+        with mock.patch.object(convolution, "_gradients", side_effect=AssertionError):
+            dx, dweight = torch.autograd.grad(y, (x, module.weight), grad[:, at])
+        return at, y.detach(), dx, dweight
+
+
+SHARED = {
+    "causal": Case(37, batch=2),
+    "documents": Case(41, cuts=(0, 3, 19, 20, 22, 41)),
+    "centred documents": Case(40, causal=False, cuts=(0, 3, 20, 22, 40)),
+    "centred lengths": Case(24, causal=False, batch=3, lengths=(24, 13, 0)),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", SHARED)
+def test_two_ranks(interpreter, name, layout):
+    case = SHARED[name]
+    want, parts = case.by_torch(), interpreter.run(2, shared, case, layout)
+    got = {"y 0": torch.zeros_like(want["y 0"]).float(), "dx 0": torch.zeros_like(want["dx 0"]).float()}
+    for at, y, dx, _ in parts:
+        got["y 0"][:, at], got["dx 0"][:, at] = y, dx
+    compare({**got, "dweight": sum(part[3] for part in parts)}, want, torch.float32)
+
+
+def chunks_of_streams(rank, group):
+    """Rows after those of the chunk before, in documents of each sample; gradients of 16 bits are summed in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight, grad = (torch.randn(*x, generator=generator) for x in ((2, 300, 5), (4, 5), (2, 297, 5)))
+    numbers = torch.randint(0, 2, (2, 300), generator=generator).cumsum(1, dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [x.to(torch.bfloat16).to(dtype) for x in (rows, weight, grad)]
+        for seen in (convolution.Seen(), convolution.Seen(numbers)):
+            call = lambda rows, weight, grad, seen=seen: {  # noqa: E731
+                "y": convolution._run(rows, weight, 0, seen),
+                **dict(zip(("d_rows", "dweight"), convolution._run_backward(grad, rows, weight, 0, seen), strict=True)),
+            }
+            got, want = call(*tensors), call(*(x.double() for x in tensors))
+            assert got["y"].is_contiguous() and got["d_rows"].dtype == torch.float32
+            compare(got, want, dtype)
+
+
+def test_chunks_of_streams(interpreter):
+    interpreter.run(1, chunks_of_streams)
 
 
 # -- without the interpreter -------------------------------------------------------------------------------------------
