@@ -252,11 +252,10 @@ def test_the_step_lasts_as_long_as_the_busiest_ranks(causal):
 def test_own_pairs_are_those_of_the_rank_with_most(ranks):
     """Segments that end within ranks leave them unlike numbers of pairs."""
     pattern = DilatedPattern.longnet([100], [1]).shifted(0.3)
-    every = [
-        sum(x.pairs(True) for x in blocks(pattern, 64 * ranks, 2, 2, (64 * r, 64 * (r + 1)))) for r in range(ranks)
-    ]
-    most = simulation._most_pairs(pattern, 64, ranks, (2, 2), True)
-    assert most in every and most >= sum(every) / ranks
+    shards = [blocks(pattern, 64 * ranks, 2, 2, (64 * r, 64 * (r + 1))) for r in range(ranks)]
+    every = [sum(x.pairs(True) for x in shard) for shard in shards]
+    most, rows = simulation._most_work(pattern, 64, ranks, (2, 2), True)
+    assert most in every and most >= sum(every) / ranks and rows == 2 * 64
 
 
 def test_own_pairs_of_a_dense_pattern():

@@ -184,6 +184,7 @@ def step(
     precision: str,
     memory: MemorySettings,
     graphs: Graphs | None = None,
+    tape: Tape | None = None,
 ) -> Tape:
     """Count a step that begins with the gradients of the step before, without the optimizer's states.
 
@@ -193,6 +194,7 @@ def step(
         precision: the Trainer's.
         memory: settings; `offload` is ignored.
         graphs: cache of compiled blocks; None: blocks run uncompiled.
+        tape: that counts; None: a new one.
 
     Raises:
         RuntimeError: within `torch.device(...)`.
@@ -203,7 +205,7 @@ def step(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
-    tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
+    tape, gpu = tape or Tape(), as_on_gpu(compiled=graphs is not None)
     with compat.fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=message)
