@@ -253,7 +253,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recomputed: float) -> float:
-    """Seconds of recomputing all but the last block of each group, first as a group; then each is recomputed by itself.
+    """Seconds of recomputing all but the last block of each group, first as a group, whose later blocks read all that they
+    compute; then each is recomputed by itself.
 
     `recomputed`: seconds of recomputing every block once.
     """
@@ -261,7 +262,8 @@ def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recom
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
     total = sum(m.depth * x for m, x in zip(machines, each, strict=True))
-    return recomputed * sum(n * x for n, x in zip(once, each, strict=True)) / total
+    skipped = sum(n * (1 - m.again) * p.rest_forward for n, m, p in zip(once, machines, parts, strict=True))
+    return recomputed * sum(n * x for n, x in zip(once, each, strict=True)) / total + skipped
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) -> float:
