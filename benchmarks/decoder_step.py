@@ -1,13 +1,14 @@
 """A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, beside the same decoder in transformers alone.
 
     python benchmarks/decoder_step.py --size 1.3B --seq-len 32768 131072
-    python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768 131072
+    python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768
+    python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 131072 --layer-tile 8192
 
 Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
 segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All have
 random weights, layers computed again in the backward, AdamW (fused), a loss by tiles of tokens, and nothing compiled unless
-`--compile` is given, which the first two follow. Milliseconds of the median step; peak memory, and both by `plan`
-for the first two.
+`--compile` is given, which the first two follow; with `--layer-tile` these compute feed-forwards by tiles of tokens.
+Milliseconds of the median step; peak memory, and both by `plan` for the first two.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.integrations.transformers import HFCausalLM
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.planning.estimate import Case
 from lightning_dilated.planning.gpus import find_gpu
@@ -51,6 +53,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
     p.add_argument("--lora", type=int, help="the rank of the adapters of all projections; weights are bf16 then")
     p.add_argument("--ways", nargs="+", default=["dense", "sdpa-cudnn", "sdpa-flash", "hybrid"])
+    p.add_argument("--layer-tile", type=int, help="tokens of a tile of the feed-forwards of dense and hybrid")
     p.add_argument("--compile", action="store_true", help="compile the layers of dense and hybrid")
     p.add_argument("--steps", type=int, default=3, help="measured")
     p.add_argument("--warm", type=int, default=2, help="steps before those")
@@ -71,6 +74,11 @@ def lora_of(a: argparse.Namespace) -> dict[str, Any]:
     """Options of peft."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     return {"r": a.lora, "lora_alpha": 2 * a.lora, "target_modules": names}
+
+
+def settings(a: argparse.Namespace) -> MemorySettings:
+    """Of dense and hybrid."""
+    return MemorySettings("block", tile=a.layer_tile)
 
 
 def ours(a: argparse.Namespace, way: str) -> HFCausalLM:
@@ -108,9 +116,10 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
     """[GiB, ms] of a step by `plan`, or why there are none."""
     try:
         model, gpu = ours(a, way), find_gpu(a.gpu)
-        subject = subject_of(model, "bf16-true" if a.lora else "bf16-mixed", None, True, gpu.capability)
-        case, settings = Case(subject, Facts.of(model, subject), Setup("single", 1), gpu), subject.memory
-        return [f"{case.memory(settings, tokens).peak / GIB:.1f}", f"{1e3 * case.time(settings, tokens).seconds:.0f}"]
+        subject = subject_of(model, "bf16-true" if a.lora else "bf16-mixed", settings(a), a.compile, gpu.capability)
+        case = Case(subject, Facts.of(model, subject), Setup("single", 1), gpu)
+        planned = case.memory(subject.memory, tokens), case.time(subject.memory, tokens)
+        return [f"{planned[0].peak / GIB:.1f}", f"{1e3 * planned[1].seconds:.0f}"]
     except Exception as error:
         return [f"{type(error).__name__}: {error}"[:80], ""]
 
@@ -148,6 +157,7 @@ def row(a: argparse.Namespace, way: str, tokens: int) -> str:
             else:
                 model = ours(a, way)
                 model.configure_model()
+                model.transformer.memory = settings(a)
     finally:
         torch.set_default_dtype(torch.float32)
     model.to(device).train()
@@ -159,6 +169,8 @@ def row(a: argparse.Namespace, way: str, tokens: int) -> str:
         seconds, peak = measured(a, loss, [p for p in model.parameters() if p.requires_grad])
     plan = ["", ""] if way in BACKENDS else planned(a, way, tokens)
     compiled = ", compiled" if a.compile and way not in BACKENDS else ""
+    if a.layer_tile and way not in BACKENDS:
+        compiled += f", tiles of {a.layer_tile:,}"
     cells = [a.size + (f", adapters of rank {a.lora}" if a.lora else ""), f"{tokens:,}", way + compiled]
     return f"| {' | '.join([*cells, f'{1e3 * seconds:.0f}', f'{tokens / seconds / 1e3:.1f}K', peak, *plan])} |"
 

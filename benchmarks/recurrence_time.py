@@ -71,7 +71,6 @@ def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[f
         return out, *torch.autograd.grad(out, tensors, grad, allow_unused=True)
 
     cuda, why_not = torch.device("cuda"), triton_chunks.why_not
-    triton_chunks.ON_GPU = True
     with mock.patch.object(triton_chunks, "why_not", why_not if way is not in_torch else lambda *_: "left out"):
         results = both()
         return (

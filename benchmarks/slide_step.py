@@ -3,14 +3,17 @@
     python benchmarks/slide_step.py --tiles 70000                    # one GPU
     python benchmarks/slide_step.py --tiles 70000 --devices 2        # the slide on two: the same losses
     python benchmarks/slide_step.py --tiles 10000 --accelerator cpu --precision 32-true
+    python benchmarks/slide_step.py --tiles 70000 --vary 111 --steps 8 [--engine triton]      # each slide of another size
 
-Random features on a grid of tiles; prints the loss of every step, the fastest step's seconds, and peak memory of each rank.
+Random features on a grid of tiles; prints the loss of every step, the fastest and the median step's seconds after the first,
+and peak memory of each rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import statistics
 import time
 from functools import partial
 from typing import Any
@@ -23,10 +26,10 @@ import lightning_dilated as ld
 
 
 class OneSlide(Dataset):
-    """The same slide again and again: a blank row for the class token, then its tiles."""
+    """The same slide again and again, or `vary` tiles less of it each time: a blank row for the class token, then tiles."""
 
-    def __init__(self, tiles: int, width: int, steps: int) -> None:
-        self.rows, self.steps = tiles + 1, steps
+    def __init__(self, tiles: int, width: int, steps: int, vary: int = 0) -> None:
+        self.rows, self.steps, self.vary = tiles + 1, steps, vary
         self.features, self.coords = torch.zeros(self.rows, width), torch.full((self.rows, 2), -1)
         self.features[1:].normal_(generator=torch.Generator().manual_seed(1))
         cells = torch.arange(tiles)
@@ -36,7 +39,8 @@ class OneSlide(Dataset):
         return self.steps
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"features": self.features, "coords": self.coords, "lengths": self.rows, "label": index % 2}
+        rows = self.rows - self.vary * index
+        return {"features": self.features[:rows], "coords": self.coords[:rows], "lengths": rows, "label": index % 2}
 
 
 class Watch(pl.Callback):
@@ -68,22 +72,26 @@ def main() -> None:
     p.add_argument("--precision", default="bf16-mixed")
     p.add_argument("--accelerator", default="auto")
     p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
+    p.add_argument("--vary", type=int, default=0, help="tiles that each slide has less than the one before")
+    p.add_argument("--engine", default="auto")
     o = p.parse_args()
     pl.seed_everything(0)
     on_gpu = torch.cuda.is_available() and o.accelerator != "cpu"
     optimizer = partial(torch.optim.AdamW, lr=1e-5, fused=on_gpu)
-    model = ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, optimizer=optimizer)
+    options = {"dropout": 0.0, "drop_path": 0.0, "optimizer": optimizer, "engine": o.engine}
+    model = ld.SlideEncoder(task="classification", num_classes=2, **options)
     watch = Watch()
     callbacks = [watch] if o.recompute == "none" else [watch, ld.callbacks.ActivationRecompute(o.recompute)]
     trainer = pl.Trainer(
         strategy="ring_dilated", devices=o.devices, accelerator=o.accelerator, precision=o.precision, max_steps=o.steps,
         callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(OneSlide(o.tiles, 1536, o.steps)))
+    trainer.fit(model, DataLoader(OneSlide(o.tiles, 1536, o.steps, o.vary)))
     losses = ", ".join(f"{loss:.6f}" for loss, _ in watch.rows)
-    seconds = min(s for _, s in watch.rows[1:]) if len(watch.rows) > 1 else float("nan")
+    seconds = sorted(s for _, s in watch.rows[1:]) or [float("nan")]
     print(
-        f"| {o.tiles:,} | {o.devices} | {trainer.global_rank} | {o.recompute} | {o.precision} | {losses} | {seconds:.2f} | "
+        f"| {o.tiles:,} | {o.devices} | {trainer.global_rank} | {o.recompute} | {o.precision} | {losses} | "
+        f"{seconds[0]:.3f} | {statistics.median(seconds):.3f} | "
         f"{peak(trainer.strategy.root_device):.1f} |",
         flush=True,
     )

@@ -11,9 +11,9 @@
     torchrun --nproc-per-node 2 benchmarks/stream_step.py --tokens 67108864 --chunk 2097152     # ranks share every chunk
 
 Random bytes, made on the host as uint8 and widened chunk by chunk, or a file's, one part after another; AdamW. The last of
-the steps is timed; the first one, or one of `--warm` tokens, compiles. Prints one row of a table. The pattern is
-geometric(2048, N), or a hybrid. Under torchrun the ranks share each chunk (layout="chunked"), and the row says what a rank
-received on the mean, and by plan.
+the steps is timed; the first one, or one of `--warm` tokens and a last chunk as long as the timed one's, compiles. Prints
+one row of a table. The pattern is geometric(2048, N), or a hybrid. Under torchrun the ranks share each chunk
+(layout="chunked"), and the row says what a rank received on the mean, and by plan.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
     p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
     p.add_argument("--steps", type=int, default=2)
-    p.add_argument("--warm", type=int, help="tokens of a step before these, which compiles")
+    p.add_argument("--warm", type=int, help="tokens of whole chunks of a step before these, which compiles")
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--text", type=Path, help="bytes to learn")
@@ -121,7 +121,8 @@ class Bytes:
 def texts(a: argparse.Namespace) -> Iterator[Tensor]:
     """(1, N + 1) uint8 tokens of each step."""
     if a.warm:
-        yield torch.randint(0, 256, (1, a.warm + 1), dtype=torch.uint8)
+        warm = a.warm + (a.tokens % a.chunk if a.chunk else 0)
+        yield torch.randint(0, 256, (1, warm + 1), dtype=torch.uint8)
     if a.text:
         file = np.memmap(a.text, np.uint8, mode="r")
         for i in range(a.steps):

@@ -256,7 +256,7 @@ def _same_in_stream(
     at = torch.arange(positions.start, positions.stop)
     begins = [torch.tensor(x)[torch.searchsorted(torch.tensor(x), at, right=True) - 1] for x in starts.values()]
     seen = at[:, None] + torch.arange(-left, 1)
-    return (seen >= torch.stack(begins)[:, :, None]).to(device)
+    return send(seen >= torch.stack(begins)[:, :, None], device)
 
 
 def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: int, run: str) -> HaloRoute | None:

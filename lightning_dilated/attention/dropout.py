@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dilated._device import send
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern.rows import Block
 
@@ -127,4 +128,4 @@ class BatchDropout(PairDropout):
     keys: Tensor
 
     def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return tuple(x[groups].to(device)[:, None] for x in (self.sample, self.head, self.queries, self.keys))
+        return tuple(send(x[groups], device)[:, None] for x in (self.sample, self.head, self.queries, self.keys))

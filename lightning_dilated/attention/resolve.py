@@ -278,7 +278,7 @@ def _chunked(
         key = *key, engine
     make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk, group)
     # layers with the same pattern share a route, unless they carry rows of earlier calls
-    exchange, route, planned = stream.remember((*key, chunk, layer if stream.documents else None), make)
+    exchange, route, planned = stream.remember(chunk, (*key, layer if stream.documents else None), make)
     _log(group, planned, backward)
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
     executor = Chunked(exchange, route, rows, chunk, stream.rising)

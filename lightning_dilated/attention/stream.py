@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +35,6 @@ from lightning_dilated.sequence.shard import ChunkShard
 ON_GPU = 1 / 8
 #: bytes of memory that stored rows share, and by which they begin
 SLAB, ALIGNED = 64 << 20, 256
-#: how many calls' routes a stream remembers: those of a chunk for every kind of layer, but not of every chunk
-REMEMBERED = 8
 
 _streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -52,12 +49,14 @@ class ChunkLayer:
         place: (2,) int64 on the CPU: the layer's number, the chunk's. A tensor, so that compiled layers share a graph.
         seed: of attention dropout, () int64 on the CPU; None without.
         shared: whether several ranks compute the chunk, those of the active `SequenceGroup`.
+        whole: whether the chunk has as many tokens as a chunk may have.
     """
 
     stream: str
     place: Tensor
     seed: Tensor | None = None
     shared: bool = False
+    whole: bool = False
 
     def of_recurrence(self) -> ChunkLayer:
         """The place of the convolution of the layer's recurrence: its layer number is -1 for layer 0, -2 for layer 1, ..."""
@@ -105,8 +104,8 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
 class Store:
     """Rows that were dropped, of all layers: on the device up to a budget, then in pinned host memory.
 
-    They lie in slabs of `SLAB` bytes: in memory of their own, the rows of a thousand chunks would lie scattered between the
-    buffers of chunks, and could leave the allocator no room in one piece.
+    They lie in slabs of `SLAB` bytes: torch rounds each piece of pinned memory up to a power of two and takes about a
+    millisecond to make one, and there are thousands.
     A copy runs in the order of the computing stream: a chunk takes seconds, its rows milliseconds.
 
     Args:
@@ -308,7 +307,7 @@ class Stream:
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerTails] = {}
         self._states: dict[int, LayerStates] = {}
-        self._remembered: OrderedDict[Any, Any] = OrderedDict()
+        self._remembered: tuple[int, dict[Any, Any]] = 0, {}
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
         #: the ranks that share the sequence; None: one
         self.group: SequenceGroup | None = None
@@ -360,8 +359,9 @@ class Stream:
 
     def end(self) -> None:
         """Free all rows and routes."""
-        for held in (self._layers, self._tails, self._states, self._plans, self._remembered, self._from_before):
+        for held in (self._layers, self._tails, self._states, self._plans, self._from_before):
             held.clear()
+        self._remembered = 0, {}
         self._before = self.documents = self.group = None
 
     def state(self) -> StreamState:
@@ -430,8 +430,8 @@ class Stream:
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[ChunkLayer]:
         """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
-        shared = self.group is not None
-        return [ChunkLayer(self.name, place, seed, shared) for place, seed in zip(places, seeds, strict=True)]
+        shared, whole = self.group is not None, len(self.shard.positions(chunk)) == self.shard.stream
+        return [ChunkLayer(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
         """The rows of a layer, or of the window of its heads from `first_head` on."""
@@ -458,14 +458,15 @@ class Stream:
         """Whether gradients pass from chunk to chunk."""
         return self._store is not None
 
-    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), cached by `key` while it is among the latest `REMEMBERED`."""
-        if key not in self._remembered:
-            self._remembered[key] = make()
-            if len(self._remembered) > REMEMBERED:
-                self._remembered.popitem(last=False)
-        self._remembered.move_to_end(key)
-        return self._remembered[key]
+    def remember(self, chunk: int, key: Any, make: Callable[[], Any]) -> Any:
+        """make(), cached by `key` for the forward, recomputation and backward of all layers, until another chunk is asked
+        for."""
+        if self._remembered[0] != chunk:
+            self._remembered = chunk, {}
+        held = self._remembered[1]
+        if key not in held:
+            held[key] = make()
+        return held[key]
 
     def __deepcopy__(self, memo: Any) -> Stream:
         return Stream()

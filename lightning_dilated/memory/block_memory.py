@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens, E embedding dim, H heads, D head dim.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import allow_recompiles, compiled_call, has_hooks, set_compiled_call
-from lightning_dilated._compat.torch import without_runtime_asserts as without_asserts
+from lightning_dilated._compat.torch import allow_recompiles, has_hooks, plain_call, set_compiled_call
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer, Stream
+from lightning_dilated.memory.compiled_part import CompiledPart
 from lightning_dilated.memory.head_chunks import AttentionParts, HeadChunks, attend_in_chunks
 from lightning_dilated.memory.offload import Host
 from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_unused
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.memory.token_chunks import tiled
+from lightning_dilated.memory.token_chunks import step_of, tiled
 
 #: graphs of a part of a block: tiles, last tiles and lengths, each with gradients and without
 GRAPHS = 64
@@ -44,8 +45,9 @@ class BlockMemory(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._compile_options: tuple[Any, Any] | None = None
+        self._compile_options: dict[str, Any] | None = None
         self._pieces: dict[str, Callable[..., Any]] = {}  # compiled parts by name
+        self._shapes: defaultdict[str, set[torch.Size]] = defaultdict(set)  # of parts' whole chunks and tiles
 
     @property
     def attention_layer(self) -> MultiheadDilatedAttention:
@@ -105,30 +107,49 @@ class BlockMemory(nn.Module):
             )
 
     # -- compilation ---------------------------------------------------------------------------------------------------
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, **options: Any) -> None:
         """As `nn.Module.compile`; in parts where the settings run the block so."""
-        self._compile_options = args, kwargs
+        self._compile_options = options
         self._compile_parts()
 
     def _compile_parts(self) -> None:
         """Compile what the settings run as one."""
         if self._compile_options is None:
             return
-        args, kwargs = self._compile_options
         self._pieces = {}
         set_compiled_call(self, None)
         if not self._memory.in_pieces:
-            super().compile(*args, **kwargs)
-            set_compiled_call(self, without_asserts(compiled_call(self)))
+            part = self._compiled("block", plain_call(self), asserts=False)
+            set_compiled_call(
+                self, lambda *x, **more: (part.whole if _is_whole(more.get("cache")) else part)(*x, **more)
+            )
             return
         allow_recompiles(GRAPHS)
-        compiled = lambda part: torch.compile(part, *args, **kwargs)  # noqa: E731
-        self._pieces = {"feed": compiled(self._feed)}
+        parts: dict[str, Callable[..., Any]] = {"feed": self._feed}
         if self._memory.head_chunks == 1:
-            saved = compiled(self._attend_saved)
-            self._pieces |= {"attend": without_asserts(compiled(self._attend)), "attend_kept": without_asserts(saved)}
+            parts |= {"attend": self._attend, "attend_kept": self._attend_saved}
         else:
-            self._pieces |= {"norm": compiled(self._normed), "join": compiled(self._join)}
+            parts |= {"norm": self._normed, "join": self._join}
+        asserts = lambda name: not name.startswith("attend")  # noqa: E731
+        self._pieces = {name: self._compiled(name, part, asserts(name)) for name, part in parts.items()}
+
+    def _compiled(self, name: str, part: Callable[..., Any], asserts: bool) -> CompiledPart:
+        return CompiledPart(part, self._compile_options or {}, self._shapes[name], asserts)
+
+    def _piece(self, name: str, part: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+        """A part of the block, compiled where the block is, for a whole chunk or tile or for any tokens."""
+        piece = self._pieces.get(name, part)
+        return piece.whole if whole and isinstance(piece, CompiledPart) else piece
+
+    def _of_tiles(
+        self, name: str, part: Callable[..., Any], tile: int | None, x: Tensor, whole: bool
+    ) -> Callable[..., Any]:
+        """`_piece` for tiles of x (B, N, E), of which the last may be shorter; `whole`: x is a whole chunk."""
+        if name not in self._pieces:
+            return part
+        step = min(step_of(tile, x), x.shape[1])
+        recurs = step < x.shape[1] or whole
+        return lambda y, *rest: self._piece(name, part, recurs and y.shape[1] == step)(y, *rest)
 
     # -- running -------------------------------------------------------------------------------------------------------
     def forward(
@@ -148,20 +169,20 @@ class BlockMemory(nn.Module):
         settings = self._memory
         if isinstance(cache, KVCache):
             return self._cached(x, positions, lengths, cu_seqlens, cache)
-        policy = settings.policy if torch.is_grad_enabled() else "none"
-        attend = self._attend_in_chunks if settings.head_chunks > 1 else self._pieces.get("attend", self._attend)
+        policy, whole = settings.policy if torch.is_grad_enabled() else "none", bool(self._pieces) and _is_whole(cache)
+        attend = self._attend_in_chunks if settings.head_chunks > 1 else self._piece("attend", self._attend, whole)
 
-        def whole(y: Tensor) -> Tensor:
-            return self._fed(attend(y, *arguments), feed_drop, settings.tile)
+        def run(y: Tensor) -> Tensor:
+            return self._fed(attend(y, *arguments), feed_drop, settings.tile, whole)
 
         if policy == "none":
-            return whole(x)
+            return run(x)
         if policy == "block" or not settings.in_pieces:
-            return recomputed(whole, x, policy, marked=settings.tile is not None)
-        h = self._pieces.get("attend_kept", self._attend_saved)(x, *arguments)
+            return recomputed(run, x, policy, marked=settings.tile is not None)
+        h = self._piece("attend_kept", self._attend_saved, whole)(x, *arguments)
         if settings.tile:
-            return self._fed(h, feed_drop, settings.tile)
-        return recomputed(lambda y: self._fed(y, feed_drop, None), h, "block")
+            return self._fed(h, feed_drop, settings.tile, whole)
+        return recomputed(lambda y: self._fed(y, feed_drop, None, whole), h, "block")
 
     def _cached(
         self,
@@ -176,7 +197,7 @@ class BlockMemory(nn.Module):
         if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
             return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)
         out = a.decode(self._normed(x, a.in_proj_weight.dtype), positions, cache, packed=packed)
-        return _compiled_tail(*self._compile_options)(self, x, out)
+        return _compiled_tail(self._compile_options)(self, x, out)
 
     def tail(self, x: Tensor, out: Tensor) -> Tensor:
         """What follows the heads' outputs (B, n, H, D) in x (B, n, E)."""
@@ -201,19 +222,21 @@ class BlockMemory(nn.Module):
         a, tile = self.attention_layer, self._memory.narrow_tile
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         arguments = partial(a.attention.op_arguments, causal=a.attention.causal, chunk=chunk, **documents)
-        parts = AttentionParts(self._pieces.get("norm", self._normed), (self.attention_norm,), arguments, tile)
+        whole = _is_whole(chunk)
+        normed = self._of_tiles("norm", self._normed, tile, x, whole)
+        parts = AttentionParts(normed, (self.attention_norm,), arguments, tile)
         table = a.table(x, positions)
         rows = table.rows() if table else ()
         out = attend_in_chunks(self._chunks, parts, x, a.in_proj_weight, a.in_proj_bias, *rows)
-        join = self._pieces.get("join", self._join)
+        join = self._of_tiles("join", self._join, tile, x, whole)
         modules = [self.dropout, a.out_proj, *([a.sub_norm] if a.sub_norm else [])]
         if _by_token(drop):
             return tiled(join, modules, tile, x, out, drop)
         return tiled(lambda y, heads: join(y, heads, drop), modules, tile, x, out)
 
-    def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None) -> Tensor:
-        """`_feed`, one tile of tokens after another."""
-        feed = self._pieces.get("feed", self._feed)
+    def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None, whole: bool) -> Tensor:
+        """`_feed`, one tile of tokens after another; `whole`: x is a whole chunk of a stream."""
+        feed = self._of_tiles("feed", self._feed, tile, x, whole)
         modules = self.ffn_norm, self.ffn, self.dropout
         if _by_token(drop):
             return tiled(feed, modules, tile, x, drop, unused=result_is_unused())
@@ -223,13 +246,18 @@ class BlockMemory(nn.Module):
 _tails: dict[str, Callable[..., Tensor]] = {}
 
 
-def _compiled_tail(args: Any, kwargs: Any) -> Callable[..., Tensor]:
+def _compiled_tail(options: dict[str, Any]) -> Callable[..., Tensor]:
     """`BlockMemory.tail` as a function of the block, compiled with these options for all blocks of a structure."""
-    key = repr((args, kwargs))
+    key = repr(options)
     if key not in _tails:
         # without fullgraph, which makes an error of too many kinds of inputs
-        _tails[key] = torch.compile(BlockMemory.tail, *args, **{**kwargs, "fullgraph": False})
+        _tails[key] = torch.compile(BlockMemory.tail, **{**options, "fullgraph": False})
     return _tails[key]
+
+
+def _is_whole(cache: object) -> bool:
+    """Whether a call computes a chunk of a stream that has the length of all but the last."""
+    return isinstance(cache, ChunkLayer) and cache.whole
 
 
 def _by_token(drop: Tensor | None) -> bool:

@@ -400,8 +400,9 @@ class DilatedTransformer(StackMemory):
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # graphs for each pattern: with gradients and without, of whole sequences and of chunks, static and dynamic lengths
-        allow_recompiles(16 * kinds)
+        # graphs for each pattern: with gradients and without, of whole sequences and of chunks, static and dynamic lengths,
+        # and those of `CompiledPart` for whole chunks
+        allow_recompiles(24 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
 

@@ -19,11 +19,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.torch import autograd_within_op, below_autograd
 from lightning_dilated.pattern.rows import check_bounds
+from lightning_dilated.recurrence import triton_chunks
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.recurrence.functional import recurrent_attention, to_differentiate
 from lightning_dilated.recurrence.parts import Part
 from lightning_dilated.recurrence.state import RecurrentState
-from lightning_dilated.recurrence.triton_chunks import serves
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
 _ROWS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
@@ -38,8 +38,6 @@ RECURRENCE_BACKWARD = torch.ops.lightning_dilated.recurrence_backward.default
 #: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token
 #: forward, and 90 backward, with 12 heads of 64
 WINDOW = 1 << 14
-#: the same of gated_delta by kernels, which take about 8 KiB a token forward, and 20 backward
-KERNEL_WINDOW = 1 << 16
 
 
 class RecurrenceSpec(NamedTuple):
@@ -160,7 +158,9 @@ def _windows(part: Part, tensors: Sequence[Tensor | None], settings: dict[str, A
 def _window(kind: str, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> int:
     """Tokens of each sample that one rank computes at a time."""
     assert q is not None and k is not None and v is not None
-    return KERNEL_WINDOW if serves(kind, q, k, v) else WINDOW
+    if not triton_chunks.serves(kind, q, k, v):
+        return WINDOW
+    return triton_chunks.window(len(q), (q.shape[2], k.shape[2]), (k.shape[3], v.shape[3]), q.dtype)
 
 
 def _place(part: Part, window: Part) -> slice:
@@ -262,7 +262,7 @@ class Refused(torch.autograd.Function):
     def backward(ctx, *grads):
         raise RuntimeError(
             "a layer's recurrence has no double backward: its gradient was asked to be differentiated again. Leave out "
-            "create_graph=True, or call ld.recurrent_attention itself."
+            "create_graph=True, or call ld.recurrent_attention itself, in float64 or on a CPU."
         )
 
 

@@ -21,12 +21,12 @@ from lightning_dilated.recurrence.runs import CHUNK, Call, tables
 if TYPE_CHECKING:
     from lightning_dilated.kernels.gated_delta import Chunks, Rows
 
-#: whether GPUs take the kernels. tests/recurrence/test_gpu.py has to pass on one first: Triton 3.4 to 3.7.0 is known to
-#: compile kernels of this rule, though other ones, to wrong results on Hopper
-ON_GPU = True
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the largest D and E
 LARGEST = 128
+#: bytes that a window of a long call may hold in its backward. Each window computes the states before its groups of chunks
+#: once more, which takes a tenth of the time of windows half as long
+WINDOW_MEMORY = 4 << 30
 #: chunks of the longest run from which runs are passed in groups of about the square root of them
 GROUPED_FROM = 32
 #: runs times kv heads that keep a GPU busy by themselves: they are passed chunk by chunk
@@ -39,8 +39,6 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(q.dtype).removeprefix('torch.')}"
     if max(k.shape[3], v.shape[3]) > LARGEST:
         return f"takes head dims up to {LARGEST}, not {max(k.shape[3], v.shape[3])}"
-    if q.is_cuda and not ON_GPU:
-        return "is not taken on a GPU before it was compared with torch's operations on one"
     return kernels.why_not(q.device)
 
 
@@ -142,6 +140,15 @@ def held_bytes(
     chunks = -(-tokens // CHUNK)
     groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)
     return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # and states between windows
+
+
+@functools.lru_cache(maxsize=256)
+def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> int:
+    """Tokens of each of B samples that are computed at a time: a power of two; arguments as of `held_bytes`."""
+    tokens = 1 << 14
+    while (held_bytes(2 * batch * tokens, heads, dims, dtype, True) or math.inf) <= WINDOW_MEMORY:
+        tokens *= 2
+    return tokens
 
 
 class _GatedDelta(torch.autograd.Function):

@@ -9,9 +9,10 @@ Shape letters: N tokens, C tokens of a chunk, R ranks, w segment length, r dilat
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
@@ -74,9 +75,13 @@ class CarryPlan:
 
     def __init__(self, problem: Problem, rank: int = 0, before: Sequence[CarriedRows] = ()) -> None:
         self.problem, self.shard, self.rank = problem, problem.shard, rank
-        self._before = tuple(before)
         self._leaving: dict[int, tuple[CarriedRows, ...]] = {}
-        self._live: tuple[int, list[CarriedRows]] = (0, list(before))
+        # the rows that earlier calls and chunks left, their last positions, and how many there are before each chunk
+        self._left, self._lasts, self._counts = (
+            list(before),
+            np.array([x.last for x in before], np.int64),
+            [len(before)],
+        )
 
     @property
     def chunks(self) -> int:
@@ -95,16 +100,14 @@ class CarryPlan:
 
     def live(self, chunk: int) -> list[CarriedRows]:
         """The rows of earlier chunks that this chunk or a later one reads, in the order of their chunks."""
-        rows: Iterable[CarriedRows]
-        at, rows = self._live
-        if chunk < at:  # in falling order
-            at, rows = 0, list(self._before)
-        if chunk > at:
-            rows = itertools.chain(rows, *(self.leaving(before) for before in range(at, chunk)))
-        begin = self.shard.begin(chunk)
-        live = [x for x in rows if x.last >= begin]
-        self._live = chunk, live
-        return live
+        while len(self._counts) <= chunk:
+            leaving = self.leaving(len(self._counts) - 1)
+            self._left += leaving
+            self._lasts = np.concatenate([self._lasts, np.array([x.last for x in leaving], np.int64)])
+            self._counts.append(len(self._left))
+        # as an array: there are thousands, and chunks may be asked for in falling order
+        lasts = self._lasts[: self._counts[chunk]]
+        return [self._left[i] for i in np.flatnonzero(lasts >= self.shard.begin(chunk)).tolist()]
 
     def stored(self) -> int:
         """Rows that are carried at all, over all chunks."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_dilated._device import send
 from lightning_dilated.sequence.exchange.transport import Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -48,10 +49,10 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
-    """A number on a device; a Python number is written there by a kernel, since a copy would wait for a GPU."""
+    """A number on a device, without waiting for a GPU: a Python number is written there by a kernel."""
     if type(x) in (bool, int, float):
         return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
-    return torch.as_tensor(x, device=device)
+    return send(x, device) if isinstance(x, Tensor) else torch.as_tensor(x, device=device)
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:

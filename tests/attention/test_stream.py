@@ -1,5 +1,6 @@
 """A sequence chunk by chunk: output and gradients are those of one pass, from no other rows than the integer plan's."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern
+from lightning_dilated.attention import backends, resolve
 from lightning_dilated.attention import stream as streams
+from lightning_dilated.attention.backends import Request, sdpa
 from lightning_dilated.attention.functional import op_arguments
 from lightning_dilated.attention.stream import Store, Stream
 from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
@@ -19,7 +22,7 @@ from lightning_dilated.sequence.shard import ChunkShard
 from ..examples import examples
 from ..pattern.strategies import patterns
 from .chunks import Chunks
-from .strategies import cases
+from .strategies import Case, cases
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -134,6 +137,58 @@ def test_chunks_out_of_order_and_of_other_lengths_are_refused():
     del stream
     with pytest.raises(ValueError, match=name):
         attend(x, zeroth)
+
+
+@pytest.mark.parametrize("pairs", [12.0, math.inf, 0.0])
+def test_few_carried_keys_are_tritons(pairs, monkeypatch):
+    """In both passes, up to a number of pairs; more are the call's own engine's."""
+    ran, plain = {"forward": [], "backward": []}, backends.ENGINES["math"]
+
+    def recorded(name, q):
+        run = getattr(plain, name)
+        return lambda *x: ran[name].append(x[q].shape[2] * x[q + 1].shape[2]) or run(*x)
+
+    fake = replace(plain, forward=recorded("forward", 0), backward=recorded("backward", 1))
+    monkeypatch.setitem(backends.ENGINES, "triton", fake)
+    monkeypatch.setattr(resolve, "triton_up_to", lambda *unused: (pairs, pairs))
+    compare(Case(DilatedPattern.longnet([4, 16, 64], [1, 2, 4]), 1, 61, 2, 2, 4, causal=True), 8)
+    sizes = set(ran["backward"])
+    assert sizes == set(ran["forward"]) and bool(sizes) == bool(pairs) and all(x <= pairs for x in sizes)
+    assert (max(sizes, default=0) > 12) == (pairs == math.inf)
+
+
+def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for():
+    """A user's engine stays; a number of pairs holds on every GPU that has one."""
+    gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0))
+    carried = backends.triton_up_to("auto", gpu, changing=True)
+    assert carried == (backends.CHANGING_UP_TO,) * 2 and carried[0] > 1024 * 2048
+    assert not any(sum(backends.triton_up_to(name, gpu, True)) for name in ("cudnn", "sdpa", "flash"))
+    assert not sum(backends.triton_up_to("auto", replace(gpu, head_dim=512), True))
+    assert not sum(backends.triton_up_to("auto", replace(gpu, device=torch.device("cpu")), True))
+
+
+@pytest.mark.gpu
+def test_few_shapes_for_cudnn(monkeypatch):
+    """It makes a plan for each: as many in a stream of 32 chunks as in one of 8, a last chunk of another length included."""
+    seen = set()
+
+    def watched(name):
+        run = getattr(sdpa.compat, name)
+        return lambda *x: seen.add((name, *(t.shape for t in x if isinstance(t, torch.Tensor)))) or run(*x)
+
+    pattern, counts = DilatedPattern.geometric(256, 2**20), []
+    for name in ("_forward", "_backward"):
+        monkeypatch.setattr(sdpa.compat, f"cudnn_attention{name}", watched(f"cudnn_attention{name}"))
+    engine = replace(sdpa.CUDNN, forward=sdpa._without_dropout(sdpa.compat.cudnn_attention_forward))
+    monkeypatch.setitem(backends.ENGINES, "cudnn", engine)
+    monkeypatch.setattr(backends, "GROUPED_BELOW", {})
+    for chunks in (8, 32):
+        seen.clear()
+        case = Case(pattern, 1, chunks * 32768 - 12345, 2, 2, 64, causal=True)
+        q, k, v, grad = (x.detach() for x in case.tensors(torch.bfloat16, "cuda"))
+        Chunks(case, 32768).run(q, k, v, grad)
+        counts.append(len(seen))
+    assert counts[0] > 0 and counts[1] <= counts[0], counts
 
 
 def test_stored_rows_share_memory(monkeypatch):

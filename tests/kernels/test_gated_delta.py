@@ -186,7 +186,7 @@ def in_windows(rank, group):
     for name, tokens in (("one", 1000), ("several", 70), ("torch", 1000)):
         x = narrow(rows)
         with (
-            mock.patch.object(op, "KERNEL_WINDOW", tokens),
+            mock.patch.object(triton_chunks, "window", lambda *unused, n=tokens: n),
             mock.patch.object(gated_delta, "last_states", states),
             mock.patch.object(triton_chunks, "why_not", triton_chunks.why_not if name != "torch" else lambda *_: "no"),
         ):
@@ -202,10 +202,22 @@ def test_windows_of_the_op(interpreter):
     interpreter.run(1, in_windows)
 
 
+@pytest.mark.parametrize("sizes, tokens", [
+    ((1, (12, 12), (64, 64)), 131072),
+    ((4, (12, 12), (64, 64)), 32768),
+    ((1, (32, 32), (128, 128)), 16384),
+])  # fmt: skip
+def test_windows_fit_their_memory(sizes, tokens):
+    batch, *rest = sizes
+    assert triton_chunks.window(*sizes, torch.bfloat16) == tokens
+    held = triton_chunks.held_bytes(batch * tokens, *rest, torch.bfloat16, True)
+    assert held <= triton_chunks.WINDOW_MEMORY < 2.1 * held
+
+
 def held(rank, group, forward, window):
     """(bytes that the op holds beside inputs and results, what is counted for it)."""
     heads, kv_heads, dim, tokens = 4, 2, 16, 400
-    with mock.patch.object(op, "KERNEL_WINDOW", window), grouped_from(4):
+    with mock.patch.object(triton_chunks, "window", lambda *unused: window), grouped_from(4):
         spec = op.encode("gated_delta", None, True)
         got = _recurrence_held(forward, tokens, (heads, kv_heads, dim), torch.float32, spec, Meter())
     within = min(tokens, window)

@@ -1,5 +1,6 @@
 """A fit during which torch refuses waits of the host for the GPU, all but those of `torch.cuda.synchronize`, of events and
-of pinning more memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL`."""
+of pinning more memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`,
+with a chunk's tokens to stream the sequence."""
 
 from __future__ import annotations
 
@@ -45,16 +46,17 @@ class Refuse(pl.Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-NAME = sys.argv[2]
+NAME, CHUNK = sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
 
 
 def main() -> None:
-    strategy = getattr(ld, sys.argv[1])(exchange="gather")
+    strategy = getattr(ld, sys.argv[1])(exchange="gather", layout="chunked" if CHUNK else "contiguous")
+    streams = [ld.callbacks.ActivationRecompute(stream=CHUNK)] if CHUNK else []
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     model = getattr(ld, NAME)(ld.DilatedPattern.geometric(256, 2048), **SIZES, **MODELS[NAME])
     trainer = pl.Trainer(
         accelerator="gpu", devices=ranks, strategy=strategy, precision="bf16-mixed", max_steps=STEPS, logger=False,
-        enable_checkpointing=False, enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Refuse()],
+        enable_checkpointing=False, enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Refuse(), *streams],
     )  # fmt: skip
     trainer.fit(model, DataLoader(Text(), pin_memory=True))
     if trainer.is_global_zero:

@@ -91,6 +91,7 @@ def test_many_under_way():
     "strategy, model, least",
     [
         ("RingDilatedStrategy", "LongNetLM", 5),
+        ("RingDilatedStrategy", "LongNetLM 600", 5),
         ("RingDilatedFSDPStrategy", "LongNetLM", 5),
         ("RingDilatedStrategy", "LongNetMLM", 3.5),
         ("RingDilatedStrategy", "LongNetClassifier", 0.5),
@@ -102,7 +103,7 @@ def test_no_step_waits_for_the_gpu(gpus, strategy, model, least):
         pytest.skip(f"needs {gpus} GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    command += ["-m", "tests.models.steps_without_waits", strategy, model]
+    command += ["-m", "tests.models.steps_without_waits", strategy, *model.split()]
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
     shown = re.search(r"shown ([\d.]+)", ran.stdout)
     assert ran.returncode == 0 and shown and float(shown[1]) > least, (ran.stdout + ran.stderr)[-3000:]

@@ -245,10 +245,9 @@ def test_attention_kept_computes_each_call_once(monkeypatch):
     from lightning_dilated.recurrence import op
 
     model, data, calls = lively(KINDS["gated_delta"]), batch(1, 29), []
-    real = op.recurrent_attention
-    monkeypatch.setattr(
-        op, "recurrent_attention", lambda *a, **k: calls.append(torch.is_grad_enabled()) or real(*a, **k)
-    )
+    for name in ("recurrent_attention", "to_differentiate"):
+        real = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *a, real=real, **k: calls.append(torch.is_grad_enabled()) or real(*a, **k))
     counts = {}
     for policy in ("attention-kept", "block"):
         calls.clear()

@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
+from lightning_dilated.attention import resolve
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.streaming import streamed_sum
+from lightning_dilated.models.longnet import streamed
 
 GEOMETRIC = ld.DilatedPattern.longnet([8, 16, 32, 64], [1, 2, 4, 8])
 VOCABULARY = 32
@@ -19,7 +21,7 @@ VOCABULARY = 32
 def lm(pattern=GEOMETRIC, seed=0, **options):
     """A float64 LongNetLM whose weights are large enough for attention to matter."""
     torch.manual_seed(seed)
-    model = ld.LongNetLM(pattern, VOCABULARY, 16, 3, 4, max_seq_len=64, **options)
+    model = ld.LongNetLM(pattern, VOCABULARY, 16, **{"depth": 3, "num_heads": 4, "max_seq_len": 64} | options)
     model.configure_model()
     for p in model.double().parameters():
         if p.ndim >= 2:
@@ -302,6 +304,89 @@ def test_compiled_blocks():
         gradients_again = torch.autograd.grad(model.loss_terms(text(seed=5))[0], list(model.parameters()))
     assert all(x.isfinite().all() for x in gradients_again)
     assert len(seen) == 4 + 5 and not any(compiling for *_, compiling in seen)
+
+
+@pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
+def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
+    """For the forward, the recomputation and the backward together, and for all layers that are alike."""
+    made, real = [], resolve.chunk_route
+    monkeypatch.setattr(resolve, "chunk_route", lambda plan, i, *x: made.append((i, plan.problem)) or real(plan, i, *x))
+    patterns = [GEOMETRIC, GEOMETRIC.shifted(), GEOMETRIC.shifted(0.25)]
+    gradients(lm(patterns, depth=6), text(), stream=16, **settings)
+    kinds = 3 * settings.get("head_chunks", 1)
+    assert len(made) == kinds * (3 + 4)
+    assert len(set(made)) == kinds * 4
+
+
+def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
+    """Each chunk's tokens and labels go to the device by way of pinned memory, once in each pass."""
+    sent = []
+    monkeypatch.setattr(streamed, "send", lambda x, device: sent.append(tuple(x.shape)) or x.to(device))
+    gradients(lm(), text(61), stream=16)
+    assert sent == 2 * 3 * [(1, 16)] + 2 * [(1, 13)] + 2 * 3 * [(1, 16)]
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are; `calls` are (tokens, whether sizes are fixed) of each run."""
+
+    def __init__(self):
+        self.made, self.calls = 0, []
+
+    def __call__(self, graph, inputs):
+        self.made += 1
+        found = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
+        sizes = [n for x in found if isinstance(x, torch.Tensor) for n in x.shape] + found
+        fixed = not any(isinstance(n, torch.SymInt) for n in sizes)
+
+        def run(*tensors):
+            self.calls.append((next(x.shape[1] for x in tensors if getattr(x, "ndim", 0) == 3), fixed))
+            return graph.forward(*tensors)
+
+        return run
+
+    def compile(self, model):
+        torch._dynamo.reset()
+        for block in model.transformer.blocks:
+            block.compile(fullgraph=True, backend=self)
+        return model
+
+
+def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
+    """A last chunk of another length takes a graph of any length, and all before it those of fixed sizes: three graphs."""
+    graphs = Graphs()
+    model = graphs.compile(lm())
+    want, wanted = gradients(lm(), text(61))
+    for tokens, last in ((61, 13), (55, 7), (41, 9), (64, 16), (61, 13)):
+        graphs.calls.clear()
+        got, found = gradients(model, text(tokens), stream=16)
+        ascent = (tokens - 1) // 16 * 3 * [(16, True)]
+        assert graphs.calls == [*ascent, *3 * [(last, last == 16)], *ascent]
+    assert graphs.made == 3
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+    for batch in (2, 3, 4, 5):
+        made = graphs.made
+        gradients(model, text(61, batch=batch), stream=16)
+    assert graphs.made == made, "a graph for each batch size"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
+def test_parts_of_whole_chunks_keep_their_graphs(settings):
+    """Likewise where the parts of a block are compiled, for tiles of a chunk as for chunks."""
+    graphs = Graphs()
+    model = graphs.compile(lm())
+    want, wanted = gradients(lm(), text(61))
+    for tokens in (55, 61):
+        graphs.calls.clear()
+        got, found = gradients(model, text(tokens), stream=16, **settings)
+        whole = {16, 6} if "tile" in settings else {16}
+        assert whole == {length for length, fixed in graphs.calls if fixed}
+        assert not whole & {length for length, fixed in graphs.calls if not fixed}
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
 
 
 class Redefined(ld.LongNetLM):

@@ -8,7 +8,7 @@ from lightning_dilated.planning.counting import workspace
 from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.recurrence import op
+from lightning_dilated.recurrence import op, triton_chunks
 
 SPECS = {"gated_delta": None, "linear": 40, "delta": 48}
 
@@ -27,7 +27,7 @@ def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert counted == pytest.approx(held, rel=0.03)
     monkeypatch.setattr(op, "WINDOW", 1000)
-    monkeypatch.setattr(op, "KERNEL_WINDOW", 1000)
+    monkeypatch.setattr(triton_chunks, "window", lambda *unused: 1000)
     less = workspace.recurrence_workspace(forward, call(tokens), spec, Meter)
     held = workspace._recurrence_held(forward, tokens, (4, 2, 16), torch.float32, spec, Meter())
     assert less == pytest.approx(held, rel=0.15) and less < 0.45 * counted

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._compat.lightning import attached_trainer, batches_finished
+from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.stream import ChunkLayer
@@ -89,7 +90,7 @@ class StreamedLosses(DilatedModule):
         stream = self.transformer.stream
         at, local = stream.tokens(number), stream.local(number)
         device, entries = self.head.weight.device, (batch["tokens"], batch["labels"])
-        tokens, labels = (x[:, local].to(device, non_blocking=True) for x in entries)
+        tokens, labels = (send(x[:, local], device) for x in entries)
         positions = torch.arange(at.start, at.stop, device=device)
         documents = {name: batch.get(name) for name in ("lengths", "cu_seqlens")}
         return self._hidden(tokens, positions=positions, chunk=layers, **documents), labels

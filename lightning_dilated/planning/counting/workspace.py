@@ -276,12 +276,12 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
     copied = 0 if tokens == call.tokens else call.batch * tokens * rows * call.head_dim * call.dtype.itemsize
     counted = max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
-    if described.kind != "gated_delta" or not triton_chunks.ON_GPU:
+    if described.kind != "gated_delta":
         return counted
     # which of the two computes the call depends on the machine that runs it
-    tokens = call.batch * (call.tokens if whole else min(call.tokens, op.KERNEL_WINDOW))
-    dims = call.head_dim, call.head_dim
-    heads = call.heads, call.kv_heads
+    heads, dims = (call.heads, call.kv_heads), (call.head_dim, call.head_dim)
+    window = triton_chunks.window(call.batch, heads, dims, call.dtype)
+    tokens = call.batch * (call.tokens if whole else min(call.tokens, window))
     return max(counted, triton_chunks.held_bytes(tokens, heads, dims, call.dtype, not forward) or 0)
 
 

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lightning_dilated._device import send
 from lightning_dilated.sequence.exchange.program import Program, Round
 from lightning_dilated.sequence.exchange.row_ops import (
     Batch,
@@ -46,7 +47,7 @@ class GradientReturn:
     packing: Packing
 
     def to(self, device: torch.device) -> GradientReturn:
-        leaving = self.leaving if isinstance(self.leaving, slice) else self.leaving.to(device)
+        leaving = self.leaving if isinstance(self.leaving, slice) else send(self.leaving, device)
         return replace(self, leaving=leaving, packing=self.packing.to(device))
 
 
