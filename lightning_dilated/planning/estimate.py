@@ -410,7 +410,9 @@ class Case:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""
         if in_chunks(settings, tokens):
             return self._stream_time(settings, tokens)
-        away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
+        away = 0
+        if settings.offload:
+            away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
