@@ -5,8 +5,8 @@ layers by their products, 2 FLOPs a parameter and token, and by passes over thei
 which a part grows with the head dim, and its query rows; embedding, last norm and loss by the width; a wider output
 projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
 second stack of blocks likewise. Blocks of another library that are not compiled take the time of the products and bytes of
-their operators (`planning.counting.work`). On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and all
-that moves memory by the ratio of its speeds. Communication is simulated, see `planning.simulating.simulation`.
+their operators (`planning.counting.dry_run`). On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and
+all that moves memory by the ratio of its speeds. Communication is simulated, see `planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -24,6 +24,7 @@ from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import pairs, query_rows
 from lightning_dilated.planning.counting.compiled import Graphs
+from lightning_dilated.planning.counting.dry_run import Work
 from lightning_dilated.planning.counting.footprint import (
     Exchanged,
     Footprint,
@@ -35,7 +36,6 @@ from lightning_dilated.planning.counting.footprint import (
 )
 from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.planning.counting.model_specs import Facts
-from lightning_dilated.planning.counting.work import Work
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts

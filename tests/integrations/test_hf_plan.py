@@ -15,10 +15,10 @@ from lightning_dilated.cli.plan import run
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 from lightning_dilated.planning.advice import Question, _pickled, answer
+from lightning_dilated.planning.counting.dry_run import BlockWork
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 from lightning_dilated.planning.counting.model_specs import example_of, subject_of
-from lightning_dilated.planning.counting.work import BlockWork
 from lightning_dilated.planning.estimate import Case, Facts, estimate
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup, memory
@@ -167,7 +167,8 @@ def test_work_of_a_layer():
     """Products are counted as the layer's weights have them; a recomputed layer leaves out the last; what updates add waits
     for memory; and what is not compiled takes longer."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "depth": 3}
-    of, updated = (BlockWork.of(subject_of(model(lora=x, **sizes), "bf16-true")) for x in (None, LORA))
+    subjects = (subject_of(model(lora=x, **sizes), "bf16-true") for x in (None, LORA))
+    of, updated = (BlockWork.of(x.make, x.batch, x.precision) for x in subjects)
     layer = model(**sizes)
     layer.configure_model()
     block = layer.transformer.blocks[0]

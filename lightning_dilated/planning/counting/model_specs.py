@@ -21,9 +21,8 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import shortest_cycle
-from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, Stack, stacks
+from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
-from lightning_dilated.planning.counting.work import BlockWork
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.recurrence.description import plain_recurrences
 
@@ -251,7 +250,7 @@ class Facts:
             x = subject.decoder
             decoder = cls._of_stack(by_name[x.name], x.depth, features[1], [0, 0], subject, x.call)
         main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
-        work = BlockWork.of(subject) if subject.by_operator else None
+        work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
         main = replace(main, logits=built.reads_logits(), decoder=decoder, work=work)
         sizes = by_name[MAIN].sizes()
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
