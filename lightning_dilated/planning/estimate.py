@@ -1,6 +1,7 @@
 """Seconds of a step of any model on any number of GPUs, the longest sequence that fits, and the settings to take.
 
-The only measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. They are scaled: linear
+The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
+`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN, not measured there. They are scaled: linear
 layers by their products, 2 FLOPs a parameter and token, and by passes over their width; attention by its counted pairs, of
 which a part grows with the head dim, and its query rows; embedding, last norm and loss by the width; a wider output
 projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a

