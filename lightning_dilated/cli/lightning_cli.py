@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import yaml
@@ -25,11 +25,11 @@ from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, w
 from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.cli.load_model import model_config, read_checkpoint
 from lightning_dilated.cli.parsing import Parser
-from lightning_dilated.cli.trainer import Trainer
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled_model import PooledModule
 from lightning_dilated.models.pretrained import check_classes, without_training
+from lightning_dilated.strategy import launched_nodes
 
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
@@ -179,6 +179,17 @@ def with_recipes(argv: list[str]) -> list[str]:
         elif word.startswith(("--config=", "-c=")):
             out[i] = "--config=" + find_recipe(word.partition("=")[2])
     return out
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer.
+
+    Args:
+        num_nodes: number of nodes; "auto": as many as torchrun or SLURM started.
+    """
+
+    def __init__(self, *, num_nodes: int | Literal["auto"] = 1, **kwargs: Any) -> None:
+        super().__init__(num_nodes=launched_nodes() if num_nodes == "auto" else num_nodes, **kwargs)
 
 
 class DilatedCLI(LightningCLI):

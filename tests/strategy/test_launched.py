@@ -178,7 +178,7 @@ def test_nodes_with_different_numbers_of_ranks(launcher):
 
 
 def test_the_command_line_takes_the_launchers_nodes(launcher, monkeypatch):
-    from lightning_dilated.cli.trainer import Trainer
+    from lightning_dilated.cli.lightning_cli import Trainer
 
     launcher(SLURM)
     seen = []
