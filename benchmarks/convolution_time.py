@@ -83,7 +83,7 @@ def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
     parts, bounds = inputs(a.tokens, channels, a.documents)
     x, weight = parts[0].detach(), torch.randn(a.taps, channels // 3, device=CUDA)
-    neighbours = convolution._neighbours(x, weight, None, bounds, 0)
+    neighbours = convolution._seen(x, None, bounds).neighbours(weight, 0)
     begin = f"| {a.tokens:,} | {channels // 3:,} |"
     for tile in FORWARD:
         with mock.patch.object(kernel, "FORWARD", kernel.Tile(*tile)):
