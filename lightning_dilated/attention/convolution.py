@@ -1,26 +1,59 @@
 """ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents and on any number of ranks.
 
-One rank uses plain torch operations, which torch.compile fuses; several use a custom op, which exchanges rows between ranks,
-and so do chunks of a stream, which leave rows for the next one.
+One rank uses Triton kernels where they serve, else plain torch operations, which torch.compile fuses; several use a custom
+op, which exchanges rows between ranks, and so do chunks of a stream, which leave rows for the next one.
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
 from lightning_dilated.sequence.halo import HaloRoute, chunk_halo_route, chunk_wire, halo_route, halo_wire
 
+if TYPE_CHECKING:
+    from lightning_dilated.kernels.convolution import Neighbours
+
 NAME = "lightning_dilated::short_convolution"
+#: whether GPUs take the kernels; tests/attention/test_convolution_gpu.py has to pass on one first
+ON_GPU = False
+#: what the kernels take: dtypes, and the most taps, which are unrolled
+DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
+#: tokens over which a program of their backward sums the gradient of the weight, a power of two
+ROWS = 256
+
+
+def unsupported(dtype: torch.dtype, taps: int) -> str | None:
+    """None where the kernels are written for rows of a dtype, else the reason."""
+    if dtype not in DTYPES:
+        return (
+            f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(dtype).removeprefix('torch.')}"
+        )
+    return f"takes up to {MOST_TAPS} taps, not {taps}" if taps > MOST_TAPS else None
+
+
+def why_not(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
+    """None where the kernels serve rows of a dtype on a device, else the reason."""
+    if device.type == "cuda" and not ON_GPU:
+        return "is not taken on a GPU before it was compared with torch's operations on one"
+    return unsupported(dtype, taps) or kernels.why_not(device)
+
+
+@torch.compiler.assume_constant_result
+def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
+    """Whether the kernels compute a call of one rank."""
+    return why_not(device, dtype, taps) is None
 
 
 class ShortConvolution(nn.Module):
@@ -58,8 +91,26 @@ class ShortConvolution(nn.Module):
             cu_seqlens: (documents + 1,), bounds of the documents packed into one sample, of the whole sequence.
             chunk: the layer's place in a stream; causal only.
         """
+        return self.together([x], lengths, cu_seqlens, chunk)[0]
+
+    def together(
+        self,
+        parts: Sequence[Tensor],
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        chunk: ChunkLayer | None = None,
+    ) -> Sequence[Tensor]:
+        """`forward` of tensors (B, L, C_i) whose channels stand side by side and are C together: a tensor for each."""
+        x, lengths = parts[0], None if self.causal else lengths  # no token before the padding sees it
+        if chunk is None and active_sequence() is None and serves(x.device, x.dtype, self.taps):
+            return torch.ops.lightning_dilated.local_convolution(parts, self.weight, lengths, cu_seqlens, self.right)
+        if len(parts) == 1:
+            return (self._joint(x, lengths, cu_seqlens, chunk),)
+        return self._joint(torch.cat(parts, -1), lengths, cu_seqlens, chunk).split([x.shape[-1] for x in parts], -1)
+
+    def _joint(self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: ChunkLayer | None) -> Tensor:
+        """`forward` by torch and the ops of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
-        lengths = None if self.causal else lengths  # no token before the padding sees it
         if chunk is not None:
             return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)[0]
         if group is not None:
@@ -128,6 +179,153 @@ def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tens
     return d_rows, d_weight
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Which rows of consecutive positions see each other as neighbours.
+
+    Attributes:
+        documents: (B or 1, rows) int32, the number of each row's document; None: no documents.
+        lengths: (B,) rows before the padding of each sample; None: no padding.
+    """
+
+    documents: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @classmethod
+    def of(cls, positions: range, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
+        """Of some positions of a sequence, which may lie outside of it."""
+        documents = None
+        if cu_seqlens is not None:
+            at = torch.arange(positions.start, positions.stop, dtype=torch.int32, device=device)
+            bounds = send(cu_seqlens, device).to(torch.int32)
+            documents = torch.searchsorted(bounds, at, right=True, out_int32=True)[None]
+        return cls(documents, None if lengths is None else send(lengths, device) - positions.start)
+
+    def neighbours(self, weight: Tensor, right: int) -> Neighbours:
+        """As the kernels take it."""
+        from lightning_dilated.kernels.convolution import Neighbours
+
+        return Neighbours(len(weight) - 1 - right, self.documents, self.lengths)
+
+    def table(self, n: int, left: int, right: int, device: torch.device) -> Tensor | None:
+        """(B or 1, n, W) bool: which neighbours the rows after the first `left`, before the last `right`, see; None: all."""
+        if self.documents is not None:
+            return self.documents.unfold(1, left + 1 + right, 1) == self.documents[:, left : left + n, None]
+        if self.lengths is None:
+            return None
+        source = torch.arange(n, device=device)[:, None] + torch.arange(left + 1 + right, device=device)
+        end = self.lengths[:, None, None]
+        return (source[:, left : left + 1] >= end) | (source < end)
+
+
+def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
+    """(B, n, C) from (B, left + n + right, C)."""
+    left = len(weight) - 1 - right
+    n = rows.shape[1] - left - right
+    if not serves(rows.device, rows.dtype, len(weight)):
+        return _convolved(rows, weight, left, seen.table(n, left, right, rows.device))
+    from lightning_dilated.kernels.convolution import forward
+
+    return forward(rows, weight, seen.neighbours(weight, right), (left, right))
+
+
+def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: Seen) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
+    left = len(weight) - 1 - right
+    if not serves(rows.device, rows.dtype, len(weight)):
+        return _gradients(grad, rows, weight, left, seen.table(grad.shape[1], left, right, rows.device))
+    from lightning_dilated.kernels.convolution import backward
+
+    grad, sums = nn.functional.pad(grad, (0, 0, left, right)), _sums(rows, weight)
+    neighbours = seen.neighbours(weight, right)
+    return backward(grad, rows, weight, neighbours, sums, ROWS, torch.float32), sums.sum(0)
+
+
+# -- one rank, by kernels ----------------------------------------------------------------------------------------------
+@torch.library.custom_op("lightning_dilated::local_convolution", mutates_args=())
+def local_convolution(
+    parts: Sequence[Tensor], weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int
+) -> list[Tensor]:
+    """y (B, L, C_i), contiguous, of each part (B, L, C_i) of x, whose channels are side by side; weight (W, C) of all."""
+    from lightning_dilated.kernels.convolution import forward
+
+    parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
+    return [forward(x, w, neighbours) for x, w in zip(parts, _split(weight, parts), strict=True)]
+
+
+@local_convolution.register_fake
+def _(parts, weight, lengths, cu_seqlens, right):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
+
+
+@torch.library.custom_op("lightning_dilated::local_convolution_backward", mutates_args=())
+def local_convolution_backward(
+    grads: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    right: int,
+) -> list[Tensor]:
+    """The gradient of each part, and (n, W, C) fp32 whose sum over n is that of the weight."""
+    from lightning_dilated.kernels.convolution import backward
+
+    parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
+    sums = _sums(parts[0], weight)
+    every = zip(grads, parts, _split(weight, parts), _split(sums, parts), strict=True)
+    return [*(backward(_dense(grad), x, w, neighbours, into, ROWS) for grad, x, w, into in every), sums]
+
+
+@local_convolution_backward.register_fake
+def _(grads, parts, weight, *rest):
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts), _sums(parts[0], weight)]
+
+
+def _sums(x: Tensor, weight: Tensor) -> Tensor:
+    """(n, W, C) of the backward's programs, uninitialised."""
+    return x.new_empty((x.shape[0] * (-(-x.shape[1] // ROWS)), *weight.shape), dtype=torch.float32)
+
+
+def _seen(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Seen:
+    """Of a whole sequence x (B, L, C)."""
+    return Seen.of(range(x.shape[1]), lengths, cu_seqlens, x.device)
+
+
+def _split(x: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x (..., C) by the channels of the parts."""
+    return x.split([y.shape[-1] for y in parts], -1)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with adjacent channels."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _setup_local(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    parts, *others, ctx.right = inputs
+    ctx.save_for_backward(*parts, *others)
+
+
+def _local_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    *parts, weight, lengths, cu_seqlens = ctx.saved_tensors
+    *gradients, sums = torch.ops.lightning_dilated.local_convolution_backward(
+        grads, parts, weight, lengths, cu_seqlens, ctx.right
+    )
+    return gradients, sums.sum(0).to(weight.dtype), None, None, None
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "a layer's short convolution has no double backward by kernels: its gradient was asked to be differentiated again. "
+        "Leave out create_graph=True, or compute in float64, which torch's own operations serve."
+    )
+
+
+local_convolution.register_autograd(_local_backward, setup_context=_setup_local)
+local_convolution_backward.register_autograd(_refuse)
+
+
+# -- many ranks --------------------------------------------------------------------------------------------------------
 def _route(
     group: SequenceGroup,
     x: Tensor,
@@ -158,11 +356,12 @@ def _route(
 
 def _runs(
     route: HaloRoute, x: Tensor, halo: Tensor, documents: tuple[Tensor | None, ...]
-) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
-    """(rows with their halo, which neighbours count, local tokens) of each run of consecutive positions."""
+) -> Iterator[tuple[Tensor, Seen, slice]]:
+    """(rows with their halo, which of them see each other, local tokens) of each run of consecutive positions."""
     start = 0
     for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
-        yield rows, _same_document(run, route.left, route.right, *documents, x.device), slice(start, start + len(run))
+        seen = Seen.of(range(run.start - route.left, run.stop + route.right), *documents, x.device)
+        yield rows, seen, slice(start, start + len(run))
         start += len(run)
 
 
@@ -180,8 +379,8 @@ def short_convolution(
     route, number = _route(group, x, weight, right, documents, grad, None)
     halo = route.fetch(_flat(x), halo_wire(group, group.forward_traffic)).view(route.rows, x.shape[0], x.shape[2])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, same, local in _runs(route, x, halo, documents):
-        y[:, local] = _convolved(rows, weight, route.left, same)
+    for rows, seen, local in _runs(route, x, halo, documents):
+        y[:, local] = _run(rows, weight, right, seen)
     return y, halo, torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
@@ -211,8 +410,8 @@ def short_convolution_backward(
     wide = torch.promote_types(x.dtype, torch.float32)
     dx, d_weight = torch.empty_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
     around = []
-    for rows, same, local in _runs(route, x, halo, documents):
-        d_rows, part = _gradients(grad[:, local], rows, weight, route.left, same)
+    for rows, seen, local in _runs(route, x, halo, documents):
+        d_rows, part = _run_backward(grad[:, local], rows, weight, right, seen)
         d_weight += part
         before, dx[:, local], after = d_rows.split([route.left, local.stop - local.start, route.right], 1)
         around += [_flat(before), _flat(after)]
@@ -241,22 +440,20 @@ short_convolution.register_autograd(_backward, setup_context=_setup)
 
 
 # -- a chunk of a stream -----------------------------------------------------------------------------------------------
-def _same_in_stream(
-    stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """`_same_document` of a chunk, by the stream's documents or by `cu_seqlens`."""
-    positions = stream.tokens(chunk)  # of this rank's piece
+def _seen_in_stream(stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
+    """Of this rank's piece of a chunk and the `left` rows before it, by the stream's documents or by `cu_seqlens`."""
+    piece = stream.tokens(chunk)
+    positions = range(piece.start - left, piece.stop)
     if stream.documents is None:
-        return _same_document(positions, left, 0, None, cu_seqlens, device)
+        return Seen.of(positions, None, cu_seqlens, device)
     starts: dict[int, list[int]] = {}
     for document in stream.documents:
         starts.setdefault(document.sample, []).append(document.start)
     if all(x == [0] for x in starts.values()):
-        return None
+        return Seen()
     at = torch.arange(positions.start, positions.stop)
-    begins = [torch.tensor(x)[torch.searchsorted(torch.tensor(x), at, right=True) - 1] for x in starts.values()]
-    seen = at[:, None] + torch.arange(-left, 1)
-    return send(seen >= torch.stack(begins)[:, :, None], device)
+    numbers = [torch.searchsorted(torch.tensor(x), at, right=True, out_int32=True) for x in starts.values()]
+    return Seen(send(torch.stack(numbers), device))
 
 
 def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: int, run: str) -> HaloRoute | None:
@@ -292,10 +489,8 @@ def chunk_convolution(
     if route is not None:
         wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.forward_traffic)
         before = route.fetch(_flat(own), wire).view(left, x.shape[0], x.shape[2]).movedim(1, 0)
-    same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    return _convolved(torch.cat([before, x], 1), weight, left, same), before.clone(
-        memory_format=torch.contiguous_format
-    )
+    seen = _seen_in_stream(owner, chunk, left, cu_seqlens, x.device)
+    return _run(torch.cat([before, x], 1), weight, 0, seen), before.clone(memory_format=torch.contiguous_format)
 
 
 @chunk_convolution.register_fake
@@ -312,8 +507,8 @@ def chunk_convolution_backward(
     (layer, chunk), left = place.tolist(), len(weight) - 1
     owner = find_stream(stream)
     tails = owner.tails_of(layer)
-    same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    d_made, d_weight = _gradients(grad, torch.cat([before, x], 1), weight, left, same)
+    seen = _seen_in_stream(owner, chunk, left, cu_seqlens, x.device)
+    d_made, d_weight = _run_backward(grad, torch.cat([before, x], 1), weight, 0, seen)
     route = _halo_route(owner, x, weight, layer, chunk, "backward")
     if route is not None:  # several ranks computed the rows before x
         d_before, d_x = d_made.split([left, x.shape[1]], 1)

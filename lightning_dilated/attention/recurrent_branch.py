@@ -183,9 +183,9 @@ class RecurrentBranch(nn.Module):
     ) -> tuple[Tensor, ...]:
         if self.conv is None:
             return q, k, v
-        joint, sizes = self._joint(q, k, v)
         place = None if chunk is None else chunk.of_recurrence()
-        return self._split(self.conv(joint, lengths=lengths, cu_seqlens=cu_seqlens, chunk=place), sizes)
+        parts = self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place)
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in parts)
 
     def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(log_decay, beta), (B, N, K) each; None where the kind has none."""

@@ -173,7 +173,9 @@ def _alone(
     padded = None if lengths is None else torch.tensor(lengths)
     packed = None if bounds is None else torch.frombuffer(bytearray(bounds), dtype=torch.int32)
     documents = find_documents(shape[0], shape[1], padded, packed, spec)
-    request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
+    request = Request(
+        device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=_of_any_length(documents, shape[1])
+    )
     blocks = spec.pattern, heads, all_kv_heads, window, False
     engine = _engine(spec, request, blocks, documents, shape)
     call = Call(engine, spec.pattern, heads, all_kv_heads, window, spec.causal, spec.scale)
@@ -207,13 +209,18 @@ def find_documents(
     return documents
 
 
-def _engine(spec: CallSpec, request: Request, blocks: tuple, documents: Sequence[Span], shape: Sequence[int]) -> Engine:
-    """The engine for blocks of such sizes, where these matter; `blocks`: see `block_flops`."""
+def _engine(spec: CallSpec, request: Request, blocks: tuple, parts: Sequence[Span], shape: Sequence[int]) -> Engine:
+    """The engine for the blocks of a rank's parts of documents, where their sizes matter; `blocks`: see `block_flops`."""
     if spec.engine == "auto" and request.device.type == "cuda":
         first, stop = blocks[3]
         shape = shape[0], shape[1], stop - first, shape[3]
-        request = replace(request, block_flops=block_flops(blocks, spec.causal, documents, shape))
+        request = replace(request, block_flops=block_flops(blocks, spec.causal, parts, shape))
     return choose(spec.engine, request).engine
+
+
+def _of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
+    """Whether documents of a sequence of N tokens may have other lengths in the next call."""
+    return any(document.length != seq_len for document in documents)
 
 
 # -- one sequence chunk by chunk ---------------------------------------------------------------------------------------
@@ -299,9 +306,11 @@ def _chunk_call(
     """What computes a chunk, and its exchange as planned, where ranks exchange rows."""
     part, stream = chunk_part(spec, q.shape, k.shape[2], documents, chunk), find_stream(spec.stream)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
+    request = replace(request, changing=_of_any_length(part.local, q.shape[1]))
     blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
     engine = _engine(spec, request, blocks, part.local, q.shape)
-    call = Call(engine, *blocks[:4], spec.causal, spec.scale, in_triton=triton_up_to(spec.engine, request, True))
+    in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # what is carried depends on the chunk
+    call = Call(engine, *blocks[:4], spec.causal, spec.scale, in_triton=in_triton)
     local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
     if group is None or not route.exchange.rounds:
@@ -329,9 +338,8 @@ def _agreed(
     group = find_sequence(spec.sequence)
     turn = None if number is None else f"backward of call {int(number)}"
     agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward)
-    in_triton = triton_up_to(spec.engine, Request.of(q, spec.dropout, spec.scale))
-    key = *key, engine, in_triton, agreed.lengths
-    resolved = group.remember(key, lambda: _shared(spec, group, in_triton, documents, agreed.lengths, q, k))
+    key = *key, engine, agreed.lengths
+    resolved = group.remember(key, lambda: _shared(spec, group, documents, agreed.lengths, q, k))
     _log(group, resolved.planned, backward)
     group.plan = resolved.plan
     return replace(resolved, number=agreed.number), agreed.seed
@@ -390,7 +398,6 @@ def _facts(
 def _shared(
     spec: CallSpec,
     group: SequenceGroup,
-    in_triton: tuple[float, float],
     documents: tuple[Tensor | None, Tensor | None],
     lengths: tuple[int, ...],
     q: Tensor,
@@ -412,7 +419,9 @@ def _shared(
         route = group.remember(parts, functools.partial(_compile, *parts))
     whole = isinstance(route, CompiledSwitch)
     blocks = spec.pattern, num_heads, kv_heads, problem.heads, whole
-    engine = _engine(spec, Request.of(q, spec.dropout, spec.scale), blocks, local, q.shape)
+    changing = _of_any_length(every, sum(lengths))
+    request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
+    engine, in_triton = _engine(spec, request, blocks, local, q.shape), triton_up_to(spec.engine, request)
     call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, in_triton=in_triton)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     executor: Executor = executors.choose(call, local, Layout(shape, q.dtype, q.device, spec.dropout > 0))

@@ -172,7 +172,12 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         notes.append(
             f"host memory: {request.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, during the computation."
         )
-    if not case.subject.compile_blocks:
+    if case.subject.by_operator:
+        notes.append(
+            "time of blocks is that of their operators, each a kernel that reads and writes memory once; the host is taken "
+            "to be ahead of them."
+        )
+    elif not case.subject.compile_blocks:
         notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
     return notes
 

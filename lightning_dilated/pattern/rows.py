@@ -246,6 +246,11 @@ class Block:
         """Key rows of a head in a segment."""
         return self.rows if self.keys is None else self.keys[1]
 
+    @property
+    def query_rows(self) -> int:
+        """Query rows of all its heads and segments."""
+        return self.segments * self.heads * self.rows
+
     def pairs(self, causal: bool) -> int:
         """(query, key) pairs of the block."""
         if self.keys is not None:
@@ -341,6 +346,11 @@ def pairs(
     """(query, key) pairs over branches and all heads, or those of (first, stop): 4 D of them are the forward FLOPs, 10 D the
     backward ones."""
     return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads, heads=heads))
+
+
+def query_rows(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int | None) -> int:
+    """Query rows over branches and all heads."""
+    return sum(b.query_rows for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads))
 
 
 def pairs_of_part(

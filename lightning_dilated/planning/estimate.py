@@ -1,10 +1,13 @@
 """Seconds of a step of any model on any number of GPUs, the longest sequence that fits, and the settings to take.
 
-The only measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. They are scaled: linear
-layers by their products, 2 FLOPs a parameter and token; attention by its counted pairs times head dim; embedding, last norm
-and loss by the width; a wider output projection, or one of features, by its products, and its loss by the passes over the
-logits; the optimizer by parameters; a second stack of blocks likewise. Another GPU is assumed to be slower by the ratio of
-its bf16 FLOP/s. Communication is simulated, see `planning.simulating.simulation`.
+The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
+`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN, not measured there. They are scaled: linear
+layers by their products, 2 FLOPs a parameter and token, and by passes over their width; attention by its counted pairs, of
+which a part grows with the head dim, and its query rows; embedding, last norm and loss by the width; a wider output
+projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
+second stack of blocks likewise. Blocks of another library that are not compiled take the time of the products and bytes of
+their operators (`planning.counting.dry_run`). On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and
+all that moves memory by the ratio of its speeds. Communication is simulated, see `planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -20,8 +23,9 @@ from pathlib import Path
 from lightning_dilated._validation import integer
 from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.pattern.rows import pairs, query_rows
 from lightning_dilated.planning.counting.compiled import Graphs
+from lightning_dilated.planning.counting.dry_run import Work
 from lightning_dilated.planning.counting.footprint import (
     Exchanged,
     Footprint,
@@ -36,7 +40,7 @@ from lightning_dilated.planning.counting.model_specs import Facts
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
-from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
+from lightning_dilated.planning.simulating.simulation import Step, attention_seconds, measured_pattern, simulate
 from lightning_dilated.planning.streams import Carried, Exchange, further_pairs, in_chunks, with_carried
 from lightning_dilated.sequence.chunks import chunk_count
 from lightning_dilated.sequence.planner import ExchangeMemoryError
@@ -52,6 +56,9 @@ BANDWIDTH = 4.1e12
 #: the share of a block without attention that is passes over hidden states (norms, gates, sums, casts), on the measured
 #: machine, by a trace of its step; passes grow with the width, products with its square
 PASSES = 0.28
+#: the share of a pair's time that its head dim does not change, exponentials and masks, at a head dim of `SOFTMAX_DIM`: from
+#: TFLOP/s of cuDNN on an H100 over 16,384 rows with head dims 64 and 128, forward and backward (arXiv 2407.08608, its bars)
+SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 433 / 516
 #: passes over the logits, in their own dtype, that the loss needs in addition to products, forward and backward; from times
 #: of the compiled loss on an H200, benchmarks/results/2026-11-23_h200_one_gpu.md
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
@@ -62,6 +69,8 @@ TILE_SUM, TILE_SUM_CAST = 12, 6
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
 #: fields of a Machine whose seconds scale with heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
+#: those of them that move memory alone
+MOVES = LINES[2:]
 FILE = Path(__file__).with_name("h200.json")
 
 
@@ -101,51 +110,99 @@ class Time:
         return self.flops / self.seconds / self.peak
 
 
-def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None) -> Machine:
-    """The measured machine, as if it had run another model."""
-    base, call = base or measured_machine(), facts.call
-    slower = GPUS["H200"].flops / gpu.flops
-    products, passes = facts.trained.weights / base.block_parameters, facts.dim / base.dim
-    block = [((1 - PASSES) * products * x + PASSES * passes) * slower for x in (1.0, facts.trained.backward_products)]
-    wide = call.head_dim / base.head_dim * slower
-    heads = call.heads / base.heads * wide
-    parts = tuple(_parts(facts, base, p, block, wide, slower) for p in base.parts)
-    line = lambda x: Line(x.fixed, x.each * wide)  # noqa: E731
+@dataclass(frozen=True)
+class Slower:
+    """How many times as long a GPU takes as the measured one: for products, and for what moves memory."""
+
+    products: float
+    memory: float
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Slower:
+        """By data sheets."""
+        base = GPUS["H200"]
+        return cls(base.flops / gpu.flops, base.bandwidth / gpu.bandwidth)
+
+
+def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | None = None) -> Machine:
+    """The measured machine, as if it had run another model; `head_dim`: D, where `facts` has fewer and wider heads."""
+    base, call, slower = base or measured_machine(), facts.call, Slower.of(gpu)
+    wide = call.head_dim / base.head_dim
+    heads = call.heads / base.heads * wide * slower.products
+    long = _long_pairs(base, call.head_dim, head_dim or call.head_dim, slower)
+    parts = tuple(_parts(facts, base, p, long, slower) for p in base.parts)
+    scale = {name: wide * (slower.memory if name in MOVES else slower.products) for name in LINES}
+    optimizer = base.optimizer * slower.memory
     return Machine(
         f"{gpu.name}, scaled from {base.name}", facts.dim, facts.depth, call.heads, call.head_dim, call.kv_heads,
         facts.hidden, facts.vocab, facts.precision, call.causal, base.first, facts.trained.block,
         facts.trained.edge, tuple(replace(p, wide_forward=p.wide_forward * heads, wide_backward=p.wide_backward * heads)
                                      for p in parts),
-        base.optimizer * facts.trained_parameters / (base.depth * base.block_parameters + base.edge_parameters), base.again,
-        *(line(getattr(base, n)) for n in LINES),
+        optimizer * facts.trained_parameters / (base.depth * base.block_parameters + base.edge_parameters),
+        _repeated(facts, base, slower),
+        *(Line(x.fixed, x.each * scale[name]) for name in LINES for x in [getattr(base, name)]), *long,
     )  # fmt: skip
 
 
-def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: float, slower: float) -> Parts:
+def _long_pairs(base: Machine, joined: int, dim: int, slower: Slower) -> tuple[float, float]:
+    """Seconds of a pair among many keys, forward and backward; `joined`: features of `joined / dim` heads counted as one."""
+    grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
+    of = lambda pair, share: pair * grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
+    return of(base.long_forward, SOFTMAX_FORWARD), of(base.long_backward, SOFTMAX_BACKWARD)
+
+
+def _parts(facts: Facts, base: Machine, parts: Parts, long: tuple[float, float], slower: Slower) -> Parts:
     """Seconds of the parts of L tokens."""
     call, tokens = facts.call, parts.tokens
-    of = lambda h, k, causal: pairs(measured_pattern(base, tokens), tokens, h, k, causal)  # noqa: E731
-    attention = of(call.heads, call.kv_heads, call.causal) / of(base.heads, base.kv_heads, base.causal) * wide
-    width = facts.dim / base.dim * slower
-    head = _head(facts, base, parts, slower)
-    each = tokens * _size(facts) / BANDWIDTH * slower  # of one element a token that updates read or write
+    pattern, heads = measured_pattern(base, tokens), (call.heads, call.kv_heads)
+    attended, rows = pairs(pattern, tokens, *heads, call.causal), query_rows(pattern, tokens, *heads)
+    each = [x.row * call.head_dim / base.head_dim * slower.memory for x in attention_seconds(base, tokens)]
+    rest, head, width = _rest(facts, base, parts, slower), _head(facts, base, parts, slower), facts.dim / base.dim
     return replace(
         parts,
-        attention_forward=parts.attention_forward * attention,
-        attention_backward=parts.attention_backward * attention,
-        rest_forward=parts.rest_forward * block[0] + facts.trained.forward * each,
-        rest_backward=parts.rest_backward * block[1] + facts.trained.backward * each,
-        edge_forward=parts.edge_forward * width + head[0],
-        edge_backward=parts.edge_backward * width + head[1],
+        attention_forward=long[0] * attended + each[0] * rows,
+        attention_backward=long[1] * attended + each[1] * rows,
+        rest_forward=rest[0],
+        rest_backward=rest[1],
+        edge_forward=parts.edge_forward * width * slower.memory + head[0],
+        edge_backward=parts.edge_backward * width * slower.memory + head[1],
     )
 
 
-def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[float, float]:
+def _rest(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
+    """Seconds of a block without the op, forward and backward."""
+    if facts.work is not None:
+        return tuple(_seconds(base, parts, x, slower) for x in (facts.work.forward, facts.work.backward))
+    trained, tokens = facts.trained, parts.tokens
+    products = (1 - PASSES) * trained.weights / base.block_parameters * slower.products
+    passes = PASSES * facts.dim / base.dim * slower.memory
+    each = tokens * _size(facts) / BANDWIDTH * slower.memory  # of one element a token that updates read or write
+    return (
+        parts.rest_forward * (products + passes) + trained.forward * each,
+        parts.rest_backward * (products * trained.backward_products + passes) + trained.backward * each,
+    )
+
+
+def _repeated(facts: Facts, base: Machine, slower: Slower) -> float:
+    """The time of a recomputed forward of a block without the op, relative to the first."""
+    if facts.work is None:
+        return base.again
+    again, forward = (_seconds(base, base.parts[0], x, slower) for x in (facts.work.again, facts.work.forward))
+    return again / forward
+
+
+def _seconds(base: Machine, parts: Parts, work: Work, slower: Slower) -> float:
+    """Seconds of counted work for L tokens, its products at the speed of the measured block's forward."""
+    flops = 2 * base.block_parameters * parts.tokens / ((1 - PASSES) * parts.rest_forward)
+    return parts.tokens * work.seconds(flops / slower.products, BANDWIDTH / slower.memory)
+
+
+def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
     """Seconds, forward and backward, that an output projection adds where it is wider than the measured one: products at the
     speed of a block's products, and the loss's passes over the logits."""
     more = max(0, facts.vocab - base.vocab)
-    products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
-    each = more * parts.tokens * _size(facts) / BANDWIDTH * slower * facts.logits
+    products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower.products
+    each = more * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
     back = facts.whole * parts.rest_backward  # a frozen projection of features has none
     return products * parts.rest_forward + LOSS_FORWARD * each, products * back + LOSS_BACKWARD * each
 
@@ -162,7 +219,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
         ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
     """
     stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
-    machines, tokens_here = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks)
+    dims, tokens_here = [x.call.head_dim for x in facts.stacks], -(-tokens // setup.ranks)
+    machines = [scaled(x, gpu, head_dim=d) for x, d in zip(stacks, dims, strict=True)]
     parameters, trained = facts.parameters, facts.trained_parameters
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
@@ -196,7 +254,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recomputed: float) -> float:
-    """Seconds of recomputing all but the last block of each group, first as a group; then each is recomputed by itself.
+    """Seconds of recomputing all but the last block of each group, first as a group, whose later blocks read all that they
+    compute; then each is recomputed by itself.
 
     `recomputed`: seconds of recomputing every block once.
     """
@@ -204,7 +263,8 @@ def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recom
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
     total = sum(m.depth * x for m, x in zip(machines, each, strict=True))
-    return recomputed * sum(n * x for n, x in zip(once, each, strict=True)) / total
+    skipped = sum(n * (1 - m.again) * p.rest_forward for n, m, p in zip(once, machines, parts, strict=True))
+    return recomputed * sum(n * x for n, x in zip(once, each, strict=True)) / total + skipped
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) -> float:
@@ -225,8 +285,7 @@ def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> fl
     passes = TILES if memory.tile is not None and memory.tile < tokens else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
-    slower = GPUS["H200"].flops / gpu.flops  # bandwidth is unknown; assumed slower by the same ratio as products
-    return facts.depth * passes * tokens * facts.dim * _size(facts) / BANDWIDTH * slower
+    return facts.depth * passes * tokens * facts.dim * _size(facts) / BANDWIDTH * Slower.of(gpu).memory
 
 
 def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
@@ -235,7 +294,7 @@ def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> floa
     if not (facts.logits and facts.whole) or tile is None or tile >= tokens:
         return 0.0
     each = TILE_SUM + (TILE_SUM_CAST if _size(facts) == 2 else 0)
-    return -(-tokens // tile) * facts.vocab * facts.dim * each / BANDWIDTH * GPUS["H200"].flops / gpu.flops
+    return -(-tokens // tile) * facts.vocab * facts.dim * each / BANDWIDTH * Slower.of(gpu).memory
 
 
 def _size(facts: Facts) -> int:
@@ -352,7 +411,9 @@ class Case:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""
         if in_chunks(settings, tokens):
             return self._stream_time(settings, tokens)
-        away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
+        away = 0
+        if settings.offload:
+            away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
@@ -362,8 +423,10 @@ class Case:
         of = replace(self, setup=self._shares_chunks()).time
         one = of(_at_once(settings), size)
         blocks = [of(MemorySettings(policy), size).seconds for policy in ("none", "block")]
-        edge = scaled(self.facts, self.gpu).at(-(-size // setup.ranks)).edge_forward
-        forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + edge
+        machine = scaled(self.facts, self.gpu)
+        parts = machine.at(-(-size // setup.ranks))
+        whole = depth * parts.rest_forward * (1 - machine.again)  # of a forward, what a recomputed one leaves out
+        forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + whole + parts.edge_forward
         crossing, own = further_pairs(call, depth, tokens, size)
         attention = one.step.compute.get("attention", 0.0) / max(1.0, own)
         again = 1.0 if settings.truncate else 4 / 3  # a forward is a third of the forward and backward

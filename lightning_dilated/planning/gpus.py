@@ -1,4 +1,4 @@
-"""GPUs by name (memory, dense FLOP/s in 16 bits, links), and time and peak memory of a call on this machine's GPU.
+"""GPUs by name (memory and its speed, FLOP/s in 16 bits, links), and time and peak memory of a call on this machine's GPU.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -67,6 +67,7 @@ class Gpu:
     Attributes:
         memory: bytes that the driver reports.
         flops: FLOP/s of dense products in bf16, from the data sheet.
+        bandwidth: bytes/s of the memory, from the data sheet.
         capability: compute capability.
         links: the speeds between them that a plan assumes, with their source.
     """
@@ -74,6 +75,7 @@ class Gpu:
     name: str
     memory: int
     flops: float
+    bandwidth: float
     capability: tuple[int, int]
     links: Links = DEFAULTS
 
@@ -82,8 +84,8 @@ class Gpu:
         return self.memory - max(LEAST, int(self.memory * MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
 
 
-def _gpu(name: str, gib: float, tflops: float, capability: tuple[int, int], links: Links) -> Gpu:
-    return Gpu(name, int(gib * GIB), tflops * 1e12, capability, links)
+def _gpu(name: str, gib: float, tflops: float, terabytes: float, capability: tuple[int, int], links: Links) -> Gpu:
+    return Gpu(name, int(gib * GIB), tflops * 1e12, terabytes * 1e12, capability, links)
 
 
 _H200 = Links(source="defaults: near measured on H200 over NVLink, far a 400 Gb/s adapter a GPU")
@@ -95,14 +97,14 @@ _A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H200", 139.8, 989.4, (9, 0), _H200),
-        _gpu("H100", 79.1, 989.4, (9, 0), _H100),
-        _gpu("A100-80GB", 79.1, 312, (8, 0), _A100),
-        _gpu("A100-40GB", 39.4, 312, (8, 0), _A100),
-        _gpu("L40S", 44.4, 362, (8, 9), _pcie(staged=False)),
-        _gpu("RTX4090", 23.5, 165.2, (8, 9), _pcie(staged=True)),
-        _gpu("RTX3090", 23.5, 71, (8, 6), _pcie(staged=True, without="no NVLink bridge")),
-        _gpu("A10", 22.0, 125, (8, 6), _pcie(staged=False)),
+        _gpu("H200", 139.8, 989.4, 4.8, (9, 0), _H200),
+        _gpu("H100", 79.1, 989.4, 3.35, (9, 0), _H100),
+        _gpu("A100-80GB", 79.1, 312, 2.039, (8, 0), _A100),
+        _gpu("A100-40GB", 39.4, 312, 1.555, (8, 0), _A100),
+        _gpu("L40S", 44.4, 362, 0.864, (8, 9), _pcie(staged=False)),
+        _gpu("RTX4090", 23.5, 165.2, 1.008, (8, 9), _pcie(staged=True)),
+        _gpu("RTX3090", 23.5, 71, 0.936, (8, 6), _pcie(staged=True, without="no NVLink bridge")),
+        _gpu("A10", 22.0, 125, 0.6, (8, 6), _pcie(staged=False)),
     )
 }
 

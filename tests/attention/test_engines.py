@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from lightning_dilated import kernels
 from lightning_dilated._compat.torch import missing_op
 from lightning_dilated.attention import backends as engines
-from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention import dilated_attention, resolve
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names, windows
 from lightning_dilated.attention.backends import math as math_engine
 from lightning_dilated.attention.backends.base import Band
@@ -144,19 +144,40 @@ def test_another_flash_attention_goes_first(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("flops, want", [(1e9, "triton"), (1e12, "cudnn"), (float("inf"), "cudnn")])
-def test_small_blocks_are_launched_at_once(flops, want, monkeypatch):
+@pytest.mark.parametrize("flops, changing, want", [
+    (1e9, False, "triton"),
+    (1e12, False, "cudnn"),
+    (1e12, True, "triton"),
+    (1e13, True, "cudnn"),
+    (float("inf"), True, "cudnn"),
+])  # fmt: skip
+def test_small_blocks_are_launched_at_once(flops, changing, want, monkeypatch):
     """Below the measured limit; the choice says why the other engines were rejected."""
     for name in ("cudnn", "triton"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
     monkeypatch.setattr(engines, "TRITON", ENGINES["triton"])
     monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
-    request = Request(CUDA, torch.bfloat16, 64, block_flops=flops)
+    request = Request(CUDA, torch.bfloat16, 64, block_flops=flops, changing=changing)
     choice = choose("auto", request)
     assert choice.name == want and ("runs those below" in str(choice)) == (want == "triton")
     assert choose("sdpa", request).name == "cudnn"
     monkeypatch.setattr(kernels, "capability", lambda device: (8, 0))
     assert choose("auto", request).name == "cudnn"  # nothing was measured there
+
+
+@pytest.mark.parametrize("documents, changing", [
+    ({}, False),
+    ({"lengths": torch.tensor([40])}, False),
+    ({"lengths": torch.tensor([39])}, True),
+    ({"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)}, False),
+    ({"cu_seqlens": torch.tensor([0, 8, 40], dtype=torch.int32)}, True),
+])  # fmt: skip
+def test_documents_of_any_length_change_the_shapes_of_blocks(documents, changing, monkeypatch):
+    requests, x = [], torch.randn(1, 40, 2, 8)
+    resolve.forget()
+    monkeypatch.setattr(resolve, "choose", lambda name, request: requests.append(request) or choose(name, request))
+    dilated_attention(x, x, x, PATTERN, causal=True, **documents)
+    assert [x.changing for x in requests] == [changing]
 
 
 def test_auto_is_logged_once(caplog):

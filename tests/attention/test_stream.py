@@ -159,12 +159,12 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 
 def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for():
     """A user's engine stays; a number of pairs holds on every GPU that has one."""
-    gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0))
-    carried = backends.triton_up_to("auto", gpu, changing=True)
+    gpu = Request(torch.device("cuda"), torch.bfloat16, 64, capability=(8, 0), changing=True)
+    carried = backends.triton_up_to("auto", gpu)
     assert carried == (backends.CHANGING_UP_TO,) * 2 and carried[0] > 1024 * 2048
-    assert not any(sum(backends.triton_up_to(name, gpu, True)) for name in ("cudnn", "sdpa", "flash"))
-    assert not sum(backends.triton_up_to("auto", replace(gpu, head_dim=512), True))
-    assert not sum(backends.triton_up_to("auto", replace(gpu, device=torch.device("cpu")), True))
+    assert not any(sum(backends.triton_up_to(name, gpu)) for name in ("cudnn", "sdpa", "flash"))
+    assert not sum(backends.triton_up_to("auto", replace(gpu, head_dim=512)))
+    assert not sum(backends.triton_up_to("auto", replace(gpu, device=torch.device("cpu"))))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,9 @@
 """`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
 
+import argparse
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
@@ -11,6 +15,7 @@ from lightning_dilated.cli.plan import run
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 from lightning_dilated.planning.advice import Question, _pickled, answer
+from lightning_dilated.planning.counting.dry_run import BlockWork
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 from lightning_dilated.planning.counting.model_specs import example_of, subject_of
@@ -156,6 +161,53 @@ def test_own_attention_and_patterns_are_counted():
         assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 18
         assert not planned._built
     assert seconds["windows"] < seconds["hybrid"] < seconds["dense"]
+
+
+def test_work_of_a_layer():
+    """Products are counted as the layer's weights have them; a recomputed layer leaves out the last; what updates add waits
+    for memory; and what is not compiled takes longer."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "depth": 3}
+    subjects = (subject_of(model(lora=x, **sizes), "bf16-true") for x in (None, LORA))
+    of, updated = (BlockWork.of(x.make, x.batch, x.precision) for x in subjects)
+    layer = model(**sizes)
+    layer.configure_model()
+    block = layer.transformer.blocks[0]
+    weights = sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    down = block.mlp.down_proj.weight.numel()
+    assert of.forward.flops == 2 * weights and of.backward.flops == 4 * weights
+    assert of.again.flops == 2 * (weights - down) and 0.8 * of.forward.moved < of.again.moved <= of.forward.moved
+    assert (
+        updated.forward.flops == updated.backward.flops == 2 * weights and updated.forward.moved > 2 * of.forward.moved
+    )
+    seconds = [
+        Facts.of(planned, subject_of(planned, "bf16-true", None, compiled)).work is None
+        for planned, compiled in ((model(**sizes), True), (model(**sizes), False))
+    ]
+    assert seconds == [True, False]
+
+
+#: ms of steps on an H100, benchmarks/results/2026-11-26_h100_decoders.md
+DECODERS = [
+    ("1.3B", None, 32768, "dense", 1943),
+    ("1.3B", None, 32768, "hybrid", 1174),
+    ("1.3B", None, 131072, "dense", 18345),
+    ("1.3B", None, 131072, "hybrid", 4756),
+    ("8B", 16, 32768, "dense", 7507),
+    ("8B", 16, 32768, "hybrid", 5453),
+]
+
+
+@pytest.mark.parametrize("size, lora, tokens, way, ms", DECODERS)
+def test_measured_decoders(size, lora, tokens, way, ms):
+    """None of these steps was fitted; wanted: within 12 %."""
+    if lora is not None:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "decoder_step.py"))
+    a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=None)
+    planned, gpu = script["ours"](a, way), GPUS["H100"]
+    subject = subject_of(planned, "bf16-true" if lora else "bf16-mixed", script["settings"](a), False, gpu.capability)
+    case = Case(subject, Facts.of(planned, subject), Setup(), gpu)
+    assert case.time(subject.memory, tokens).seconds * 1e3 == pytest.approx(ms, rel=0.12)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated.attention import convolution
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting import dry_run as trial
@@ -126,6 +127,20 @@ def test_exact_for_compiled_blocks(name):
 def test_exact_with_a_recurrence(compiled):
     model = lm(num_kv_heads=2, recurrence={"kind": "linear", "segment": 256})
     check(subject_of(model, "bf16-mixed", SETTINGS["attention-kept"], compile_blocks=compiled), 4, 5120)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
+    """The op is counted where GPUs take it: a layer saves what goes into it and comes out of it, and no padded copy."""
+    subject = subject_of(lm(kv_conv=4), "bf16-mixed", compile_blocks=compiled)
+    monkeypatch.setattr(convolution, "ON_GPU", False)
+    by_torch = footprint(subject, (3072, 4096))
+    monkeypatch.setattr(convolution, "ON_GPU", True)
+    check(subject, 4, 5120)
+    by_kernels, row = footprint(subject, (3072, 4096)), 64 * 2
+    saved = [x.kept(next(m for m in x.moments if m.part == ("head",)), 1 << 20) >> 20 for x in (by_kernels, by_torch)]
+    # by kernels the projection of q, too, of which the rows are slices
+    assert saved[0] - saved[1] == row
 
 
 def test_parameters_and_gradients_are_the_models():

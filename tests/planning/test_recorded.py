@@ -7,8 +7,14 @@ from unittest import mock
 
 import pytest
 
+import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.planning.estimate import Case
+from lightning_dilated.planning.gpus import find_gpu
+from lightning_dilated.planning.memory import Setup
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.simulation import simulate
 
@@ -43,6 +49,38 @@ def test_longest(number):
     case, tokens = points["case_of"](point, args), points["tokens_of"](point, args)
     assert case.memory(point.settings, tokens).peak / GIB == pytest.approx(gib, rel=0.005)
     assert case.time(point.settings, tokens).seconds == pytest.approx(seconds, rel=0.2)
+
+
+FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+STREAM, KEPT = 1 << 20, "attention-kept"
+SMALL = {"dim": 384, "depth": 6, "num_heads": 6}
+SECONDS = {
+    # 2026-11-22_h200_speed.md and 2026-11-25_h200_speed.md
+    "dense": ("H200", DilatedPattern.dense(), {}, MemorySettings(), 262144, 10.65),
+    "hybrid of 4": ("H200", DilatedPattern.hybrid(12, 12, global_every=4), {}, MemorySettings(), 262144, 0.60),
+    "hybrid of 6": ("H200", DilatedPattern.hybrid(12, 12, global_every=6), {}, MemorySettings(KEPT), STREAM, 4.24),
+    "hybrid of 12": ("H200", DilatedPattern.hybrid(12, 12, global_every=12), {}, MemorySettings(KEPT), STREAM, 3.05),
+    # 2026-11-26_h100_recurrence.md, the step without a memory
+    "H100": ("H100", FIVE, {}, MemorySettings(KEPT), 262144, 0.606),
+    # 2026-11-25_h200_streaming.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
+    "stream of 4M": ("H200", None, {}, MemorySettings(KEPT, stream=STREAM), 4 * STREAM, 11.1),
+    "stream of 16M": ("H200", None, {}, MemorySettings(KEPT, stream=STREAM), 16 * STREAM, 46.6),
+    "narrow stream of 16M": ("H100", None, SMALL, MemorySettings(KEPT, stream=STREAM), 16 * STREAM, 11.0),
+    "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
+    "narrow stream of 64M": ("H100", None, SMALL, MemorySettings(KEPT, stream=STREAM), 64 * STREAM, 43.8),
+}
+
+
+@pytest.mark.parametrize("row", SECONDS)
+def test_seconds(row):
+    """Wanted: within 12 %; the time of pairs among many keys is a published one, checked with "dense"."""
+    name, pattern, sizes, settings, tokens, seconds = SECONDS[row]
+    pattern, gpu = pattern or DilatedPattern.geometric(2048, tokens), find_gpu(name)
+    options = {"dim": 768, "depth": 12, "num_heads": 12, **sizes}
+    model = ld.LongNetLM(pattern, 256, max_seq_len=tokens, residual_dtype="bfloat16", **options)
+    subject = subject_of(model, "bf16-mixed", None, True, gpu.capability)
+    case = Case(subject, Facts.of(model, subject), Setup("single", 1), gpu, host=128)
+    assert case.time(settings, tokens).seconds == pytest.approx(seconds, rel=0.12)
 
 
 #: (file's day, recompute): tokens of each: ms by GPUs; rows of one machine, or of four GPUs' first day. Not those of 65,536

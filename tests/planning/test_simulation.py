@@ -15,7 +15,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks
 from lightning_dilated.planning.simulating import simulation
 from lightning_dilated.planning.simulating.machine import Line
-from lightning_dilated.planning.simulating.simulation import simulate
+from lightning_dilated.planning.simulating.simulation import attention_seconds, simulate
 from lightning_dilated.planning.simulating.timeline import Clock
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem, moved
@@ -252,11 +252,10 @@ def test_the_step_lasts_as_long_as_the_busiest_ranks(causal):
 def test_own_pairs_are_those_of_the_rank_with_most(ranks):
     """Segments that end within ranks leave them unlike numbers of pairs."""
     pattern = DilatedPattern.longnet([100], [1]).shifted(0.3)
-    every = [
-        sum(x.pairs(True) for x in blocks(pattern, 64 * ranks, 2, 2, (64 * r, 64 * (r + 1)))) for r in range(ranks)
-    ]
-    most = simulation._most_pairs(pattern, 64, ranks, (2, 2), True)
-    assert most in every and most >= sum(every) / ranks
+    shards = [blocks(pattern, 64 * ranks, 2, 2, (64 * r, 64 * (r + 1))) for r in range(ranks)]
+    every = [sum(x.pairs(True) for x in shard) for shard in shards]
+    most, rows = simulation._most_work(pattern, 64, ranks, (2, 2), True)
+    assert most in every and most >= sum(every) / ranks and rows == 2 * 64
 
 
 def test_own_pairs_of_a_dense_pattern():
@@ -264,6 +263,16 @@ def test_own_pairs_of_a_dense_pattern():
     step = simulate(machine(), DilatedPattern.dense(), 64, 2, exchange="gather", links=FREE, average=False)
     measured = 64 * 16 + 2 * 16 * 16 + 16 * 16
     assert step.compute["attention"] / MS == pytest.approx(2 * (10 + 20) * 64 * 64 / measured)
+
+
+def test_a_pair_among_many_keys_and_its_row():
+    """Where pairs among many keys were measured, the rest of the measured pattern's time is its rows'."""
+    pairs, rows = 2 * (64 * 16 + 2 * 16 * 16 + 16 * 16), 2 * (64 + 32 + 16)
+    (pair, row), (all_, none) = attention_seconds(machine(long_forward=6 * MS / pairs), 64)
+    assert pair * pairs == pytest.approx(6 * MS) and row * rows == pytest.approx(4 * MS)
+    assert all_ * pairs == pytest.approx(20 * MS) and none == 0
+    dense = lambda **x: simulate(machine(**x), DilatedPattern.dense(), 64, 1).compute["attention"]  # noqa: E731
+    assert dense(long_forward=6 * MS / pairs) < dense() / 1.1
 
 
 def test_events_of_a_rank():

@@ -25,11 +25,13 @@ from lightning_dilated.attention.backends.windows import with_windows
 GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
 #: the same for every other compute capability: never
 DEFAULT = 0.0
+#: the same where shapes change from call to call: the host takes some 30 ms to compile a graph of cuDNN for each new shape.
+#: In twelve layers with a block of so many FLOPs triton loses about as much to cuDNN on an H100
+CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
 #: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running result,
 #: is faster than cuDNN's and a merge; used for keys that arrive from other ranks or chunks
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: the same of batches whose shapes change from call to call, forward and backward: the host takes some 30 ms to compile a
-#: graph of cuDNN for each shape, in which triton computes far more pairs
+#: the same of batches whose shapes change from call to call, forward and backward
 CHANGING_UP_TO = 2.0**24
 
 
@@ -131,21 +133,17 @@ def _grouped(request: Request) -> str | None:
     capability = request.capability or kernels.capability(request.device)
     if capability is None:
         return None
-    limit = GROUPED_BELOW.get(capability, DEFAULT)
+    limit = (CHANGING_BELOW if request.changing else GROUPED_BELOW).get(capability, DEFAULT)
     if request.block_flops >= limit:
         return None
     return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
 
 
-def triton_up_to(name: str, request: Request, changing: bool = False) -> tuple[float, float]:
-    """(query, key) pairs of a head up to which "auto" takes triton for what arrives from others, forward and backward.
-
-    Args:
-        changing: whether shapes change from call to call, as from chunk to chunk of a stream.
-    """
+def triton_up_to(name: str, request: Request) -> tuple[float, float]:
+    """(query, key) pairs of a head up to which "auto" takes triton for what arrives from others, forward and backward."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0, 0.0
-    if changing:
+    if request.changing:
         return CHANGING_UP_TO, CHANGING_UP_TO
     capability = kernels.capability(request.device)
     return (0.0 if capability is None else CHAINED_UP_TO.get(capability, 0.0)), 0.0

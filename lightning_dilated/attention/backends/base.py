@@ -34,6 +34,7 @@ class Request:
         scale: the factor of q.k.
         block_flops: mean FLOPs of forward and backward of a block; infinite where the blocks cannot share a few launches.
         capability: compute capability of the GPU, which this machine need not have; None: of the device.
+        changing: whether shapes of blocks change from call to call, as documents of any length have them.
     """
 
     device: torch.device
@@ -43,6 +44,7 @@ class Request:
     scale: float = 1.0
     block_flops: float = math.inf
     capability: tuple[int, int] | None = None
+    changing: bool = False
 
     @classmethod
     def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None, block_flops: float = math.inf) -> Request:

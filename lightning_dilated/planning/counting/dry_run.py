@@ -1,4 +1,5 @@
-"""A training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
+"""A training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece: what it holds,
+and (`BlockWork`) what its operators compute and move.
 
 The fake tensors are the CPU's, and run as a GPU's would: on machines without a GPU fake ones of a GPU have no backward.
 What torch and the models do otherwise on a GPU is replaced for the whole process while a step is counted, so this runs in
@@ -11,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
-from lightning_dilated.attention import rotary
+from lightning_dilated.attention import convolution, rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
@@ -27,6 +31,7 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longvit import image_patches
 from lightning_dilated.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
+from lightning_dilated.planning.counting.workspace import NAMES
 from lightning_dilated.sequence import group
 
 
@@ -34,9 +39,9 @@ from lightning_dilated.sequence import group
 def as_on_gpu(compiled: bool = False) -> Iterator[None]:
     """Within, tensors are made as on a GPU, and checks of values pass.
 
-    Rotary positions are applied by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU;
-    log-probabilities of fp16 (not of bf16) come from one kernel that casts as it reads; positions of patches are found for a
-    whole sequence; a number that is read off a tensor is 1.
+    Rotary positions are applied by their kernel, and short convolutions by theirs where GPUs take it; norms are one kernel
+    each way, in the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that
+    casts as it reads; positions of patches are found for a whole sequence; a number that is read off a tensor is 1.
 
     Args:
         compiled: whether the loss is.
@@ -45,6 +50,7 @@ def as_on_gpu(compiled: bool = False) -> Iterator[None]:
         for owner, name, value in (
             (image_patches, "places", _places_of_all),
             (RotaryTable, "split", _split),
+            (convolution, "serves", _convolves),
             (torch, "rms_norm", _rms_norm),
             (torch, "layer_norm", _wide_layer_norm),
             (torch, "log_softmax", _wide_log_softmax),
@@ -67,6 +73,10 @@ _RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
 
 def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
+
+
+def _convolves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
+    return convolution.ON_GPU and convolution.unsupported(dtype, taps) is None
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -184,6 +194,7 @@ def step(
     precision: str,
     memory: MemorySettings,
     graphs: Graphs | None = None,
+    tape: Tape | None = None,
 ) -> Tape:
     """Count a step that begins with the gradients of the step before, without the optimizer's states.
 
@@ -193,6 +204,7 @@ def step(
         precision: the Trainer's.
         memory: settings; `offload` is ignored.
         graphs: cache of compiled blocks; None: blocks run uncompiled.
+        tape: that counts; None: a new one.
 
     Raises:
         RuntimeError: within `torch.device(...)`.
@@ -203,7 +215,7 @@ def step(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
-    tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
+    tape, gpu = tape or Tape(), as_on_gpu(compiled=graphs is not None)
     with compat.fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=message)
@@ -317,3 +329,90 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# -- work of blocks that are not compiled, operator by operator --------------------------------------------------------
+# Each operator is a kernel that reads its tensors and writes its results once; views are none. Calls of attention and of
+# recurrences are left out.
+#: tokens of the steps whose work is counted; what does not grow with them, casts of weights, is a hundredth there
+TOKENS = 1 << 16
+#: products of fewer FLOPs a byte wait for memory, those of an adapter's rank among them: 700 TFLOP/s of 2.9 to 4.1 TB/s
+RIDGE = 200
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class Work(NamedTuple):
+    """Of a token: FLOPs of products, and bytes that all other kernels read and write."""
+
+    flops: float
+    moved: float
+
+    def seconds(self, flops: float, bandwidth: float) -> float:
+        """At so many FLOP/s and bytes/s."""
+        return self.flops / flops + self.moved / bandwidth
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Of a block: its forward, its backward, and what a recomputed forward repeats of it."""
+
+    forward: Work
+    backward: Work
+    again: Work
+
+    @classmethod
+    def of(cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str) -> BlockWork:
+        """Of a model's blocks, run with everything saved and with blocks recomputed.
+
+        Args:
+            make: the model of a given depth, not yet built.
+            batch: its batch of so many tokens, made under fake tensors.
+            precision: the Trainer's.
+        """
+        kept, recomputed = WorkTape(), WorkTape()
+        for tape, policy in ((kept, "none"), (recomputed, "block")):
+            # of two blocks: the first one's backward may be less, where nothing before it is trained
+            step(partial(make, 2), partial(batch, TOKENS), precision, MemorySettings(policy), tape=tape)
+        backward, both = kept.work(("backward", 1)), recomputed.work(("backward", 1))
+        return cls(kept.work(("forward", 1)), backward, Work(both.flops - backward.flops, both.moved - backward.moved))
+
+
+class WorkTape(Tape):
+    """Adds up the work of each part of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops: Counter[tuple] = Counter()
+        self._moved: Counter[tuple] = Counter()
+
+    def work(self, part: tuple) -> Work:
+        """Of a part, a token."""
+        return Work(self._flops[part] / TOKENS, self._moved[part] / TOKENS)
+
+    def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
+        if _is_kernel(func):
+            moved = sum(x.nbytes for x in (*inputs, *results))
+            flops = _flops(func, inputs)
+            if flops > RIDGE * moved:
+                self._flops[self.part] += flops
+            else:
+                self._moved[self.part] += moved
+        return super()._after(func, inputs, results)
+
+
+def _is_kernel(func: Any) -> bool:
+    """Whether an operator moves memory, and is not priced by itself."""
+    ops = torch.ops.lightning_dilated
+    if func in (ops.attention.default, ops.attention_backward.default) or func in NAMES:
+        return False
+    if "empty" in func.overloadpacket.__name__:
+        return False
+    return compat.changes_inputs(func) or not compat.returns_view(func)
+
+
+def _flops(func: Any, inputs: Sequence[Tensor]) -> int:
+    """Of a product of the last two of its tensors."""
+    if func.overloadpacket.__name__ not in PRODUCTS:
+        return 0
+    left, right = inputs[-2:]
+    return 2 * left.numel() * right.shape[-1]

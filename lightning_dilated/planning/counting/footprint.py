@@ -63,11 +63,12 @@ class Subject:
         batch: its batch of so many tokens, made under fake tensors.
         precision: the Trainer's.
         memory: settings.
-        compile_blocks: whether blocks run compiled.
+        compile_blocks: whether blocks are counted compiled.
         call: a call of the op on one rank.
         decoder: its second stack, if it has one.
         bare: where only some layers have positions, the model without any; `make` then gives them to all layers.
         share: the part of the layers that have none.
+        by_operator: whether the kernels of its blocks are those of its operators: layers of another library, not compiled.
     """
 
     make: Callable[[int], DilatedModule]
@@ -79,6 +80,7 @@ class Subject:
     decoder: Decoder | None = None
     bare: Callable[[int], DilatedModule] | None = None
     share: Fraction = Fraction(0)
+    by_operator: bool = False
 
     @property
     def period(self) -> int:

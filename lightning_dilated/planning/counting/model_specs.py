@@ -21,7 +21,7 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import shortest_cycle
-from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, Stack, stacks
+from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.recurrence.description import plain_recurrences
@@ -57,7 +57,9 @@ def subject_of(
         raise ValueError(
             "blocks with low-rank updates are not compiled: leave --compile out where there is a lora_rank."
         )
-    compiled = compiled and isinstance(main[1], DilatedTransformer)  # others are counted uncompiled, which holds more
+    own = isinstance(main[1], DilatedTransformer)
+    by_operator = not (compiled or own)
+    compiled = compiled and own  # others are counted uncompiled, which holds more
     decoder = None
     for name, stack in others:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
@@ -66,7 +68,7 @@ def subject_of(
     bare = partial(_copy, model, positions=False) if 0 < share < 1 else None
     return Subject(
         partial(_copy, model), partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
-        call(main[1]), decoder, bare, share,
+        call(main[1]), decoder, bare, share, by_operator,
     )  # fmt: skip
 
 
@@ -197,6 +199,7 @@ class Facts:
         windows: the most windows of heads: one a kv head; one in all with low-rank updates, or where there are none.
         tiles: whether feed-forwards can run in tiles.
         decoder: of a second stack of blocks, if the model has one.
+        work: of a block whose kernels are those of its operators; None of others.
     """
 
     dim: int
@@ -214,6 +217,7 @@ class Facts:
     windows: int = 1
     tiles: bool = True
     decoder: Facts | None = None
+    work: BlockWork | None = None
 
     @property
     def stacks(self) -> list[Facts]:
@@ -234,7 +238,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model; one layer of the first stack is made, without memory."""
+        """Of a model; one layer of the first stack is made, without memory, and two where its operators are counted."""
         built = blank(subject.make)
         by_name, features = stacks(built), built.token_features()
         outside = [
@@ -246,7 +250,8 @@ class Facts:
             x = subject.decoder
             decoder = cls._of_stack(by_name[x.name], x.depth, features[1], [0, 0], subject, x.call)
         main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
-        main = replace(main, logits=built.reads_logits(), decoder=decoder)
+        work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
+        main = replace(main, logits=built.reads_logits(), decoder=decoder, work=work)
         sizes = by_name[MAIN].sizes()
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
 

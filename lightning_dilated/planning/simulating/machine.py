@@ -99,6 +99,8 @@ class Machine:
         add: seconds of summing returned gradients, by their bytes.
         few_forward, few_backward: seconds of picking the query rows that other ranks' keys reach and of adding to them and
             to their keys, by the number of such query rows, over heads.
+        long_forward, long_backward: seconds of a (query, key) pair among rows that see many keys. What the attention of
+            `parts` took beyond them is each row's. 0: not measured, and all of it is the pairs'.
 
     Raises:
         ValueError, TypeError: when made, naming the argument.
@@ -126,6 +128,8 @@ class Machine:
     add: Line
     few_forward: Line
     few_backward: Line
+    long_forward: float = 0.0
+    long_backward: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("dim", "depth", "heads", "head_dim", "kv_heads", "hidden", "vocab", "first"):
@@ -133,7 +137,7 @@ class Machine:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}.")
         one_of(self.precision, "precision", ELEMENT_SIZES)
-        for name in ("block_parameters", "edge_parameters", "optimizer", "again"):
+        for name in ("block_parameters", "edge_parameters", "optimizer", "again", "long_forward", "long_backward"):
             real(getattr(self, name), name, least=0)
         tokens = [p.tokens for p in self.parts]
         if not tokens or tokens != sorted(set(tokens)):
@@ -221,10 +225,13 @@ def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
 def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
     """The fields, if they are those of a dataclass and no others."""
     want = {f.name for f in dataclasses.fields(kind)}
+    needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
     have = set(fields) if isinstance(fields, dict) else set()
-    if have != want:
+    if not needed <= have <= want:
         parts = [
-            f"{word} {', '.join(sorted(x))}" for word, x in (("lacks", want - have), ("has unknown", have - want)) if x
+            f"{word} {', '.join(sorted(x))}"
+            for word, x in (("lacks", needed - have), ("has unknown", have - want))
+            if x
         ]
         raise ValueError(
             f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure anew: benchmarks/step_parts.py --output."

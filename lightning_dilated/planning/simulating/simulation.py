@@ -22,13 +22,14 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_dilated._validation import integer
 from lightning_dilated.memory.recompute import check_policy
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import blocks, pairs, segment_width
+from lightning_dilated.pattern.rows import blocks, pairs, query_rows, segment_width
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves, bounds, exact, many
 from lightning_dilated.planning.simulating.timeline import GRADIENTS, Clock, Event, Op
@@ -247,24 +248,55 @@ def _op(
     problem = make_problem(pattern, tokens * ranks, *heads, ranks=ranks, causal=machine.causal)
     sizes = {"head_dim": machine.head_dim, "element_size": machine.element_size}
     name = plan(problem, exchange, ranks_per_node=per_node, links=links, **sizes).exchange
-    parts = machine.at(tokens)
-    local = pairs(narrow, tokens, *heads, machine.causal) if narrow else 0
-    measured = pairs(measured_pattern(machine, tokens), tokens, *heads, machine.causal)
+    local = _work(narrow, tokens, heads, machine.causal) if narrow else (0, 0)
     wide = [
-        _most_pairs(replace(pattern, branches=(b,)), tokens, ranks, heads, machine.causal)
+        _most_work(replace(pattern, branches=(b,)), tokens, ranks, heads, machine.causal)
         for b in pattern.branches
         if narrow is None or b not in narrow.branches
     ]
-    seconds = lambda all_, more: all_ * local / measured + sum(max(more, all_ * x / measured) for x in wide)  # noqa: E731
-    forward = seconds(parts.attention_forward, parts.wide_forward)
-    backward = seconds(parts.attention_backward, parts.wide_backward)
-    return name, Op(machine, moves_of(problem, name, per_node) if name else None, forward, backward)
+    parts, (forward, backward) = machine.at(tokens), attention_seconds(machine, tokens)
+    seconds = lambda each, more: each.of(*local) + sum(max(more, each.of(*x)) for x in wide)  # noqa: E731
+    times = seconds(forward, parts.wide_forward), seconds(backward, parts.wide_backward)
+    return name, Op(machine, moves_of(problem, name, per_node) if name else None, *times)
 
 
-def _most_pairs(pattern: DilatedPattern, tokens: int, ranks: int, heads: tuple[int, int], causal: bool) -> int:
-    """(query, key) pairs of a rank's own rows, on the rank with most; ranks differ where segments end within them."""
+def _work(pattern: DilatedPattern, tokens: int, heads: tuple[int, int], causal: bool) -> tuple[int, int]:
+    """(query, key) pairs, and query rows."""
+    return pairs(pattern, tokens, *heads, causal), query_rows(pattern, tokens, *heads)
+
+
+def _most_work(
+    pattern: DilatedPattern, tokens: int, ranks: int, heads: tuple[int, int], causal: bool
+) -> tuple[int, int]:
+    """Those of a rank's own rows, on the rank with most; ranks differ where segments end within them."""
     shards = ((tokens * rank, tokens * (rank + 1)) for rank in {max(0, ranks // 2 - 1), ranks // 2, ranks - 1})
-    return max(sum(x.pairs(causal) for x in blocks(pattern, tokens * ranks, *heads, shard)) for shard in shards)
+    of = [blocks(pattern, tokens * ranks, *heads, shard) for shard in shards]
+    return max((sum(x.pairs(causal) for x in each), sum(x.query_rows for x in each)) for each in of)
+
+
+class AttentionSeconds(NamedTuple):
+    """Seconds of a (query, key) pair, and what a query row takes in addition: the begin and end of its products, the part of
+    a tile beyond the diagonal, and merging its branches."""
+
+    pair: float
+    row: float
+
+    def of(self, pairs: int, rows: int) -> float:
+        """Seconds of a call."""
+        return self.pair * pairs + self.row * rows
+
+
+def attention_seconds(machine: Machine, tokens: int) -> tuple[AttentionSeconds, AttentionSeconds]:
+    """Forward and backward, where L tokens are attended to."""
+    heads = machine.heads, machine.kv_heads
+    attended, rows = _work(measured_pattern(machine, tokens), tokens, heads, machine.causal)
+    parts = machine.at(tokens)
+
+    def of(total: float, pair: float) -> AttentionSeconds:
+        pair = min(pair, total / attended) or total / attended
+        return AttentionSeconds(pair, max(0.0, total - pair * attended) / rows)
+
+    return of(parts.attention_forward, machine.long_forward), of(parts.attention_backward, machine.long_backward)
 
 
 def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:

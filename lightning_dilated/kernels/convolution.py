@@ -1,0 +1,240 @@
+"""A sum over neighbouring tokens, y_p = x_p + sum over taps i of w_i x_(p - left + i), and its gradients.
+
+A program takes a tile of tokens times channels. It reads the tile once for each tap, one row further each time: all but the
+first come from cache. Products are summed in fp32, with weights rounded to the dtype of the rows. A tuple has a tensor for
+each tap, since Triton has no lists; it is built by +, since Triton knows no starred expressions.
+Shape letters: B batch, N tokens, C channels of a part, W taps, P programs along the tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dilated import kernels
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a program's tile, powers of two.
+
+    Attributes:
+        elements: tokens times channels.
+        channels: at most.
+        warps: more threads than channels, which then read weights as they multiply.
+        stages: tiles that a program of the backward reads ahead, and the one that it computes.
+    """
+
+    elements: int
+    channels: int
+    warps: int
+    stages: int = 1
+
+    def sizes(self, channels: int, tokens: int) -> dict[str, int]:
+        """Of rows of so many channels, with at most so many tokens."""
+        width = min(self.channels, triton.next_power_of_2(channels))
+        return {"TOKENS": min(tokens, self.elements // width), "CHANNELS": width, "num_warps": self.warps}
+
+
+#: 16 elements a thread forward; 8 backward, where each tap has a sum for each of them in registers
+FORWARD, BACKWARD = Tile(4096, 128, 8), Tile(1024, 64, 4, 2)
+#: most tokens of a tile
+TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Which neighbours a token sees.
+
+    Attributes:
+        left: tokens before it.
+        documents: (B or 1, N) int32, the number of each token's document; None: no documents.
+        lengths: (B,) integers, tokens of each right-padded sample, which do not see the padding; None: no padding.
+    """
+
+    left: int
+    documents: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def arguments(self, x: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
+        """(tensors and stride, constants) of a kernel over x (B, N, C), which stands in for what is None."""
+        documents, lengths = (x if y is None else y for y in (self.documents, self.lengths))
+        stride = 0 if len(documents) == 1 else documents.stride(0)
+        constants = {"LEFT": self.left, "PACKED": self.documents is not None, "PADDED": self.lengths is not None}
+        return (documents, stride, lengths), constants
+
+
+@triton.jit
+def _pairs(reader, source, reader_document, source_document, end, tokens, PACKED: tl.constexpr, PADDED: tl.constexpr):
+    """Whether each reader sees its source, of which one lies within the sequence."""
+    seen = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
+    if PACKED:
+        seen &= reader_document == source_document
+    if PADDED:
+        seen &= (reader >= end) | (source < end)
+    return seen
+
+
+@triton.jit
+def _document(documents, p, tokens, PACKED: tl.constexpr):
+    """The numbers of the tokens' documents, -1 beyond the sequence; without documents what is not read."""
+    if PACKED:
+        return tl.load(documents + p, mask=(p >= 0) & (p < tokens), other=-1)
+    return p
+
+
+@triton.jit
+def _length(lengths, sample, tokens, PADDED: tl.constexpr):
+    if PADDED:
+        return tl.load(lengths + sample).to(tl.int32)
+    return tokens
+
+
+@triton.jit
+def _weights(weight, w_sw, w_sc, c, channels, TAPS: tl.constexpr, KIND: tl.constexpr):
+    """(1, CHANNELS) of each tap, rounded to the dtype of the rows."""
+    every = ()
+    for i in tl.static_range(TAPS):
+        one = tl.load(weight + i * w_sw + c * w_sc, mask=c < channels, other=0.0)
+        every = every + (one.to(KIND).to(tl.float32)[None, :],)  # noqa: RUF005
+    return every
+
+
+@triton.jit
+def _zeros(TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    every = ()
+    for _ in tl.static_range(TAPS):
+        every = every + (tl.zeros([TOKENS, CHANNELS], tl.float32),)  # noqa: RUF005
+    return every
+
+
+@triton.jit
+def _rows(x, p, x_sn, c, mask):
+    """(TOKENS, CHANNELS) of the rows p, 0 outside of the mask."""
+    return tl.load(x + p.to(tl.int64)[:, None] * x_sn + c[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs", "first", "count"])
+def _forward(
+    y, x, x_sb, x_sn, weight, w_sw, w_sc, documents, d_sb, lengths, tokens, programs, channels,
+    first, count,
+    TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(channels, CHANNELS)
+    at = tl.program_id(0) // blocks
+    sample = (at // programs).to(tl.int64)
+    p = at % programs * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    documents += sample * d_sb
+    x += sample * x_sb
+    y += (sample * count - first) * channels
+    inside = (p < tokens)[:, None] & (c < channels)[None, :]
+    stored = ((p >= first) & (p < first + count))[:, None]
+    w = _weights(weight, w_sw, w_sc, c, channels, TAPS, x.dtype.element_ty)
+    own = _rows(x, p, x_sn, c, inside)
+    total = own
+    document, end = _document(documents, p, tokens, PACKED), _length(lengths, sample, tokens, PADDED)
+    for i in tl.static_range(TAPS):
+        if i == LEFT:
+            row = own
+        else:
+            source = p + (i - LEFT)
+            of_source = _document(documents, source, tokens, PACKED)
+            seen = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
+            row = _rows(x, source, x_sn, c, seen[:, None] & (c < channels)[None, :])
+        total += w[i] * row
+    tl.store(y + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(y.dtype.element_ty), mask=inside & stored)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs"])
+def _backward(
+    dx, sums, s_sp, s_sw, grad, g_sb, g_sn, x, x_sb, x_sn, weight, w_sw, w_sc, documents, d_sb, lengths,
+    tokens, programs, channels,
+    TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A token gets gradients from those that see it, which are as many as it sees, in the opposite order."""
+    blocks = tl.cdiv(channels, CHANNELS)
+    at = (tl.program_id(0) // blocks).to(tl.int64)
+    sample, first = at // programs, (tl.program_id(0) // blocks % programs) * ROWS
+    c = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    end = _length(lengths, sample, tokens, PADDED)
+    documents += sample * d_sb
+    x += sample * x_sb
+    grad += sample * g_sb
+    dx += sample * tokens * channels
+    w = _weights(weight, w_sw, w_sc, c, channels, TAPS, x.dtype.element_ty)
+    products = _zeros(TAPS, TOKENS, CHANNELS)
+    for start in tl.range(first, tl.minimum(first + ROWS, tokens), TOKENS, num_stages=STAGES):
+        p = start + tl.arange(0, TOKENS)
+        inside = (p < tokens)[:, None] & (c < channels)[None, :]
+        row, own = _rows(x, p, x_sn, c, inside), _rows(grad, p, g_sn, c, inside)
+        total = own
+        document = _document(documents, p, tokens, PACKED)
+        added = ()
+        for i in tl.static_range(TAPS):
+            if i == LEFT:
+                part = own
+            else:
+                reader = p + (LEFT - i)
+                of_reader = _document(documents, reader, tokens, PACKED)
+                seen = _pairs(reader, p, of_reader, document, end, tokens, PACKED, PADDED)
+                part = _rows(grad, reader, g_sn, c, seen[:, None] & (c < channels)[None, :])
+            total += w[i] * part
+            added = added + (products[i] + row * part,)  # noqa: RUF005
+        products = added
+        tl.store(dx + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(dx.dtype.element_ty), mask=inside)
+    for i in tl.static_range(TAPS):
+        tl.store(sums + at * s_sp + i * s_sw + c, tl.sum(products[i], 0), mask=c < channels)
+
+
+def forward(x: Tensor, weight: Tensor, neighbours: Neighbours, around: tuple[int, int] = (0, 0)) -> Tensor:
+    """y (B, n, C), contiguous, of x (B, N, C), 1 along C, and weight (W, C).
+
+    Args:
+        around: rows at the start of x and at its end that have no row in y: n is N without them.
+    """
+    count = x.shape[1] - sum(around)
+    y, sizes = x.new_empty(x.shape[0], count, x.shape[2]), FORWARD.sizes(x.shape[2], TOKENS)
+    programs = triton.cdiv(x.shape[1], sizes["TOKENS"])
+    if y.numel():
+        tensors, constants = neighbours.arguments(x)
+        with kernels.on(x.device):
+            _forward[(len(x) * programs * triton.cdiv(x.shape[2], sizes["CHANNELS"]),)](
+                y, x, *x.stride()[:2], weight, *weight.stride(), *tensors, x.shape[1], programs, x.shape[2],
+                around[0], count, TAPS=len(weight), **constants, **sizes,
+            )  # fmt: skip
+    return y
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    neighbours: Neighbours,
+    sums: Tensor,
+    rows: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dx (B, N, C), contiguous, from the gradient of y and x, both (B, N, C) and 1 along C, and weight (W, C).
+
+    Args:
+        sums: (B P, W, C) fp32, 1 along C, into which parts of the gradient of weight are written: it is their sum over B P.
+        rows: tokens of a program, of which there are P = ceil(N / rows) a sample; a power of two.
+        dtype: of dx; None: that of x.
+    """
+    dx, sizes = x.new_empty(x.shape, dtype=dtype), BACKWARD.sizes(x.shape[2], rows)
+    if dx.numel():
+        tensors, constants = neighbours.arguments(x)
+        with kernels.on(x.device):
+            _backward[(len(sums) * triton.cdiv(x.shape[2], sizes["CHANNELS"]),)](
+                dx, sums, *sums.stride()[:2], grad, *grad.stride()[:2], x, *x.stride()[:2], weight, *weight.stride(),
+                *tensors, x.shape[1], len(sums) // len(x), x.shape[2],
+                TAPS=len(weight), ROWS=rows, STAGES=BACKWARD.stages, **constants, **sizes,
+            )  # fmt: skip
+    return dx
