@@ -145,6 +145,14 @@ def allow_recompiles(kinds: int) -> None:
     config.recompile_limit = max(kinds, config.recompile_limit)
 
 
+def allow_any_length(x: Tensor) -> None:
+    """Let graphs that are compiled for a tensor (n,) take others of any length n, also those of `dynamic=False`.
+
+    Uses `torch._dynamo.maybe_mark_dynamic`; known to hold for torch 2.11 to 2.13.
+    """
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+
+
 def without_runtime_asserts(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled function, compiled without assertions on sizes that are known at run time only.
 

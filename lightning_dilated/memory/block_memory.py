@@ -151,6 +151,10 @@ class BlockMemory(nn.Module):
         recurs = step < x.shape[1] or whole
         return lambda y, *rest: self._piece(name, part, recurs and y.shape[1] == step)(y, *rest)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without compiled parts, which hold this block's weights: a copy runs uncompiled, as one of `nn.Module` does."""
+        return {**super().__getstate__(), "_pieces": {}}
+
     # -- running -------------------------------------------------------------------------------------------------------
     def forward(
         self,

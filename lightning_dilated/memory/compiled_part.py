@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.torch import without_runtime_asserts
+from lightning_dilated._compat.torch import allow_any_length, without_runtime_asserts
 
 #: so many shapes of a part have graphs of fixed sizes
 FIXED = 2
@@ -49,4 +49,6 @@ class CompiledPart:
         for each batch size."""
         if len(self._shapes) < FIXED:
             self._shapes.add(x.shape)
+        for bounds in (y for y in (*args, *kwargs.values()) if isinstance(y, Tensor) and y.ndim == 1):
+            allow_any_length(bounds)  # of documents, whose number changes from batch to batch
         return (self._fixed if x.shape in self._shapes else self._any)(x, *args, **kwargs)

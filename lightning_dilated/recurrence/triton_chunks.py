@@ -146,7 +146,7 @@ def held_bytes(
 def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> int:
     """Tokens of each of B samples that are computed at a time: a power of two; arguments as of `held_bytes`."""
     tokens = 1 << 14
-    while (held_bytes(2 * batch * tokens, heads, dims, dtype, True) or math.inf) <= WINDOW_MEMORY:
+    while (held_bytes(2 * max(1, batch) * tokens, heads, dims, dtype, True) or math.inf) <= WINDOW_MEMORY:
         tokens *= 2
     return tokens
 

@@ -1,5 +1,7 @@
 """Models on sequences chunk by chunk: losses, gradients and trained weights are those of one pass."""
 
+import copy
+import pickle
 import warnings
 
 import lightning.pytorch as pl
@@ -369,6 +371,35 @@ def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
         made = graphs.made
         gradients(model, text(61, batch=batch), stream=16)
     assert graphs.made == made, "a graph for each batch size"
+
+
+def test_documents_of_any_number_share_graphs():
+    """Each batch may have another number of them: a graph for each would end at torch's limit, with an error."""
+    graphs = Graphs()
+    model, same = graphs.compile(lm()), lm()
+    for count in (1, 2, 3, 5, 8):
+        bounds = torch.linspace(0, 61, count + 1).int()
+        got, found = gradients(model, text(61, cu_seqlens=bounds), stream=16)
+        want, wanted = gradients(same, text(61, cu_seqlens=bounds))
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+    assert graphs.made == 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
+def test_a_copy_of_a_compiled_model_has_its_own_weights(settings):
+    model = Graphs().compile(lm())
+    model.transformer.memory = MemorySettings(**settings)
+    other = lm(seed=7)
+    want, wanted = gradients(other, text(), **settings)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied.load_state_dict(other.state_dict())
+        total, count = copied.loss_terms(text())
+        (total / count).backward()
+        torch.testing.assert_close(total.detach() / count, want, rtol=1e-12, atol=1e-12)
+        for name, p in copied.named_parameters():
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.slow
