@@ -39,7 +39,7 @@ def subject_of(
     Args:
         model: built or not; it stays as it is.
         precision: the Trainer's.
-        memory: settings; None: as the model has them.
+        memory: settings; None: those that a model is built with (gradient checkpointing of a decoder), else none.
         compile_blocks: None: as the model has it.
         capability: of the GPU.
 
