@@ -129,8 +129,8 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
     base, call, slower = base or measured_machine(), facts.call, Slower.of(gpu)
     wide = call.head_dim / base.head_dim
     heads = call.heads / base.heads * wide * slower.products
-    long = _long_pairs(base, call.head_dim, head_dim or call.head_dim, slower)
-    parts = tuple(_parts(facts, base, p, long, slower) for p in base.parts)
+    each = _of_a_pair(base, call.head_dim, head_dim or call.head_dim, slower)
+    parts = tuple(_parts(facts, base, p, each, slower) for p in base.parts)
     scale = {name: wide * (slower.memory if name in MOVES else slower.products) for name in LINES}
     optimizer = base.optimizer * slower.memory
     return Machine(
@@ -140,28 +140,34 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
                                      for p in parts),
         optimizer * facts.trained_parameters / (base.depth * base.block_parameters + base.edge_parameters),
         _repeated(facts, base, slower),
-        *(Line(x.fixed, x.each * scale[name]) for name in LINES for x in [getattr(base, name)]), *long,
+        *(Line(x.fixed, x.each * scale[name]) for name in LINES for x in [getattr(base, name)]),
+        base.long_forward * each[0], base.long_backward * each[1],
     )  # fmt: skip
 
 
-def _long_pairs(base: Machine, joined: int, dim: int, slower: Slower) -> tuple[float, float]:
-    """Seconds of a pair among many keys, forward and backward; `joined`: features of `joined / dim` heads counted as one."""
+def _of_a_pair(base: Machine, joined: int, dim: int, slower: Slower) -> tuple[float, float]:
+    """How many times as long a pair takes as the measured one, forward and backward; `joined`: features of `joined / dim`
+    heads counted as one."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
-    of = lambda pair, share: pair * grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
-    return of(base.long_forward, SOFTMAX_FORWARD), of(base.long_backward, SOFTMAX_BACKWARD)
+    of = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
+    return of(SOFTMAX_FORWARD), of(SOFTMAX_BACKWARD)
 
 
-def _parts(facts: Facts, base: Machine, parts: Parts, long: tuple[float, float], slower: Slower) -> Parts:
-    """Seconds of the parts of L tokens."""
+def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, float], slower: Slower) -> Parts:
+    """Seconds of the parts of L tokens; `of_a_pair`: see `_of_a_pair`."""
     call, tokens = facts.call, parts.tokens
     pattern, heads = measured_pattern(base, tokens), (call.heads, call.kv_heads)
     attended, rows = pairs(pattern, tokens, *heads, call.causal), query_rows(pattern, tokens, *heads)
-    each = [x.row * call.head_dim / base.head_dim * slower.memory for x in attention_seconds(base, tokens)]
+    wide = call.head_dim / base.head_dim * slower.memory
+    forward, backward = (
+        x.pair * pair * attended + x.row * wide * rows
+        for x, pair in zip(attention_seconds(base, tokens), of_a_pair, strict=True)
+    )
     rest, head, width = _rest(facts, base, parts, slower), _head(facts, base, parts, slower), facts.dim / base.dim
     return replace(
         parts,
-        attention_forward=long[0] * attended + each[0] * rows,
-        attention_backward=long[1] * attended + each[1] * rows,
+        attention_forward=forward,
+        attention_backward=backward,
         rest_forward=rest[0],
         rest_backward=rest[1],
         edge_forward=parts.edge_forward * width * slower.memory + head[0],

@@ -126,34 +126,14 @@ def recurrent_attention(
     return out if after is None else (out, after)
 
 
-def state_after(
+def recur(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
     beta: Tensor | None,
     *,
-    kind: str,
-    segment: int | None,
-    state: RecurrentState,
-    lengths: Sequence[int] | None = None,
-    cu_seqlens: Sequence[int] | None = None,
-    sequence: SequenceGroup | None = None,
-) -> RecurrentState:
-    """The state of `recurrent_attention(..., return_state=True)` alone, for which kernels need not read it for outputs."""
-    arguments = (q, k, v, log_decay, beta, kind, segment, True, state, True, lengths, cu_seqlens)
-    after = _call(arguments, sequence, Output.NONE)[1]
-    assert after is not None
-    return after
-
-
-def to_differentiate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    *,
+    output: Output,
     kind: str,
     segment: int | None,
     state: RecurrentState | None,
@@ -162,10 +142,10 @@ def to_differentiate(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     sequence: SequenceGroup | None = None,
 ) -> tuple[Tensor, RecurrentState | None]:
-    """(out, the state after it if there is one before) for gradients alone: out itself may hold anything."""
+    """(out as `output` says, the state after it if there is one before): kernels need not compute what is not asked for."""
     asked = state is not None
     arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, asked, lengths, cu_seqlens)
-    return _call(arguments, sequence, Output.UNREAD)
+    return _call(arguments, sequence, output)
 
 
 def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Tensor, RecurrentState | None]:

@@ -20,8 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 from lightning_dilated._compat.torch import autograd_within_op, below_autograd
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence import triton_chunks
+from lightning_dilated.recurrence.compute import Output
 from lightning_dilated.recurrence.description import Recurrence
-from lightning_dilated.recurrence.functional import recurrent_attention, to_differentiate
+from lightning_dilated.recurrence.functional import recur, recurrent_attention
 from lightning_dilated.recurrence.parts import Part
 from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.group import find_sequence, no_sequence
@@ -141,7 +142,7 @@ def _window_backward(
     """Write the gradients of a window's rows; those of the state before it."""
     with differentiated([*rows, *before.floating()]) as inputs:
         begin = before.with_tensors([x for x in inputs[5:] if x is not None])
-        out, after = window.to_differentiate(inputs[:5], begin, settings)
+        out, after = window.run(inputs[:5], begin, settings, Output.UNREAD)
         outputs = [out] if later is None else [out, *after.floating()]
         grads = gradients(outputs, inputs, [grad, *(later or ())])
     for total, x in zip(into, _rows(grads[:5]), strict=True):
@@ -192,7 +193,8 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
             del settings["causal"]
             return part_backward(part, tensors, part.before(None, tensors, settings), settings, grad, None)[0]
         with differentiated(tensors) as inputs:
-            out, _ = to_differentiate(*inputs, **settings, state=None, lengths=rest[0], cu_seqlens=rest[1])
+            limits = {"lengths": rest[0], "cu_seqlens": rest[1]}
+            out, _ = recur(*inputs, **settings, **limits, state=None, output=Output.UNREAD)
             return tuple(gradients([out], inputs, [grad]))
 
 

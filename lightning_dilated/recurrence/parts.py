@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dilated.recurrence.functional import recurrent_attention, state_after, to_differentiate
+from lightning_dilated.recurrence.compute import Output
+from lightning_dilated.recurrence.functional import recur
 from lightning_dilated.recurrence.state import RecurrentState, empty_state
 
 #: q, k, v, log_decay and beta
@@ -47,21 +48,14 @@ class Part(NamedTuple):
         empty = empty_state(settings["kind"], settings["segment"] or 1, len(q), shape, q, dtype)
         return empty if known is None else known.to(q.device, dtype).where(self.begins(), empty)
 
-    def run(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> tuple[Tensor, RecurrentState]:
-        """(out, the state after the part) of the part's tensors; `settings` are those of `recurrent_attention`."""
-
-        def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
-            return recurrent_attention(*rows, **options, return_state=True)
-
-        return self._run(call, tensors, state, settings)
-
-    def to_differentiate(
-        self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]
+    def run(
+        self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any], output: Output = Output.READ
     ) -> tuple[Tensor, RecurrentState]:
-        """`run` for gradients alone: out itself may hold anything."""
+        """(out as `output` says, the state after the part) of the part's tensors; `settings` are those of
+        `recurrent_attention`."""
 
         def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
-            out, after = to_differentiate(*rows, **options)
+            out, after = recur(*rows, **options, output=output)
             assert after is not None
             return out, after
 
@@ -69,11 +63,7 @@ class Part(NamedTuple):
 
     def after(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> RecurrentState:
         """The state after the part alone."""
-
-        def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
-            return rows[2], state_after(*rows, **options)
-
-        return self._run(call, tensors, state, settings)[1]
+        return self.run(tensors, state, settings, Output.NONE)[1]
 
     def _run(
         self, call: Call, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]

@@ -245,7 +245,7 @@ def test_attention_kept_computes_each_call_once(monkeypatch):
     from lightning_dilated.recurrence import op
 
     model, data, calls = lively(KINDS["gated_delta"]), batch(1, 29), []
-    for name in ("recurrent_attention", "to_differentiate"):
+    for name in ("recurrent_attention", "recur"):
         real = getattr(op, name)
         monkeypatch.setattr(op, name, lambda *a, real=real, **k: calls.append(torch.is_grad_enabled()) or real(*a, **k))
     counts = {}

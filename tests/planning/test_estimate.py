@@ -67,6 +67,14 @@ def test_the_measured_model_is_not_scaled():
     assert found.arrive_backward == base.arrive_backward and found.pack == base.pack
 
 
+def test_a_machine_without_long_rows_prices_attention():
+    """As `Machine` has them unless they were measured: all of attention is the pairs' then."""
+    base = replace(measured_machine(), long_forward=0.0, long_backward=0.0)
+    for same, parts in zip(scaled(MINE, H200, base).parts, base.parts, strict=True):
+        assert same.attention_forward == pytest.approx(parts.attention_forward)
+        assert same.attention_backward == pytest.approx(parts.attention_backward)
+
+
 def test_scales():
     """Twice the blocks, twice the width, no mask, another GPU: each part by what it follows from."""
     base, wide = measured_machine(), facts(dim=1536, num_heads=24)
