@@ -19,7 +19,7 @@ from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
-from lightning_dilated.sequence.shard import DealtRows
+from lightning_dilated.sequence.shard import DecodedShard
 
 #: rows of a new buffer, if its branch can need that many and no `max_length` is given
 SMALLEST = 64
@@ -118,13 +118,13 @@ class BranchSlots:
         larger = max(rows, 2 * capacity, SMALLEST)
         return larger if self.longest is None else min(larger, -(-self.longest // self.rate))
 
-    def dealt(self, dealt: DealtRows, prompt: int, length: int) -> int:
+    def most_kept(self, shard: DecodedShard, prompt: int, length: int) -> int:
         """Most rows of a slot that a rank keeps while a prompt is continued up to `length` tokens."""
         first = self.first(prompt - 1)
         end = length if self.width is None else min(first + self.width, length)
-        rows = max(dealt.count(self.positions(residue, first, end), prompt) for residue in self.lanes)
+        rows = max(shard.count(self.positions(residue, first, end), prompt) for residue in self.lanes)
         later = self.rows(length - end)  # of a segment that holds nothing of the prompt
-        return max(rows, -(-later // dealt.shard.ranks))
+        return max(rows, -(-later // shard.shard.ranks))
 
 
 @functools.lru_cache(maxsize=256)

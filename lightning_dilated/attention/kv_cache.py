@@ -42,7 +42,7 @@ class KVCache:
 
     Memory is O(sum over branches of w / r) rows for each kv head: (rows of the widest residue) x slots for each branch.
     Branches over the whole sequence (segment_length None) keep every row of the residues in use. Ranks that share prompts
-    keep a part of them each, see `DealtRows`.
+    keep a part of them each, see `DecodedShard`.
 
     Args:
         pattern: the layer's pattern.
@@ -97,7 +97,7 @@ class KVCache:
             self._limited = True
             new = limit - self.clock.longest
             each = [(prompt, prompt + new) for prompt in set(self.shared.lengths)]
-            fixed = [max(b.dealt(self.shared.dealt, *x) for x in each) for b in self._branches]
+            fixed = [max(b.most_kept(self.shared.kept, *x) for x in each) for b in self._branches]
         else:
             fixed = [0 if limit is None else branch.rows(limit) for branch in self._branches]
         self._places = self.clock.places(self._of, tuple(fixed))
@@ -225,7 +225,7 @@ class KVCache:
         if self.shared is None:
             return branch.count(residue, first, stop)
         prompt = stop - max(0, self.length - self.clock.longest)
-        return self.shared.dealt.count(branch.positions(residue, first, stop), prompt)
+        return self.shared.kept.count(branch.positions(residue, first, stop), prompt)
 
     def _attend_branch(
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,

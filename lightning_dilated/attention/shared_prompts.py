@@ -15,7 +15,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.sequence.collectives import sequence_sum, stack_ranks
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.ranges import clip, size
-from lightning_dilated.sequence.shard import DealtRows
+from lightning_dilated.sequence.shard import DecodedShard
 
 
 class SharedPrompts:
@@ -30,7 +30,7 @@ class SharedPrompts:
         ValueError: for a layout that is not offered.
 
     Attributes:
-        dealt: the rows that this rank keeps.
+        kept: the rows that this rank keeps.
         positions: of this rank's tokens.
     """
 
@@ -41,7 +41,7 @@ class SharedPrompts:
                 "layout='contiguous' or 'zigzag'."
             )
         shard = group.shard(integer(seq_len, "seq_len", 1))
-        self.group, self.lengths, self.dealt = group, tuple(lengths), DealtRows(shard, group.rank)
+        self.group, self.lengths, self.kept = group, tuple(lengths), DecodedShard(shard, group.rank)
         self.positions = shard.ranges(group.rank)
 
     @property
@@ -52,11 +52,11 @@ class SharedPrompts:
     def new(self, rows: range, begin: int, sample: int) -> tuple[int, Tensor]:
         """Of a residue's rows in a segment: (how many before `begin` are kept, the tokens of the others in this call)."""
         prompt = self.lengths[sample]
-        kept = self.dealt.of(rows, prompt)
+        kept = self.kept.of(rows, prompt)
         old = size(clip(x, x.start, begin) for x in kept)
         if begin >= prompt:  # one token, which all ranks have
             return old, torch.zeros(size(kept) - old, dtype=torch.int64)
-        return old, torch.cat([torch.zeros(0, dtype=torch.int64), *(numbers(self.dealt.local(x)) for x in kept)])
+        return old, torch.cat([torch.zeros(0, dtype=torch.int64), *(numbers(self.kept.local(x)) for x in kept)])
 
     def last_rows(self, x: Tensor, count: int) -> Tensor:
         """(B, count, C): each prompt's last rows, on every rank, of x (B, L, C) of this rank's tokens. All ranks call it."""
@@ -65,7 +65,7 @@ class SharedPrompts:
             for held in self.positions:
                 for position in clip(held, max(length - count, held.start), length):
                     last[sample, position - length + count] = x[
-                        sample, self.dealt.shard.local(self.group.rank, position)
+                        sample, self.kept.shard.local(self.group.rank, position)
                     ]
         return sequence_sum(last, self.group)
 

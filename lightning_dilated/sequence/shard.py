@@ -203,7 +203,7 @@ def check_chunked(layout: str, exchange: str, head_size: int | str, exchange_mem
 
 
 @dataclass(frozen=True)
-class DealtRows:
+class DecodedShard:
     """Which rows a rank keeps while a sequence is decoded: those of its shard of the prompt, and every R-th later one.
 
     Later rows are counted for each residue, within the segment: so ranks have equally many, whatever the dilation rate.

@@ -17,7 +17,7 @@ from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.models.longnet import generation
 from lightning_dilated.sequence.chunks import ENDLESS, chunk_problem, leaving_rows, live_count
 from lightning_dilated.sequence.requirements import Document
-from lightning_dilated.sequence.shard import ChunkShard, DealtRows, Shard
+from lightning_dilated.sequence.shard import ChunkShard, DecodedShard, Shard
 
 from ..examples import examples
 from ..models import tiny
@@ -260,20 +260,20 @@ def test_rows_of_the_prompt_are_those_that_a_stream_carries(data):
     problem = chunk_problem(pattern, heads, kv, [Document(0, 1, 0, ENDLESS)], ChunkShard(0, ENDLESS, 1), (0, heads))
     total = 0
     for rank in range(ranks):
-        dealt, shard = DealtRows(Shard(prompt, ranks, layout), rank), Shard(prompt, ranks, layout)
+        kept, shard = DecodedShard(Shard(prompt, ranks, layout), rank), Shard(prompt, ranks, layout)
         want = sum(len(x.rows) for held in shard.ranges(rank) for x in leaving_rows(problem, held, prompt))
-        assert rows_of(pattern, heads, kv, dealt, prompt) == want, (rank, branch)
+        assert rows_of(pattern, heads, kv, kept, prompt) == want, (rank, branch)
         total += want
     assert total == live_count(problem, prompt)
 
 
-def rows_of(pattern, heads, kv_heads, dealt, prompt):
+def rows_of(pattern, heads, kv_heads, kept, prompt):
     """Rows of all slots that a rank keeps of a prompt and that a later token reads."""
     (branch,) = layer_slots(pattern, heads, kv_heads)
     first, reads = branch.first(prompt - 1), lambda rows: bool(rows[-1:]) and rows[-1] >= prompt
     end = ENDLESS if branch.width is None else first + branch.width
     return sum(
-        dealt.count(branch.positions(residue, first, prompt), prompt)
+        kept.count(branch.positions(residue, first, prompt), prompt)
         for residue, _ in branch.users
         if reads(branch.positions(residue, first, end))
     )

@@ -109,9 +109,9 @@ def test_equals_one_pass(name):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
         return
     want, wanted = gradients(model, batch)
-    got, found = gradients(model, batch, stream=chunk, **settings)
+    got, grads = gradients(model, batch, stream=chunk, **settings)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    for key, grad in found.items():
+    for key, grad in grads.items():
         torch.testing.assert_close(grad, wanted[key], rtol=1e-10, atol=1e-10, msg=key)
 
 
@@ -268,13 +268,13 @@ def test_truncated_gradients_end_at_chunks():
     """Where nothing crosses a chunk's bound they are exact; elsewhere the loss is, and the gradients are not."""
     walls = ld.DilatedPattern.dense(16)
     _, wanted = gradients(lm(walls), text())
-    _, found = gradients(lm(walls), text(), stream=16, truncate=True)
-    for name, grad in found.items():
+    _, grads = gradients(lm(walls), text(), stream=16, truncate=True)
+    for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-10, atol=1e-10)
     want, wanted = gradients(lm(kv_conv=3), text())
-    got, found = gradients(lm(kv_conv=3), text(), stream=16, truncate=True, policy="block")
+    got, grads = gradients(lm(kv_conv=3), text(), stream=16, truncate=True, policy="block")
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert max(float((found[name] - wanted[name]).abs().max()) for name in found) > 1e-3
+    assert max(float((grads[name] - wanted[name]).abs().max()) for name in grads) > 1e-3
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -284,9 +284,9 @@ def test_bfloat16(precision):
     model = model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
         want, wanted = gradients(model, batch)
-        got, found = gradients(model, batch, stream=10, policy="block")
+        got, grads = gradients(model, batch, stream=10, policy="block")
     assert float(got) == pytest.approx(float(want), rel=2e-2)
-    for name, grad in found.items():
+    for name, grad in grads.items():
         assert grad.dtype == wanted[name].dtype
         assert (grad - wanted[name]).norm() <= 0.1 * wanted[name].norm() + 1e-4, name
 
@@ -296,9 +296,9 @@ def test_compiled_blocks():
     torch._dynamo.reset()
     want, wanted = gradients(lm(), text())
     model = lm(compile_blocks=True)
-    got, found = gradients(model, text(), stream=16)
+    got, grads = gradients(model, text(), stream=16)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    for name, grad in found.items():
+    for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
     seen = []
     model.transformer.stream.watch = lambda *chunk: seen.append((*chunk, torch.compiler.is_compiling()))
@@ -311,13 +311,15 @@ def test_compiled_blocks():
 @pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
 def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
     """For the forward, the recomputation and the backward together, and for all layers that are alike."""
-    made, real = [], resolve.chunk_route
-    monkeypatch.setattr(resolve, "chunk_route", lambda plan, i, *x: made.append((i, plan.problem)) or real(plan, i, *x))
+    routes, real = [], resolve.chunk_route
+    monkeypatch.setattr(
+        resolve, "chunk_route", lambda plan, i, *x: routes.append((i, plan.problem)) or real(plan, i, *x)
+    )
     patterns = [GEOMETRIC, GEOMETRIC.shifted(), GEOMETRIC.shifted(0.25)]
     gradients(lm(patterns, depth=6), text(), stream=16, **settings)
     kinds = 3 * settings.get("head_chunks", 1)
-    assert len(made) == kinds * (3 + 4)
-    assert len(set(made)) == kinds * 4
+    assert len(routes) == kinds * (3 + 4)
+    assert len(set(routes)) == kinds * 4
 
 
 def test_the_host_does_not_wait_to_send_a_chunk(monkeypatch):
@@ -332,12 +334,12 @@ class Graphs:
     """A backend of torch.compile that runs graphs as they are; `calls` are (tokens, whether sizes are fixed) of each run."""
 
     def __init__(self):
-        self.made, self.calls = 0, []
+        self.compiled, self.calls = 0, []
 
     def __call__(self, graph, inputs):
-        self.made += 1
-        found = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
-        sizes = [n for x in found if isinstance(x, torch.Tensor) for n in x.shape] + found
+        self.compiled += 1
+        values = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
+        sizes = [n for x in values if isinstance(x, torch.Tensor) for n in x.shape] + values
         fixed = not any(isinstance(n, torch.SymInt) for n in sizes)
 
         def run(*tensors):
@@ -360,17 +362,17 @@ def test_whole_chunks_keep_their_graphs_after_a_shorter_one():
     want, wanted = gradients(lm(), text(61))
     for tokens, last in ((55, 7), (64, 16), (61, 13)):
         graphs.calls.clear()
-        got, found = gradients(model, text(tokens), stream=16)
+        got, grads = gradients(model, text(tokens), stream=16)
         ascent = (tokens - 1) // 16 * 3 * [(16, True)]
         assert graphs.calls == [*ascent, *3 * [(last, last == 16)], *ascent]
-    assert graphs.made == 3
+    assert graphs.compiled == 3
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    for name, grad in found.items():
+    for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
     for batch in (2, 3, 4, 5):
-        made = graphs.made
+        before = graphs.compiled
         gradients(model, text(45, batch=batch), stream=16)
-    assert graphs.made == made, "a graph for each batch size"
+    assert graphs.compiled == before, "a graph for each batch size"
 
 
 def test_documents_of_any_number_share_graphs():
@@ -379,12 +381,12 @@ def test_documents_of_any_number_share_graphs():
     model, same = graphs.compile(lm()), lm()
     for count in (1, 2, 3, 5, 8):
         bounds = torch.linspace(0, 61, count + 1).int()
-        got, found = gradients(model, text(61, cu_seqlens=bounds), stream=16)
+        got, grads = gradients(model, text(61, cu_seqlens=bounds), stream=16)
         want, wanted = gradients(same, text(61, cu_seqlens=bounds))
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-        for name, grad in found.items():
+        for name, grad in grads.items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
-    assert graphs.made == 3
+    assert graphs.compiled == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"policy": "block", "tile": 6}, {"head_chunks": 2}], ids=str)
@@ -411,12 +413,12 @@ def test_parts_of_whole_chunks_keep_their_graphs(settings):
     want, wanted = gradients(lm(), text(61))
     for tokens in (55, 61):
         graphs.calls.clear()
-        got, found = gradients(model, text(tokens), stream=16, **settings)
+        got, grads = gradients(model, text(tokens), stream=16, **settings)
         whole = {16, 6} if "tile" in settings else {16}
         assert whole == {length for length, fixed in graphs.calls if fixed}
         assert not whole & {length for length, fixed in graphs.calls if not fixed}
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    for name, grad in found.items():
+    for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
 
 
@@ -477,11 +479,11 @@ def test_on_a_gpu(pattern, precision):
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
         want, wanted = gradients(model, batch, policy="block")
-        got, found = gradients(model, batch, policy="block", stream=16384)
+        got, grads = gradients(model, batch, policy="block", stream=16384)
         host, again = gradients(model, {k: v.cpu() for k, v in batch.items()}, policy="block", stream=16384)
     tol = 2e-4 if precision == "float32" else 2e-2
     assert float(got) == pytest.approx(float(want), rel=tol / 10) and float(host) == pytest.approx(float(got), rel=1e-5)
-    for name, grad in found.items():
+    for name, grad in grads.items():
         assert (grad - wanted[name]).norm() <= tol * wanted[name].norm(), name
         assert (again[name] - grad).norm() <= tol * grad.norm(), name
 
@@ -496,7 +498,7 @@ def test_rows_beyond_the_budget_wait_on_the_host(monkeypatch):
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
     want, wanted = gradients(model, batch, stream=256)
     monkeypatch.setattr(stream, "ON_GPU", 0.0)
-    got, found = gradients(model, batch, stream=256)
+    got, grads = gradients(model, batch, stream=256)
     assert float(got) == pytest.approx(float(want), rel=1e-6)
-    for name, grad in found.items():
+    for name, grad in grads.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5)

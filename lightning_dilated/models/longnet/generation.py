@@ -383,7 +383,7 @@ def _shared_logits(model: CausalModel, request: _Request, caches: list[KVCache])
     group, shared = request.group, caches[0].shared
     assert group is not None and shared is not None
     tokens = SequenceSpec({"tokens": 1}).cut({"tokens": request.tokens}, group.place)["tokens"]
-    owners, local = zip(*(shared.dealt.shard.owner(length - 1) for length in shared.lengths), strict=True)
+    owners, local = zip(*(shared.kept.shard.owner(length - 1) for length in shared.lengths), strict=True)
     held = send(torch.tensor(owners) == group.rank, tokens.device)
     at = send(torch.tensor(local), tokens.device).where(held, 0)
     with group.active():
