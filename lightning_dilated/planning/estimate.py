@@ -1,8 +1,8 @@
 """Seconds of a step of any model on any number of GPUs, the longest sequence that fits, and the settings to take.
 
 The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
-`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN, not measured there. They are scaled: linear
-layers by their products, 2 FLOPs a parameter and token, and by passes over their width; attention by its counted pairs, of
+`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
+and 16,384 rows), not measured there. They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and by passes over their width; attention by its counted pairs, of
 which a part grows with the head dim, and its query rows; embedding, last norm and loss by the width; a wider output
 projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
 second stack of blocks likewise. Blocks of another library that are not compiled take the time of the products and bytes of
