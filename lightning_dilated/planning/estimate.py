@@ -2,12 +2,13 @@
 
 The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
 `long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
-and 16,384 rows), not measured there. They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and by passes over their width; attention by its counted pairs, of
-which a part grows with the head dim, and its query rows; embedding, last norm and loss by the width; a wider output
-projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
-second stack of blocks likewise. Blocks of another library that are not compiled take the time of the products and bytes of
-their operators (`planning.counting.dry_run`). On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and
-all that moves memory by the ratio of its speeds. Communication is simulated, see `planning.simulating.simulation`.
+and 16,384 rows), not measured there. They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and
+by passes over their width; attention by its counted pairs, of which a part grows with the head dim, and its query rows;
+embedding, last norm and loss by the width; a wider output projection, or one of features, by its products, and its loss by
+the passes over the logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that
+are not compiled take the time of the products and bytes of their operators (`planning.counting.dry_run`). On another GPU
+products and pairs are slower by the ratio of bf16 FLOP/s, and all that moves memory by the ratio of its speeds.
+Communication is simulated, see `planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
