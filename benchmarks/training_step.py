@@ -164,6 +164,20 @@ def table(clock: Clock, rows: int = 30) -> None:
     print("\n| kernel | ms | calls |\n| --- | --- | --- |")
     for name, (ms, calls) in sorted(found.items(), key=lambda x: -x[1][0])[:rows]:
         print(f"| `{name[:110]}` | {ms:.2f} | {int(calls)} |")
+    gaps_table(clock)
+
+
+def gaps_table(clock: Clock, rows: int = 12) -> None:
+    """Print the longest times in which no kernel ran, and the kernels before and after them."""
+    ran = [e for e in clock.seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and "#" not in e.name]
+    ran.sort(key=lambda e: e.time_range.start)
+    gaps, last = [], ran[0]
+    for event in ran[1:]:
+        gaps.append((event.time_range.start - last.time_range.end, last.name, event.name))
+        last = max(last, event, key=lambda e: e.time_range.end)
+    print("\n| idle ms | after | before |\n| --- | --- | --- |")
+    for us, before, after in sorted(gaps, reverse=True)[:rows]:
+        print(f"| {us / 1000:.2f} | `{before[:60]}` | `{after[:60]}` |")
 
 
 def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> list[str]:

@@ -101,6 +101,12 @@ class Rows:
         warps, stages = CONFIGS[kernel][self.block]
         return {"num_warps": WIDE_WARPS[kernel] if self.wide else warps, "num_stages": stages}
 
+    @property
+    def stored(self) -> torch.dtype:
+        """Of numbers that one kernel leaves for another, but those that pass from chunk to chunk, which are fp32: kernels
+        wait for memory. fp16 might not hold them."""
+        return torch.bfloat16 if self.k.dtype == torch.bfloat16 else torch.float32
+
     def passed_columns(self, width: int) -> int:
         """Columns of the state (D, `width`) that a program takes through chunks."""
         return min(FEW_COLUMNS if self.wide or self.block > 64 else COLUMNS, block_dim(width))
@@ -131,8 +137,8 @@ class Passed:
     """States and what is added to them.
 
     Attributes:
-        before: (T, K, D, W) the state before each chunk.
-        new: (T, K, C, W).
+        before: (T, K, D, W) the state before each chunk, in `Rows.stored`.
+        new: (T, K, C, W), likewise.
         last: (n, K, D, W) the state after each run.
         maps: (m, K, D, D + E) what each group makes of a state, S -> A S + B; None without groups.
     """
@@ -264,11 +270,12 @@ def _pass(
         b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
         sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
         if STORE:
-            tl.store(before + at * DIM * width + place, state, mask=inside)
+            tl.store(before + at * DIM * width + place, state.to(before.dtype.element_ty), mask=inside)
         x -= (tl.exp(sums) * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
         x -= tl.dot(g, b[:, None] * x, input_precision=PRECISION)
         if STORE:
-            tl.store(new + at * SLOTS * width + i[:, None] * width + column[None, :], x, mask=(column < width)[None, :])
+            to = new + at * SLOTS * width + i[:, None] * width + column[None, :]
+            tl.store(to, x.to(new.dtype.element_ty), mask=(column < width)[None, :])
         added = (tl.exp(end - sums) * r * b)[:, None] * x
         turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
         state = tl.dot(turned, added, tl.exp(end) * state, input_precision=PRECISION)
@@ -329,8 +336,8 @@ def _read(
     sums = tl.load(total + at * SLOTS + i)
     weight = fade(sums, sums, i[:, None] >= i[None, :]) * (r * b)[None, :]
     state = tl.load(before + at * DIM * width + d[:, None] * width + column[None, :], mask=(d < DIM)[:, None] & there,
-                    other=0.0)  # fmt: skip
-    x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0)
+                    other=0.0).to(tl.float32)  # fmt: skip
+    x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
     for g in range(GROUP):
         own = head * GROUP + g
         query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
@@ -389,8 +396,8 @@ def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) 
 def pass_chunks(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Passed:
     """The states of all chunks, from `begin` (n, K, D, W) fp32, contiguous, before the runs."""
     width, number = begin.shape[3], (len(chunks.rows), rows.heads)
-    before = begin.new_empty(*number, rows.dim, width)
-    passed = Passed(before, begin.new_empty(*number, SLOTS, width), begin, None)
+    before = begin.new_empty(*number, rows.dim, width, dtype=rows.stored)
+    passed = Passed(before, begin.new_empty(*number, SLOTS, width, dtype=rows.stored), begin, None)
     if chunks.groups is None:
         last = _launch_pass(rows, chunks, inverse, chunks.runs, begin, width, passed)
         return Passed(before, passed.new, last, None)

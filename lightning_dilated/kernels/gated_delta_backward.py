@@ -89,9 +89,9 @@ def _sums(
         turned = read_turned(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
         of_state = tl.dot(turned, tl.exp(sums)[:, None] * do, of_state, input_precision=PRECISION)
     to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
-    tl.store(to, of_new, mask=(column < width)[None, :])
+    tl.store(to, of_new.to(to_new.dtype.element_ty), mask=(column < width)[None, :])
     to = to_state + at * DIM * width + d[:, None] * width + column[None, :]
-    tl.store(to, of_state, mask=(d < DIM)[:, None] & (column < width)[None, :])
+    tl.store(to, of_state.to(to_state.dtype.element_ty), mask=(d < DIM)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
@@ -125,15 +125,15 @@ def _pass_back(
         b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
         sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
         if STORE:
-            tl.store(after + at * DIM * width + place, state, mask=inside)
+            tl.store(after + at * DIM * width + place, state.to(after.dtype.element_ty), mask=inside)
         x = (tl.exp(end - sums) * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
         state = tl.exp(end) * state
         if READ:
-            x += tl.load(to_new + at * SLOTS * width + slot, mask=there, other=0.0)
-            state += tl.load(to_state + at * DIM * width + place, mask=inside, other=0.0)
+            x += tl.load(to_new + at * SLOTS * width + slot, mask=there, other=0.0).to(tl.float32)
+            state += tl.load(to_state + at * DIM * width + place, mask=inside, other=0.0).to(tl.float32)
         x -= tl.dot(turned, b[:, None] * x, input_precision=PRECISION)
         if STORE:
-            tl.store(solved + at * SLOTS * width + slot, x, mask=there)
+            tl.store(solved + at * SLOTS * width + slot, x.to(solved.dtype.element_ty), mask=there)
         taken = (-tl.exp(sums) * r * b)[:, None] * x
         turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
         state = tl.dot(turned, taken, state, input_precision=PRECISION)
@@ -171,11 +171,11 @@ def _queries(
             do = tl.load(
                 grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
             ).to(tl.float32)  # fmt: skip
-            n = tl.load(new + column[None, :], mask=known, other=0.0)
+            n = tl.load(new + column[None, :], mask=known, other=0.0).to(tl.float32)
             pairs = tl.dot(n, tl.trans(do), input_precision=PRECISION)
             pairs *= fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
             read_keys = tl.dot(pairs, query, read_keys, input_precision=PRECISION)
-            state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+            state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0).to(tl.float32)
             reading += tl.exp(sums)[:, None] * tl.dot(do, tl.trans(state), input_precision=PRECISION)
             pairs = tl.dot(do, tl.trans(n), input_precision=PRECISION)
             pairs *= fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
@@ -186,7 +186,7 @@ def _queries(
         to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
         tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
     to = to_key + at * SLOTS * DIM + i[:, None] * DIM + d[None, :]
-    tl.store(to, read_keys, mask=(d < DIM)[None, :])
+    tl.store(to, read_keys.to(to_key.dtype.element_ty), mask=(d < DIM)[None, :])
     tl.store(to_total + at * SLOTS + i, along)
 
 
@@ -221,16 +221,16 @@ def _gradients(
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + c
         known = (column < width)[None, :]
-        n = tl.load(new + column[None, :], mask=known, other=0.0)
-        x = tl.load(solved + column[None, :], mask=known, other=0.0)
+        n = tl.load(new + column[None, :], mask=known, other=0.0).to(tl.float32)
+        x = tl.load(solved + column[None, :], mask=known, other=0.0).to(tl.float32)
         to_beta += tl.sum(x * n, 1)
         valued = there[:, None] & ((column >= extra) & (column < width))[None, :]
         tl.store(dv + column[None, :], (b[:, None] * x).to(dv.dtype.element_ty), mask=valued)
-        later = tl.load(after + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+        later = tl.load(after + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0).to(tl.float32)
         ended = (tl.exp(end - sums) * b)[:, None] * tl.dot(n, tl.trans(later), input_precision=PRECISION)
         at_end += tl.sum(r * tl.sum(key * ended, 1), 0)
         stored += ended
-        state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+        state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0).to(tl.float32)
         at_end += tl.exp(end) * tl.sum(tl.sum(state * later, 1), 0)
         changed -= (tl.exp(sums) * b)[:, None] * tl.dot(x, tl.trans(state), input_precision=PRECISION)
         pairs = tl.dot(x, tl.trans(n), input_precision=PRECISION)
@@ -243,7 +243,7 @@ def _gradients(
     if READ:
         total_grad += tl.load(to_total + at * SLOTS + i)
         from_key = to_key + at * SLOTS * DIM + i[:, None] * DIM + d[None, :]
-        stored += tl.load(from_key, mask=(d < DIM)[None, :], other=0.0)
+        stored += tl.load(from_key, mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
     along_changed, along_stored = r * tl.sum(key * changed, 1), r * tl.sum(key * stored, 1)
     total_grad += along_changed - along_stored
     result = r[:, None] * (changed + stored - (r * (along_changed + along_stored))[:, None] * key)
@@ -291,7 +291,8 @@ def launch_queries(
     """(dq, (T, K, C, D), (T, K, C)), see `_queries`."""
     (q, grad), width, number = reading, reading.grad.shape[2], (len(chunks.rows), rows.heads)
     dq, columns = _empty(q, covered), min(COLUMNS, block_dim(width))
-    to_key, to_total = inverse.total.new_empty(*number, SLOTS, rows.dim), torch.empty_like(inverse.total)
+    to_key = inverse.total.new_empty(*number, SLOTS, rows.dim, dtype=rows.stored)
+    to_total = torch.empty_like(inverse.total)
     _queries[(number[0] * number[1],)](
         dq, to_key, to_total, passed.before, passed.new, chunks.rows, inverse.total, inverse.rate, q, *q.stride()[:2],
         grad, *grad.stride()[:2], rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(), rows.heads, width,
@@ -305,8 +306,8 @@ def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) 
     """(T, K, C, E) and (T, K, D, E), see `_sums`."""
     (q, grad), width = reading, reading.grad.shape[2]
     number, columns = (len(chunks.rows), rows.heads), min(COLUMNS, block_dim(width))
-    to_new = inverse.total.new_empty(*number, SLOTS, width)
-    to_state = inverse.total.new_empty(*number, rows.dim, width)
+    to_new = inverse.total.new_empty(*number, SLOTS, width, dtype=rows.stored)
+    to_state = inverse.total.new_empty(*number, rows.dim, width, dtype=rows.stored)
     _sums[(number[0] * number[1], triton.cdiv(width, columns))](
         to_new, to_state, chunks.rows, inverse.total, inverse.rate, q, *q.stride()[:2], grad, *grad.stride()[:2],
         rows.k, *rows.k.stride()[:2], rows.heads, width, GROUP=q.shape[1] // rows.heads, COLUMNS=columns, **rows.sizes(),

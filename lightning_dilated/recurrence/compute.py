@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_dilated._device import send
 from lightning_dilated.recurrence.chunks import (
     SegmentChunks,
     Transition,
@@ -132,7 +133,7 @@ class Computation:
         local = (self.tables.queries < len(self.inputs.q) * self.inputs.q.shape[1])[:, None, :, None]
         keys = chunks.keys * local  # without the halo: other ranks count it
         sums = torch.cat([keys.mT @ chunks.values, keys.sum(-2)[..., None]], -1)
-        documents = self.tables.documents.to(sums.device)
+        documents = send(self.tables.documents, sums.device)
         every = sums.new_zeros(len(self.call.documents), *sums.shape[1:]).index_add(0, documents, sums)
         if self.scan is not None:
             every = sequence_sum(self._anchored(every), self.scan.group)

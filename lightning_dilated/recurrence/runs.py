@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dilated._device import send
+
 #: tokens of a chunk where the kind does not fix them
 CHUNK = 64
 
@@ -138,13 +140,13 @@ class Tables:
 
     def to(self, device: torch.device) -> Tables:
         """The same tables on a device."""
-        values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        values = {name: send(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         return Tables(**values)
 
     def states_to(self, device: torch.device) -> Tables:
         """The same tables with those of states on a device, and those of rows and chunks where they are."""
         names = ("begins", "outgoing", "continued", "finals")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: send(getattr(self, name), device) for name in names})
 
     @property
     def documents(self) -> Tensor:

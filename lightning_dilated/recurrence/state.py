@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dilated._device import send
+
 
 @dataclass(frozen=True)
 class RecurrentState:
@@ -62,7 +64,7 @@ class RecurrentState:
         flags = torch.tensor(replaced)
         if not flags.any():
             return self
-        at = flags.to(self.matrix.device)
+        at = send(flags, self.matrix.device)
         pairs = zip(self.floating(), other.floating(), strict=True)
         chosen = [torch.where(at.view(-1, *[1] * (x.ndim - 1)), y, x) for x, y in pairs]
         return replace(self.with_tensors(chosen), tokens=torch.where(flags, other.tokens, self.tokens))
@@ -70,7 +72,7 @@ class RecurrentState:
     def select(self, samples: Sequence[int] | Tensor) -> RecurrentState:
         """The samples of these numbers, in their order, with tensors of their own."""
         index = torch.as_tensor(samples, dtype=torch.int64)
-        at = index.to(self.matrix.device)
+        at = send(index, self.matrix.device)
         return replace(self._each(lambda x: x.index_select(0, at)), tokens=self.tokens.index_select(0, index.cpu()))
 
     @classmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated import kernels
+from lightning_dilated._device import send
 from lightning_dilated.recurrence.runs import CHUNK, Call, tables
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST = 128
 #: bytes that a window of a long call may hold in its backward. Each window computes the states before its groups of chunks
 #: once more, which takes a tenth of the time of windows half as long
-WINDOW_MEMORY = 4 << 30
+WINDOW_MEMORY = 5 << 30
 #: chunks of the longest run from which runs are passed in groups of about the square root of them
 GROUPED_FROM = 32
 #: runs times kv heads that keep a GPU busy by themselves: they are passed chunk by chunk
@@ -64,7 +65,7 @@ class Layout(NamedTuple):
         """The same on a device, by one copy."""
         from lightning_dilated.kernels.gated_delta import Chunks
 
-        rows, runs, groups, members = self.table.to(device).split(self.sizes)
+        rows, runs, groups, members = send(self.table, device).split(self.sizes)
         return Chunks(rows, runs, *((groups, members) if self.sizes[2] else (None, None)))
 
 
@@ -131,11 +132,12 @@ def held_bytes(
     dim, values = dims
     if dtype not in DTYPES or max(dims) > LARGEST:
         return None
-    state, row = 4 * dim * values / CHUNK, 4 * values
+    stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number of `Rows.stored`
+    state, row = stored * dim * values / CHUNK, stored * values
     held = state + row + CHUNK * max(2, dtype.itemsize) + 8 + 8  # with gates in fp32
     held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
     if backward:
-        held += max(2 * state + 2 * row, state + row + 4 * dim + 4)
+        held += max(2 * state + 2 * row, state + row + stored * dim + 4)
         held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
     chunks = -(-tokens // CHUNK)
     groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)

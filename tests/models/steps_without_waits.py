@@ -1,6 +1,6 @@
 """A fit during which torch refuses waits of the host for the GPU, all but those of `torch.cuda.synchronize`, of events and
 of pinning more memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`,
-with a chunk's tokens to stream the sequence."""
+with a chunk's tokens to stream the sequence. MODEL is a class, or one of its `MODELS` after a plus."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ WARM, STEPS = 3, 8
 SIZES = {"dim": 64, "depth": 2, "num_heads": 4}
 MODELS = {
     "LongNetLM": {"vocab_size": 2048, "compile_blocks": True},  # and so the loss
+    "LongNetLM+recurrence": {"vocab_size": 2048, "compile_blocks": True, "recurrence": {"kind": "gated_delta"}},
     "LongNetMLM": {"vocab_size": 60, "mask_span": 3},
     "LongNetClassifier": {"vocab_size": 256, "num_classes": 4},
 }
@@ -33,7 +34,7 @@ class Text(Dataset):
             "LongNetMLM": {"index": index},
             "LongNetClassifier": {"label": index % 4},
         }
-        return {"tokens": text[:-1] % MODELS[NAME].get("vocab_size", 256), **named[NAME]}
+        return {"tokens": text[:-1] % MODELS[NAME].get("vocab_size", 256), **named[CLASS]}
 
 
 class Refuse(pl.Callback):
@@ -46,14 +47,14 @@ class Refuse(pl.Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-NAME, CHUNK = sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
+CLASS, NAME, CHUNK = sys.argv[2].partition("+")[0], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
 
 
 def main() -> None:
     strategy = getattr(ld, sys.argv[1])(exchange="gather", layout="chunked" if CHUNK else "contiguous")
     streams = [ld.callbacks.ActivationRecompute(stream=CHUNK)] if CHUNK else []
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    model = getattr(ld, NAME)(ld.DilatedPattern.geometric(256, 2048), **SIZES, **MODELS[NAME])
+    model = getattr(ld, CLASS)(ld.DilatedPattern.geometric(256, 2048), **SIZES, **MODELS[NAME])
     trainer = pl.Trainer(
         accelerator="gpu", devices=ranks, strategy=strategy, precision="bf16-mixed", max_steps=STEPS, logger=False,
         enable_checkpointing=False, enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Refuse(), *streams],

@@ -92,6 +92,8 @@ def test_many_under_way():
     [
         ("RingDilatedStrategy", "LongNetLM", 5),
         ("RingDilatedStrategy", "LongNetLM 600", 5),
+        ("RingDilatedStrategy", "LongNetLM+recurrence", 5),
+        ("RingDilatedStrategy", "LongNetLM+recurrence 600", 5),
         ("RingDilatedFSDPStrategy", "LongNetLM", 5),
         ("RingDilatedStrategy", "LongNetMLM", 3.5),
         ("RingDilatedStrategy", "LongNetClassifier", 0.5),
