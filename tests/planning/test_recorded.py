@@ -68,6 +68,7 @@ SECONDS = {
     "narrow stream of 16M": ("H100", None, SMALL, MemorySettings(KEPT, stream=STREAM), 16 * STREAM, 11.0),
     "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
     "narrow stream of 64M": ("H100", None, SMALL, MemorySettings(KEPT, stream=STREAM), 64 * STREAM, 43.8),
+    "narrow stream of a billion": ("H100", None, SMALL, MemorySettings(KEPT, stream=STREAM), 10**9, 633.8),
 }
 
 
