@@ -220,7 +220,7 @@ def test_tiles_take_the_time_of_what_they_run():
     seconds = lambda *x: case.time(MemorySettings(*x), 1 << 17).step.compute["rest"]  # noqa: E731
     whole, tiles = seconds("none"), seconds("none", 1, 0, 8192)
     assert seconds("none", 1, 0, 1 << 17) == whole
-    assert 0.8 / 3 * 0.9 < tiles / whole - 1 < 0.8 / 3
+    assert 0.2 < tiles / whole - 1 < 0.8 / 3  # other kernels wait for memory, of which tiles move less
     again, in_tiles = seconds("block") - whole, seconds("block", 1, 0, 8192) - tiles
     assert 1.1 < in_tiles / again < 1 / (1 - 0.8 / 3)
 
