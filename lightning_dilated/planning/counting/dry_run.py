@@ -288,9 +288,10 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def _tiles_apart(tape: Tape) -> Iterator[None]:
-    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second."""
+    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second; a
+    tape of `every_tile` sees all of them but those of the loss."""
     with contextlib.ExitStack() as stack:
-        for module in (token_chunks, chunked_loss):
+        for module in (chunked_loss,) if tape.every_tile else (token_chunks, chunked_loss):
             stack.enter_context(compat.replaced(module, "cuts", _few))
         for module, name in LOOPS:
             stack.enter_context(compat.replaced(module, name, tape.around(getattr(module, name))))
@@ -336,6 +337,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 # recurrences are left out.
 #: tokens of the steps whose work is counted; what does not grow with them, casts of weights, is a hundredth there
 TOKENS = 1 << 16
+#: the most tiles of such a step
+TILES = 16
 #: products of fewer FLOPs a byte wait for memory, those of an adapter's rank among them: 700 TFLOP/s of 2.9 to 4.1 TB/s
 RIDGE = 200
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -361,33 +364,45 @@ class BlockWork:
     again: Work
 
     @classmethod
-    def of(cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str) -> BlockWork:
+    def of(
+        cls,
+        make: Callable[[int], DilatedModule],
+        batch: Callable[[int], Any],
+        precision: str,
+        tile: int | None = None,
+    ) -> BlockWork:
         """Of a model's blocks, run with everything saved and with blocks recomputed.
 
         Args:
             make: the model of a given depth, not yet built.
             batch: its batch of so many tokens, made under fake tensors.
             precision: the Trainer's.
+            tile: tokens of a tile of the feed-forwards, whose backward computes each tile again; None: all at once.
         """
-        kept, recomputed = WorkTape(), WorkTape()
+        tokens = TOKENS if tile is None else min(max(TOKENS, 2 * tile), TILES * tile)
+        kept, recomputed = WorkTape(tokens), WorkTape(tokens)
         for tape, policy in ((kept, "none"), (recomputed, "block")):
             # of two blocks: the first one's backward may be less, where nothing before it is trained
-            step(partial(make, 2), partial(batch, TOKENS), precision, MemorySettings(policy), tape=tape)
+            settings = MemorySettings(policy, tile=tile)
+            step(partial(make, 2), partial(batch, tokens), precision, settings, tape=tape)
         backward, both = kept.work(("backward", 1)), recomputed.work(("backward", 1))
         return cls(kept.work(("forward", 1)), backward, Work(both.flops - backward.flops, both.moved - backward.moved))
 
 
 class WorkTape(Tape):
-    """Adds up the work of each part of a step."""
+    """Adds up the work of each part of a step of so many tokens, but of the loss."""
 
-    def __init__(self) -> None:
+    every_tile = True
+
+    def __init__(self, tokens: int = TOKENS) -> None:
         super().__init__()
+        self._tokens = tokens
         self._flops: Counter[tuple] = Counter()
         self._moved: Counter[tuple] = Counter()
 
     def work(self, part: tuple) -> Work:
         """Of a part, a token."""
-        return Work(self._flops[part] / TOKENS, self._moved[part] / TOKENS)
+        return Work(self._flops[part] / self._tokens, self._moved[part] / self._tokens)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
         if _is_kernel(func):
