@@ -24,7 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.memory_tracker import Tape
+from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.op import RECURRENCE
 
 #: operators that Inductor does not generate, in addition to all custom ones
@@ -253,12 +255,19 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
+def of_layer(block: TransformerBlock) -> tuple[DilatedPattern, Recurrence | None]:
+    """What blocks of a stack differ in beside their weights."""
+    layer = block.attention
+    return layer.attention.pattern, None if layer.recurrence is None else layer.recurrence.description
+
+
 #: how many of a piece's first arguments need a gradient, if more than one
 LEADING = {"join": 2}
 
 
 class Pieces:
-    """The compiled parts of a block, put in its place; blocks of one pattern and stack share their graphs.
+    """The compiled parts of a block, put in its place; blocks of one pattern, recurrence and stack share their
+    graphs.
 
     Until `trace` is called the pieces run uncompiled and record their arguments.
     """
@@ -315,9 +324,9 @@ class Pieces:
 
     def _graph(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
-        attends = name in ("whole", "attend", "attend_kept")
-        pattern = self.block.attention.attention.pattern if attends else None
-        key = self.stack, name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
+        pattern, recurrence = of_layer(self.block)
+        pattern = pattern if name in ("whole", "attend", "attend_kept") else None
+        key = self.stack, name, self.policies[name], pattern, recurrence, shapes, torch.is_grad_enabled()
         if key not in self.graphs.compiled:
             self.graphs.compiled[key] = self._compiled(name, flat, spec)
         return self.graphs.compiled[key]

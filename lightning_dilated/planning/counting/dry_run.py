@@ -29,7 +29,7 @@ from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longvit import image_patches
-from lightning_dilated.planning.counting.compiled import Graphs, Pieces
+from lightning_dilated.planning.counting.compiled import Graphs, Pieces, of_layer
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.planning.counting.workspace import NAMES
 from lightning_dilated.sequence import group
@@ -252,10 +252,10 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     """Put compiled pieces into the blocks, made for this batch."""
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
-    patterns = {block.attention.attention.pattern for block, _ in named}
+    layers = frozenset(of_layer(block) for block, _ in named)
     positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
     shapes = tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
-    key = model.transformer.memory, frozenset(patterns), positions, shapes
+    key = model.transformer.memory, layers, positions, shapes
     if key not in graphs.ready:
         with context, torch.no_grad():
             model.token_mean(data)

@@ -5,11 +5,10 @@ Shape letters: E embedding dim, V vocabulary, L tokens of a rank, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,12 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.pattern.rows import shortest_cycle
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.recurrence.description import plain_recurrences
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import without_starts
 
 
 def subject_of(
@@ -63,12 +63,10 @@ def subject_of(
     decoder = None
     for name, stack in others:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
-    bases = getattr(model, "rotary_bases", None) or (None,)
-    share = Fraction(bases.count(None), len(bases))
-    bare = partial(_copy, model, positions=False) if 0 < share < 1 else None
+    kinds, layers = _kinds(model)
     return Subject(
-        partial(_copy, model), partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
-        call(main[1]), decoder, bare, share, by_operator,
+        model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
+        call(main[1]), tuple(partial(kind.copy, model) for kind in kinds), layers, decoder, by_operator,
     )  # fmt: skip
 
 
@@ -93,12 +91,6 @@ def _checked(model: DilatedModule) -> DilatedModule:
     if not isinstance(depth, int):
         raise ValueError(
             f"{name} has no depth, the number of blocks that its build() makes: memory is counted for several."
-        )
-    recurrences = getattr(model, "recurrences", ())
-    if len(set(recurrences)) > 1:
-        raise ValueError(
-            "plan counts a recurrence that all layers have alike, and this model's layers differ: "
-            f"recurrence={plain_recurrences(recurrences)!r}. Plan it with one in all layers, which takes more."
         )
     built = blank(model.planning_copy, depth)
     by_name = stacks(built)
@@ -126,14 +118,42 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
     )  # fmt: skip
 
 
-def _copy(model: DilatedModule, depth: int, positions: bool = True) -> DilatedModule:
-    """The model with another number of layers, of one kind where some of the model's have positions and others none."""
-    shallow = model.planning_copy(depth)
-    bases = getattr(model, "rotary_bases", None) or (None,)
-    if 0 < bases.count(None) < len(bases):
-        usual = next(base for base in bases if base is not None) if positions else None
-        shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
-    return shallow
+class _Kind(NamedTuple):
+    """What layers of a model save differently by.
+
+    Attributes:
+        positions: whether it has any, in a model of which some layers do; None of others.
+        recurrence: the layer's.
+    """
+
+    positions: bool | None
+    recurrence: Recurrence | None
+
+    def copy(self, model: DilatedModule, depth: int) -> DilatedModule:
+        """The model with another number of layers, all of this kind."""
+        shallow = model.planning_copy(depth)
+        if self.positions is not None:
+            usual = next(base for base in _bases(model) if base is not None) if self.positions else None
+            shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
+        if getattr(model, "recurrences", ()):
+            shallow.recurrences = (self.recurrence,) * depth
+        return shallow
+
+
+def _kinds(model: DilatedModule) -> tuple[list[_Kind], tuple[int, ...]]:
+    """The kinds of a model's layers, and the number of that of layers 0, 1, ..., which repeats."""
+    bases = _bases(model)
+    differ = 0 < bases.count(None) < len(bases)
+    positions = [base is not None if differ else None for base in in_turns(bases, model.depth)]
+    recurrences = in_turns(without_starts(getattr(model, "recurrences", ()) or (None,)), model.depth)
+    layers = shortest_cycle([_Kind(*of) for of in zip(positions, recurrences, strict=True)])
+    kinds = list(dict.fromkeys(layers))
+    return kinds, tuple(kinds.index(kind) for kind in layers)
+
+
+def _bases(model: DilatedModule) -> Sequence[Any]:
+    """The rotary base of each layer, None for one without positions."""
+    return getattr(model, "rotary_bases", None) or (None,)
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
