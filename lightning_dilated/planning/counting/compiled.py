@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,6 +154,7 @@ class Kernels:
     def _operator(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         if node.target.namespace in ("aten", "prims"):
             values[node] = _empty(node)
+            self.graphs.tape.launched(node.target, _tensors(node.all_input_nodes), _tensors([node]))
             return
         known: dict[fx.Node, Any] = {}
         with self.graphs.tape.paused():
@@ -170,6 +171,8 @@ class Kernels:
             if over is not None:
                 del values[over]
             values[node] = _empty(node)
+        read = set().union(*(self.reads[node] for node in step)).difference(step)
+        self.graphs.tape.launched(None, _tensors(read), _tensors(step))
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any], known: dict[fx.Node, Any]) -> Any:
         """A value in memory, or a view of one."""
@@ -200,6 +203,11 @@ class Kernels:
 def _empty(node: fx.Node) -> Tensor:
     like = node.meta["val"]
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
+    """What nodes stand for."""
+    return [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
 
 
 def _maker(node: fx.Node) -> fx.Node:

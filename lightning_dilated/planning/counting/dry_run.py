@@ -14,7 +14,7 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -331,9 +331,9 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# -- work of blocks that are not compiled, operator by operator --------------------------------------------------------
-# Each operator is a kernel that reads its tensors and writes its results once; views are none. Calls of attention and of
-# recurrences are left out.
+# -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
+# A kernel reads its tensors and writes its results once; views are none. Without compilation each operator is one. Calls of
+# attention and of recurrences are left out.
 #: tokens of the steps whose work is counted; what does not grow with them, casts of weights, is a hundredth there
 TOKENS = 1 << 16
 #: products of fewer FLOPs a byte wait for memory, those of an adapter's rank among them: 700 TFLOP/s of 2.9 to 4.1 TB/s
@@ -351,6 +351,10 @@ class Work(NamedTuple):
         """At so many FLOP/s and bytes/s."""
         return self.flops / flops + self.moved / bandwidth
 
+    def beyond(self, other: Work) -> Work:
+        """What it has more."""
+        return Work(self.flops - other.flops, self.moved - other.moved)
+
 
 @dataclass(frozen=True)
 class BlockWork:
@@ -361,20 +365,29 @@ class BlockWork:
     again: Work
 
     @classmethod
-    def of(cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str) -> BlockWork:
+    def of(
+        cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str, compiled: bool = False
+    ) -> BlockWork:
         """Of a model's blocks, run with everything saved and with blocks recomputed.
 
         Args:
             make: the model of a given depth, not yet built.
             batch: its batch of so many tokens, made under fake tensors.
             precision: the Trainer's.
+            compiled: whether the blocks are.
         """
         kept, recomputed = WorkTape(), WorkTape()
         for tape, policy in ((kept, "none"), (recomputed, "block")):
             # of two blocks: the first one's backward may be less, where nothing before it is trained
-            step(partial(make, 2), partial(batch, TOKENS), precision, MemorySettings(policy), tape=tape)
+            graphs = Graphs(tape) if compiled else None
+            step(partial(make, 2), partial(batch, TOKENS), precision, MemorySettings(policy), graphs, tape)
         backward, both = kept.work(("backward", 1)), recomputed.work(("backward", 1))
-        return cls(kept.work(("forward", 1)), backward, Work(both.flops - backward.flops, both.moved - backward.moved))
+        return cls(kept.work(("forward", 1)), backward, both.beyond(backward))
+
+    def beyond(self, other: BlockWork) -> BlockWork:
+        """What it has more."""
+        passes = zip(astuple(self), astuple(other), strict=True)
+        return BlockWork(*(Work(*one).beyond(Work(*two)) for one, two in passes))
 
 
 class WorkTape(Tape):
@@ -391,13 +404,16 @@ class WorkTape(Tape):
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
         if _is_kernel(func):
-            moved = sum(x.nbytes for x in (*inputs, *results))
-            flops = _flops(func, inputs)
-            if flops > RIDGE * moved:
-                self._flops[self.part] += flops
-            else:
-                self._moved[self.part] += moved
+            self.launched(func, inputs, results)
         return super()._after(func, inputs, results)
+
+    def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        moved = sum(x.nbytes for x in (*inputs, *results))
+        flops = 0 if func is None else _flops(func, inputs)
+        if flops > RIDGE * moved:
+            self._flops[self.part] += flops
+        else:
+            self._moved[self.part] += moved
 
 
 def _is_kernel(func: Any) -> bool:

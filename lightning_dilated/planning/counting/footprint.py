@@ -171,6 +171,8 @@ class Footprint:
                 if starts[0] == 0:
                     yield Place(moment, 0, moment.part)
                 continue
+            if moment.phase == "behind" and starts[-1] + self.subject.period < depth:
+                continue  # after the last block comes the head
             yield self._place(moment, starts[-1], depth)
             later = [at for at in starts if at > 0]
             if moment.phase == "backward" and (gradients or starts[0] > 0) and len(later) > 1:
@@ -210,7 +212,9 @@ class Footprint:
     def held_at(self, place: Place, depth: int, tokens: int) -> int:
         """Bytes without parameters and gradients."""
         moment = place.moment
-        outside = [self.held(head, 0, tokens) for head in self._heads]  # rotary tables, if any layer of the kind has them
+        outside = [
+            self.held(head, 0, tokens) for head in self._heads
+        ]  # rotary tables, if any layer of the kind has them
         more = max(outside) - outside[moment.kind]
         return self.held(moment, self._alike(place, depth), tokens) + self._further(place, depth, tokens) + more
 
@@ -244,14 +248,16 @@ class Footprint:
 
     def static_at(self, place: Place, depth: int) -> int:
         """Bytes of parameters and gradients when the moment began."""
-        moment, period = place.moment, self.subject.period
-        blocks, trained, kinds = self.block_parameters, self.block_gradients, self.kinds(depth)
+        moment, kinds = place.moment, self.kinds(depth)
+        blocks, trained = self.block_parameters, self.block_gradients
         total = self.static(moment, depth) + sum(blocks[kind] - blocks[moment.kind] for kind in kinds)
-        begins = place.start + period if place.start is not None and moment.phase == "backward" else 0
-        if moment.end == ENDS[1] and moment.phase == "backward":
-            return total + sum(trained[kind] for kind in kinds[begins:])
-        gradients = self._slope(moment) - blocks[moment.kind]  # of a block, where the moment holds any
-        return total + (sum(trained[kind] - gradients for kind in kinds[begins:]) if gradients else 0)
+        if place.start is None or moment.phase != "backward":
+            gradients = self._slope(moment) - blocks[moment.kind]  # of a block, where the moment holds any
+            return total + (sum(trained[kind] - gradients for kind in kinds) if gradients else 0)
+        # those of later layers; of one kind of layer they are counted for all, or for the last group, already
+        later = (depth if moment.end == ENDS[0] else self.subject.period) - 1 - moment.part[2]
+        further = kinds[place.start + moment.part[2] + 1 :]
+        return total + sum(trained[kind] for kind in further) - later * trained[moment.kind]
 
     def _slope(self, moment: Moment) -> int:
         """Bytes of parameters and gradients of a block."""

@@ -23,8 +23,10 @@ from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.planning.simulating.machine import measured_rules
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import without_starts
+from lightning_dilated.recurrence.triton_chunks import LARGEST
 
 
 def subject_of(
@@ -142,8 +144,7 @@ class _Kind(NamedTuple):
 
 def _kinds(model: DilatedModule) -> tuple[list[_Kind], tuple[int, ...]]:
     """The kinds of a model's layers, and the number of that of layers 0, 1, ..., which repeats."""
-    bases = _bases(model)
-    differ = 0 < bases.count(None) < len(bases)
+    bases, differ = _bases(model), _some_have_positions(model)
     positions = [base is not None if differ else None for base in in_turns(bases, model.depth)]
     recurrences = in_turns(without_starts(getattr(model, "recurrences", ()) or (None,)), model.depth)
     layers = shortest_cycle([_Kind(*of) for of in zip(positions, recurrences, strict=True)])
@@ -154,6 +155,11 @@ def _kinds(model: DilatedModule) -> tuple[list[_Kind], tuple[int, ...]]:
 def _bases(model: DilatedModule) -> Sequence[Any]:
     """The rotary base of each layer, None for one without positions."""
     return getattr(model, "rotary_bases", None) or (None,)
+
+
+def _some_have_positions(model: DilatedModule) -> bool:
+    """Whether some layers have, and others have none."""
+    return 0 < _bases(model).count(None) < len(_bases(model))
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
@@ -205,12 +211,58 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class RecurrentLayer:
+    """What a layer's recurrence adds to its block.
+
+    Attributes:
+        description: of it.
+        flops: of its rule, forward, a token.
+        head_dim, element_size: D, and bytes of an element of its rows.
+        work: of its convolution, gates and norms.
+    """
+
+    description: Recurrence
+    flops: int
+    head_dim: int
+    element_size: int
+    work: BlockWork
+
+    @property
+    def unmeasured(self) -> str | None:
+        """Why the time of its rule is not known; None where it is."""
+        kinds = measured_rules().rules
+        if self.description.kind not in kinds:
+            return f"only {' and '.join(kinds)} was measured on a GPU"
+        if self.head_dim > LARGEST:
+            return f"no kernel serves heads of more than {LARGEST}"
+        return None if self.element_size == 2 else "only rows of 16 bits were measured"
+
+    @classmethod
+    def of_layers(cls, model: DilatedModule, subject: Subject) -> tuple[RecurrentLayer | None, ...]:
+        """Of layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
+        layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
+        if not any(layers):
+            return ()
+        positions, call = True if _some_have_positions(model) else None, subject.call
+        count = lambda x: BlockWork.of(  # noqa: E731
+            partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, compiled=True
+        )
+        plain, sizes = count(None), (call.heads, call.kv_heads, call.head_dim)
+        known: dict[Recurrence | None, RecurrentLayer | None] = {
+            x: cls(x, x.flops(*sizes), call.head_dim, call.dtype.itemsize, count(x).beyond(plain))
+            for x in dict.fromkeys(layers)
+            if x is not None
+        }
+        return tuple(known.get(x) for x in layers)
+
+
+@dataclass(frozen=True)
 class Facts:
     """The numbers of a model that its time is computed from.
 
     Attributes:
         dim, depth, hidden, vocab: E, blocks, features of the feed-forward, and V: the model's `token_features`.
-        block_parameters, edge_parameters: parameters of a block, and outside of all blocks.
+        block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         call: of the op.
         precision: the Trainer's.
@@ -220,6 +272,7 @@ class Facts:
         tiles: whether feed-forwards can run in tiles.
         decoder: of a second stack of blocks, if the model has one.
         work: of a block whose kernels are those of its operators; None of others.
+        recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
     """
 
     dim: int
@@ -238,6 +291,7 @@ class Facts:
     tiles: bool = True
     decoder: Facts | None = None
     work: BlockWork | None = None
+    recurrences: tuple[RecurrentLayer | None, ...] = ()
 
     @property
     def stacks(self) -> list[Facts]:
@@ -258,11 +312,13 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model; one layer of the first stack is made, without memory, and two where its operators are counted."""
-        built = blank(subject.make)
-        by_name, features = stacks(built), built.token_features()
+        """Of a model, which is made without memory; where its operators are counted, also one of two layers."""
+        built, alone = blank(subject.make, model.depth), blank(partial(_Kind(None, None).copy, model))
+        by_name, features = stacks(alone), built.token_features()
+        depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}
         outside = [
-            _parameters(built, trained) - sum(_parameters(stack.blocks, trained) for stack in by_name.values())
+            _parameters(built, trained)
+            - sum(depths[name] * _parameters(stack.blocks[0], trained) for name, stack in by_name.items())
             for trained in (False, True)
         ]
         decoder = None
@@ -271,7 +327,10 @@ class Facts:
             decoder = cls._of_stack(by_name[x.name], x.depth, features[1], [0, 0], subject, x.call)
         main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
         work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
-        main = replace(main, logits=built.reads_logits(), decoder=decoder, work=work)
+        main = replace(
+            main, logits=built.reads_logits(), decoder=decoder, work=work,
+            recurrences=RecurrentLayer.of_layers(model, subject),
+        )  # fmt: skip
         sizes = by_name[MAIN].sizes()
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
 
