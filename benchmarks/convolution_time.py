@@ -69,9 +69,8 @@ def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
     bytes_of = lambda tensors: 1e3 * tensors * 2 * a.tokens * channels / BANDWIDTH  # noqa: E731
     begin = f"| {a.tokens:,} | {channels:,} |"
     yield f"{begin} memory traffic | {bytes_of(2):.2f} | {bytes_of(3):.2f} |"
-    with mock.patch.object(convolution, "ON_GPU", True):
-        times = measured(run, parts, module.weight)
-        yield f"{begin} kernels | {times[0]:.2f} | {times[1]:.2f} |"
+    times = measured(run, parts, module.weight)
+    yield f"{begin} kernels | {times[0]:.2f} | {times[1]:.2f} |"
     with mock.patch.object(convolution, "serves", lambda *_: False):
         times = measured(torch.compile(run), parts, module.weight)
         yield f"{begin} torch.compile | {times[0]:.2f} | {times[1]:.2f} |"
@@ -111,9 +110,8 @@ def main() -> None:
     p.add_argument("--centred", action="store_true", help="neighbours on both sides")
     p.add_argument("--tiles", action="store_true", help="time sizes of tiles")
     a = p.parse_args()
-    with mock.patch.object(convolution, "ON_GPU", True):
-        if (reason := convolution.why_not(CUDA, torch.bfloat16, a.taps)) is not None:
-            p.error(f"the kernel {reason}")
+    if (reason := convolution.why_not(CUDA, torch.bfloat16, a.taps)) is not None:
+        p.error(f"the kernel {reason}")
     heads = ("tile", "ms") if a.tiles else ("way", "forward ms", "backward ms")
     print(f"| tokens | channels | {' | '.join(heads)} |\n|{' --- |' * (2 + len(heads))}")
     for channels in a.channels:

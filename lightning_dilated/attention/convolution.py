@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lightning_dilated.kernels.convolution import Neighbours
 
 NAME = "lightning_dilated::short_convolution"
-#: whether GPUs take the kernels; tests/attention/test_convolution_gpu.py has to pass on one first
-ON_GPU = False
 #: what the kernels take: dtypes, and the most taps, which are unrolled
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
 #: tokens over which a program of their backward sums the gradient of the weight, a power of two
@@ -45,8 +43,6 @@ def unsupported(dtype: torch.dtype, taps: int) -> str | None:
 
 def why_not(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
     """None where the kernels serve rows of a dtype on a device, else the reason."""
-    if device.type == "cuda" and not ON_GPU:
-        return "is not taken on a GPU before it was compared with torch's operations on one"
     return unsupported(dtype, taps) or kernels.why_not(device)
 
 

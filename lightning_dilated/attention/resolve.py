@@ -40,6 +40,9 @@ from lightning_dilated.sequence.head_size import in_groups, plan_in_groups
 from lightning_dilated.sequence.planner import Plan, plan
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
 
+#: the lengths of sequences that are cut to one length are multiples of it
+WHOLE = 64
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -219,8 +222,12 @@ def _engine(spec: CallSpec, request: Request, blocks: tuple, parts: Sequence[Spa
 
 
 def _of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
-    """Whether documents of a sequence of N tokens may have other lengths in the next call."""
-    return any(document.length != seq_len for document in documents)
+    """Whether documents of a sequence of N tokens may have other lengths in the next call.
+
+    So do sequences whose length is no multiple of `WHOLE`, such as slides with as many tokens as tissue: who cuts sequences
+    to one length takes a rounder one.
+    """
+    return bool(seq_len % WHOLE) or any(document.length != seq_len for document in documents)
 
 
 # -- one sequence chunk by chunk ---------------------------------------------------------------------------------------

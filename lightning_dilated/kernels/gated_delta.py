@@ -176,6 +176,16 @@ def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b in fp32; factors of one dtype are taken as they are, which is exact where they have 16 bits."""
+    if a.dtype == b.dtype:
+        result = tl.dot(a, b, input_precision=PRECISION)
+    else:
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    return result
+
+
+@triton.jit
 def _solve(system, beta, i, PRECISION: tl.constexpr):
     """G of a strictly lower triangular B (32, 32), from blocks of 2 rows to those of 4, 8, 16 and 32.
 
@@ -336,13 +346,13 @@ def _read(
     sums = tl.load(total + at * SLOTS + i)
     weight = fade(sums, sums, i[:, None] >= i[None, :]) * (r * b)[None, :]
     state = tl.load(before + at * DIM * width + d[:, None] * width + column[None, :], mask=(d < DIM)[:, None] & there,
-                    other=0.0).to(tl.float32)  # fmt: skip
+                    other=0.0)  # fmt: skip
     x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
     for g in range(GROUP):
         own = head * GROUP + g
         query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weight
-        value = tl.exp(sums)[:, None] * tl.dot(query.to(tl.float32), state, input_precision=PRECISION)
+        value = tl.exp(sums)[:, None] * product(query, state, PRECISION)
         value = tl.dot(scores, x, value, input_precision=PRECISION) * unit_rate(query)[:, None]
         to = out + (first + i)[:, None] * o_sr + own * o_sh + column[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=(i < count)[:, None] & there)

@@ -28,6 +28,7 @@ from lightning_dilated.kernels.gated_delta import (
     column_of,
     fade,
     pass_groups,
+    product,
     read_turned,
     unit_rate,
 )
@@ -170,14 +171,14 @@ def _queries(
             known = (column < width)[None, :]
             do = tl.load(
                 grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
-            ).to(tl.float32)  # fmt: skip
-            n = tl.load(new + column[None, :], mask=known, other=0.0).to(tl.float32)
-            pairs = tl.dot(n, tl.trans(do), input_precision=PRECISION)
+            )  # fmt: skip
+            n = tl.load(new + column[None, :], mask=known, other=0.0)
+            pairs = product(n, tl.trans(do), PRECISION)
             pairs *= fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
             read_keys = tl.dot(pairs, query, read_keys, input_precision=PRECISION)
-            state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0).to(tl.float32)
-            reading += tl.exp(sums)[:, None] * tl.dot(do, tl.trans(state), input_precision=PRECISION)
-            pairs = tl.dot(do, tl.trans(n), input_precision=PRECISION)
+            state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+            reading += tl.exp(sums)[:, None] * product(do, tl.trans(state), PRECISION)
+            pairs = product(do, tl.trans(n), PRECISION)
             pairs *= fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
             reading = tl.dot(pairs, key, reading, input_precision=PRECISION)
         along_q = rate_q * tl.sum(query * reading, 1)
@@ -221,22 +222,22 @@ def _gradients(
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + c
         known = (column < width)[None, :]
-        n = tl.load(new + column[None, :], mask=known, other=0.0).to(tl.float32)
-        x = tl.load(solved + column[None, :], mask=known, other=0.0).to(tl.float32)
-        to_beta += tl.sum(x * n, 1)
+        n = tl.load(new + column[None, :], mask=known, other=0.0)
+        x = tl.load(solved + column[None, :], mask=known, other=0.0)
+        to_beta += tl.sum(x.to(tl.float32) * n.to(tl.float32), 1)
         valued = there[:, None] & ((column >= extra) & (column < width))[None, :]
         tl.store(dv + column[None, :], (b[:, None] * x).to(dv.dtype.element_ty), mask=valued)
-        later = tl.load(after + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0).to(tl.float32)
-        ended = (tl.exp(end - sums) * b)[:, None] * tl.dot(n, tl.trans(later), input_precision=PRECISION)
+        later = tl.load(after + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+        ended = (tl.exp(end - sums) * b)[:, None] * product(n, tl.trans(later), PRECISION)
         at_end += tl.sum(r * tl.sum(key * ended, 1), 0)
         stored += ended
-        state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0).to(tl.float32)
-        at_end += tl.exp(end) * tl.sum(tl.sum(state * later, 1), 0)
-        changed -= (tl.exp(sums) * b)[:, None] * tl.dot(x, tl.trans(state), input_precision=PRECISION)
-        pairs = tl.dot(x, tl.trans(n), input_precision=PRECISION)
+        state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
+        at_end += tl.exp(end) * tl.sum(tl.sum(state.to(tl.float32) * later.to(tl.float32), 1), 0)
+        changed -= (tl.exp(sums) * b)[:, None] * product(x, tl.trans(state), PRECISION)
+        pairs = product(x, tl.trans(n), PRECISION)
         pairs *= fade(sums, sums, i[:, None] > i[None, :]) * -b[:, None] * (b * r)[None, :]
         changed = tl.dot(pairs, key, changed, input_precision=PRECISION)
-        pairs = tl.dot(n, tl.trans(x), input_precision=PRECISION)
+        pairs = product(n, tl.trans(x), PRECISION)
         pairs *= fade(-sums, -sums, i[:, None] < i[None, :]) * -b[:, None] * (b * r)[None, :]
         stored = tl.dot(pairs, key, stored, input_precision=PRECISION)
     total_grad = tl.where(i == SLOTS - 1, at_end, 0.0)

@@ -195,7 +195,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         with differentiated(tensors) as inputs:
             limits = {"lengths": rest[0], "cu_seqlens": rest[1]}
             out, _ = recur(*inputs, **settings, **limits, state=None, output=Output.UNREAD)
-            return tuple(gradients([out], inputs, [grad]))
+            return tuple(x.contiguous() for x in gradients([out], inputs, [grad]))
 
 
 def _long(

@@ -21,11 +21,6 @@ MANY = {
 }
 
 
-@pytest.fixture(autouse=True)
-def kernels_on_gpu(monkeypatch):
-    monkeypatch.setattr(convolution, "ON_GPU", True)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", [*CASES, *MANY])
 def test_equals_torch_in_float64(name, dtype):

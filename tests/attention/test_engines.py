@@ -165,15 +165,16 @@ def test_small_blocks_are_launched_at_once(flops, changing, want, monkeypatch):
     assert choose("auto", request).name == "cudnn"  # nothing was measured there
 
 
-@pytest.mark.parametrize("documents, changing", [
-    ({}, False),
-    ({"lengths": torch.tensor([40])}, False),
-    ({"lengths": torch.tensor([39])}, True),
-    ({"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)}, False),
-    ({"cu_seqlens": torch.tensor([0, 8, 40], dtype=torch.int32)}, True),
+@pytest.mark.parametrize("seq_len, documents, changing", [
+    (64, {}, False),
+    (65, {}, True),  # the tiles of a slide
+    (64, {"lengths": torch.tensor([64])}, False),
+    (64, {"lengths": torch.tensor([39])}, True),
+    (64, {"cu_seqlens": torch.tensor([0, 64], dtype=torch.int32)}, False),
+    (64, {"cu_seqlens": torch.tensor([0, 8, 64], dtype=torch.int32)}, True),
 ])  # fmt: skip
-def test_documents_of_any_length_change_the_shapes_of_blocks(documents, changing, monkeypatch):
-    requests, x = [], torch.randn(1, 40, 2, 8)
+def test_any_length_changes_the_shapes_of_blocks(seq_len, documents, changing, monkeypatch):
+    requests, x = [], torch.randn(1, seq_len, 2, 8)
     resolve.forget()
     monkeypatch.setattr(resolve, "choose", lambda name, request: requests.append(request) or choose(name, request))
     dilated_attention(x, x, x, PATTERN, causal=True, **documents)

@@ -272,8 +272,9 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("stored", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiles_without_a_gpu(name):
+def test_compiles_without_a_gpu(name, stored):
     """What the interpreter does not see: variables that change their type in a loop, products of wrong shapes."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -284,6 +285,7 @@ def test_compiles_without_a_gpu(name):
     kernel = getattr(gated_delta, name, None) or getattr(gated_delta_backward, name)
     kinds = {**dict.fromkeys(("rows", "items", "members"), "*i64"), "matrix": "*fp16"}
     kinds |= dict.fromkeys(("q", "k", "v", "grad", "out", "dq", "dk", "dv"), "*bf16")
+    kinds |= dict.fromkeys(("before", "new", "after", "solved", "to_new", "to_state", "to_key"), stored)
     numbers = ("heads", "width", "extra", "maps_width", "sums_width", "sums_first")
     sizes = {"SLOTS": 64, "DIM": 32, "BLOCK": 32, "COLUMNS": 32, "PRECISION": "tf32"}
     options = {n: x for n, x in {**sizes, **KERNELS[name]}.items() if n in kernel.arg_names}

@@ -46,6 +46,9 @@ class Refuse(pl.Callback):
         if trainer.global_step == STEPS - 1:
             torch.cuda.set_sync_debug_mode("default")
 
+    def on_exception(self, *unused) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
 
 CLASS, NAME, CHUNK = sys.argv[2].partition("+")[0], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
 

@@ -76,7 +76,7 @@ def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tenso
 
 
 def _convolves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
-    return convolution.ON_GPU and convolution.unsupported(dtype, taps) is None
+    return convolution.unsupported(dtype, taps) is None
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
