@@ -219,7 +219,7 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
     flops = 0 if layer.unmeasured else tokens * layer.flops * GPUS[times.gpu].flops / gpu.flops
     rule = times.of(layer.description.kind, flops) if flops else (0.0, 0.0)
     of = functools.partial(_seconds, base, base.at(tokens), slower=Slower.of(gpu))
-    return Recurring(*rule, of(layer.work.forward), of(layer.work.again), of(layer.work.backward))
+    return Recurring(*rule, of(layer.forward), of(layer.backward))
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:

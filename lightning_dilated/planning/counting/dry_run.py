@@ -14,7 +14,7 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -365,29 +365,33 @@ class BlockWork:
     again: Work
 
     @classmethod
-    def of(
-        cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str, compiled: bool = False
-    ) -> BlockWork:
-        """Of a model's blocks, run with everything saved and with blocks recomputed.
+    def of(cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str) -> BlockWork:
+        """Of a model's blocks, run with everything saved and with blocks recomputed; arguments as of `passes`."""
+        (forward, backward), (_, both) = (passes(make, batch, precision, policy) for policy in ("none", "block"))
+        return cls(forward, backward, both.beyond(backward))
 
-        Args:
-            make: the model of a given depth, not yet built.
-            batch: its batch of so many tokens, made under fake tensors.
-            precision: the Trainer's.
-            compiled: whether the blocks are.
-        """
-        kept, recomputed = WorkTape(), WorkTape()
-        for tape, policy in ((kept, "none"), (recomputed, "block")):
-            # of two blocks: the first one's backward may be less, where nothing before it is trained
-            graphs = Graphs(tape) if compiled else None
-            step(partial(make, 2), partial(batch, TOKENS), precision, MemorySettings(policy), graphs, tape)
-        backward, both = kept.work(("backward", 1)), recomputed.work(("backward", 1))
-        return cls(kept.work(("forward", 1)), backward, both.beyond(backward))
 
-    def beyond(self, other: BlockWork) -> BlockWork:
-        """What it has more."""
-        passes = zip(astuple(self), astuple(other), strict=True)
-        return BlockWork(*(Work(*one).beyond(Work(*two)) for one, two in passes))
+def passes(
+    make: Callable[[int], DilatedModule],
+    batch: Callable[[int], Any],
+    precision: str,
+    policy: str = "none",
+    compiled: bool = False,
+) -> tuple[Work, Work]:
+    """The work of a block's forward, and of its backward with what is recomputed.
+
+    Args:
+        make: the model of a given depth, not yet built.
+        batch: its batch of so many tokens, made under fake tensors.
+        precision: the Trainer's.
+        policy: of memory settings.
+        compiled: whether the blocks are.
+    """
+    tape = WorkTape()
+    # of two blocks: the first one's backward may be less, where nothing before it is trained
+    settings, graphs = MemorySettings(policy), Graphs(tape) if compiled else None
+    step(partial(make, 2), partial(batch, TOKENS), precision, settings, graphs, tape)
+    return tape.work(("forward", 1)), tape.work(("backward", 1))
 
 
 class WorkTape(Tape):

@@ -20,7 +20,7 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
-from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, stacks
+from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.simulating.machine import measured_rules
@@ -218,14 +218,15 @@ class RecurrentLayer:
         description: of it.
         flops: of its rule, forward, a token.
         head_dim, element_size: D, and bytes of an element of its rows.
-        work: of its convolution, gates and norms.
+        forward, backward: work of its convolution, gates and norms.
     """
 
     description: Recurrence
     flops: int
     head_dim: int
     element_size: int
-    work: BlockWork
+    forward: Work
+    backward: Work
 
     @property
     def unmeasured(self) -> str | None:
@@ -244,15 +245,15 @@ class RecurrentLayer:
         if not any(layers):
             return ()
         positions, call = True if _some_have_positions(model) else None, subject.call
-        count = lambda x: BlockWork.of(  # noqa: E731
+        count = lambda x: passes(  # noqa: E731
             partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, compiled=True
         )
-        plain, sizes = count(None), (call.heads, call.kv_heads, call.head_dim)
-        known: dict[Recurrence | None, RecurrentLayer | None] = {
-            x: cls(x, x.flops(*sizes), call.head_dim, call.dtype.itemsize, count(x).beyond(plain))
-            for x in dict.fromkeys(layers)
-            if x is not None
-        }
+        plain, known = count(None), {}
+        for x in dict.fromkeys(layers):
+            if x is not None:
+                work = (more.beyond(less) for more, less in zip(count(x), plain, strict=True))
+                flops = x.flops(call.heads, call.kv_heads, call.head_dim)
+                known[x] = cls(x, flops, call.head_dim, call.dtype.itemsize, *work)
         return tuple(known.get(x) for x in layers)
 
 

@@ -46,7 +46,6 @@ class Recurring(NamedTuple):
     rule_forward: float = 0.0
     rule_backward: float = 0.0
     forward: float = 0.0
-    again: float = 0.0
     backward: float = 0.0
 
 
@@ -211,7 +210,7 @@ def _run(clock: Clock, stacks: list[_Stack], tokens: int, recompute: str, bucket
                 half(parts.rest_forward * machine.again)
                 if recompute == "block":
                     op.forward(clock, "again")
-                _recur(clock, more.again + (more.rule_forward if recompute == "block" else 0.0))
+                _recur(clock, more.forward + (more.rule_forward if recompute == "block" else 0.0))
                 half(parts.rest_forward * machine.again)
             half(parts.rest_backward)
             _recur(clock, more.rule_backward + more.backward)
