@@ -332,7 +332,7 @@ class Facts:
             main, logits=built.reads_logits(), decoder=decoder, work=work,
             recurrences=RecurrentLayer.of_layers(model, subject),
         )  # fmt: skip
-        sizes = by_name[MAIN].sizes()
+        sizes = stacks(built)[MAIN].sizes()
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
 
     @classmethod
