@@ -212,9 +212,8 @@ class Footprint:
     def held_at(self, place: Place, depth: int, tokens: int) -> int:
         """Bytes without parameters and gradients."""
         moment = place.moment
-        outside = [
-            self.held(head, 0, tokens) for head in self._heads
-        ]  # rotary tables, if any layer of the kind has them
+        # what no block saves: rotary tables, which kinds without positions lack
+        outside = [self.held(head, 0, tokens) for head in self._heads]
         more = max(outside) - outside[moment.kind]
         return self.held(moment, self._alike(place, depth), tokens) + self._further(place, depth, tokens) + more
 
