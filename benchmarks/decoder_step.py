@@ -8,7 +8,9 @@ Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a d
 segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All have
 random weights, layers computed again in the backward, AdamW (fused), a loss by tiles of tokens, and nothing compiled unless
 `--compile` is given, which the first two follow; with `--layer-tile` these compute feed-forwards by tiles of tokens.
-Milliseconds of the median step; peak memory, and both by `plan` for the first two.
+The allocator has expandable segments, without which lengths that nearly fill the GPU run out of memory in fragments, and
+leaves 1 GiB to libraries. Milliseconds of the median step; peak memory, and both by `plan` for the first two. What runs out
+of memory says what torch's allocator had in use and reserved at most.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from lightning_dilated._device import expandable_segments, leave_room
 from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.model_specs import Facts, subject_of
@@ -124,6 +128,16 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
         return [f"{type(error).__name__}: {error}"[:80], ""]
 
 
+def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> None:
+    """In the Trainer's order: the last step's gradients are freed when the forward is done, and the backward is not under
+    autocast."""
+    with autocast:
+        value = loss()
+    optimizer.zero_grad()
+    value.backward()
+    optimizer.step()
+
+
 def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list[Tensor]) -> list[str]:
     """[ms, tokens a second without the number, GiB] of a step."""
     cuda = a.device == "cuda"
@@ -131,10 +145,7 @@ def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list
     seconds = []
     for _ in range(a.warm + a.steps):
         begin = time.perf_counter()
-        with torch.autocast(a.device, torch.bfloat16, enabled=not a.lora):
-            loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(loss, optimizer, torch.autocast(a.device, torch.bfloat16, enabled=not a.lora))
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
@@ -168,16 +179,31 @@ def row(a: argparse.Namespace, way: str, tokens: int) -> str:
     with context:
         seconds, peak = measured(a, loss, [p for p in model.parameters() if p.requires_grad])
     plan = ["", ""] if way in BACKENDS else planned(a, way, tokens)
-    compiled = ", compiled" if a.compile and way not in BACKENDS else ""
-    if a.layer_tile and way not in BACKENDS:
-        compiled += f", tiles of {a.layer_tile:,}"
-    cells = [a.size + (f", adapters of rank {a.lora}" if a.lora else ""), f"{tokens:,}", way + compiled]
-    return f"| {' | '.join([*cells, f'{1e3 * seconds:.0f}', f'{tokens / seconds / 1e3:.1f}K', peak, *plan])} |"
+    cells = [*name_of(a, way, tokens), f"{1e3 * seconds:.0f}", f"{tokens / seconds / 1e3:.1f}K", peak, *plan]
+    return f"| {' | '.join(cells)} |"
+
+
+def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
+    """The cells that say what a row is of."""
+    text = way
+    if way not in BACKENDS:
+        text += ", compiled" if a.compile else ""
+        text += f", tiles of {a.layer_tile:,}" if a.layer_tile else ""
+    return [a.size + (f", adapters of rank {a.lora}" if a.lora else ""), f"{tokens:,}", text]
+
+
+def held() -> list[str]:
+    """Cells of a row without a result: why, and the GiB that torch's allocator had in use and reserved at most."""
+    used, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    return ["out of memory", "", f"{used:.1f} of {reserved:.1f}"]
 
 
 def main() -> None:
     """Print the table; what runs out of memory says so."""
     a = options()
+    expandable_segments(os.environ)
+    if a.device == "cuda":
+        leave_room(torch.device(a.device, torch.cuda.current_device()))
     print("| decoder | tokens | way | ms a step | tokens/s | GiB | planned GiB | planned ms |\n" + "| --- " * 8 + "|")
     for tokens in a.seq_len:
         for way in a.ways:
@@ -187,7 +213,8 @@ def main() -> None:
             try:
                 print(row(a, way, tokens), flush=True)
             except torch.OutOfMemoryError:
-                print(f"| {a.size} | {tokens:,} | {way} | out of memory | | | | |", flush=True)
+                plan = ["", ""] if way in BACKENDS else planned(a, way, tokens)
+                print(f"| {' | '.join([*name_of(a, way, tokens), *held(), *plan])} |", flush=True)
             gc.collect()
             torch.compiler.reset()
             if a.device == "cuda":

@@ -2,7 +2,7 @@
 
     python benchmarks/stream_step.py --tokens 67108864                       # 125M parameters, chunks of 1M
     python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 \
-        --policy block --steps 1 --warm 2097152
+        --policy attention-kept --steps 1 --warm 2097152
     python benchmarks/stream_step.py --tokens 4194304 --hybrid 12
     python benchmarks/stream_step.py --tokens 4194304 --dim 4096 --depth 32 --heads 32 --kv-heads 8 --ffn-dim 14336 \
         --policy block --tile 8192 --chunk 131072 --precision bf16-true --eightbit

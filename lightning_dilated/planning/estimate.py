@@ -27,7 +27,7 @@ from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
 from lightning_dilated.planning.counting.compiled import Graphs
-from lightning_dilated.planning.counting.dry_run import Work
+from lightning_dilated.planning.counting.dry_run import BlockWork, Work
 from lightning_dilated.planning.counting.footprint import (
     Exchanged,
     Footprint,
@@ -228,7 +228,8 @@ def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[fl
     more = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower.products
     each = more * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
-    back = facts.whole * parts.rest_backward  # a frozen projection of features has none
+    # a frozen projection has no gradient of its own, and one of features none of its input
+    back = parts.rest_backward if facts.whole else facts.logits * parts.rest_forward
     return products * parts.rest_forward + LOSS_FORWARD * each, products * back + LOSS_BACKWARD * each
 
 
@@ -236,6 +237,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     """Seconds of a step over N tokens.
 
     Args:
+        facts: of the model; its `work`, if it has any, is that of the settings' tiles.
         memory: settings.
         tokens: N, on all ranks together; a rank has N / R, rounded up.
         away: bytes of block inputs that a rank copies to its host.
@@ -294,11 +296,11 @@ def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recom
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) -> float:
-    """Seconds that tiles and head chunks recompute."""
+    """Seconds that tiles and head chunks recompute; those of tiles are in counted work."""
     rest = facts.depth * machine.at(tokens).rest_forward * machine.again
     share = lambda part: part / facts.block_parameters * rest  # noqa: E731
     total = 0.0
-    if memory.tile is not None and memory.policy == "none":
+    if memory.tile is not None and memory.policy == "none" and facts.work is None:
         total += share(facts.feed_forward)
     if memory.head_chunks > 1:
         total += share(facts.projection)
@@ -306,9 +308,10 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) 
 
 
 def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
-    """Seconds that tiles and windows of heads take to read and write all hidden states again."""
+    """Seconds that tiles and windows of heads take to read and write all hidden states again; counted work has those of
+    tiles."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
-    passes = TILES if memory.tile is not None and memory.tile < tokens else 0
+    passes = TILES if memory.tile is not None and memory.tile < tokens and facts.work is None else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
     return facts.depth * passes * tokens * facts.dim * _size(facts) / BANDWIDTH * Slower.of(gpu).memory
@@ -345,7 +348,8 @@ def _flops(facts: Facts, tokens: int) -> float:
     call = facts.call
     attended = sum(n * pairs(x.pattern, tokens, x.heads, x.kv_heads, x.causal) for x, n in call.layers(facts.depth))
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
-    linear += facts.vocab * facts.dim * 3 if facts.whole else facts.vocab * facts.dim - facts.projection
+    edge = facts.vocab * facts.dim  # frozen, only logits pass a gradient on to the blocks
+    linear += 3 * edge if facts.whole else (1 + facts.logits) * edge - facts.projection
     rules = sum(x.flops for x in in_turns(facts.recurrences or (None,), facts.depth) if x is not None)
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
@@ -378,7 +382,8 @@ class Case:
         gpu: of each rank.
         host: GiB of host memory that a rank may use, for block inputs and what `cpu_offload` keeps there; 0: no block
             inputs are offloaded, and the rest is not limited.
-        counted, graphs: caches of footprints by settings and of graphs of compiled blocks.
+        counted, works, graphs: caches of footprints by settings, of counted work by tokens of a tile, and of graphs of
+            compiled blocks.
     """
 
     subject: Subject
@@ -387,6 +392,7 @@ class Case:
     gpu: Gpu
     host: float = 0.0
     counted: dict[MemorySettings, Footprint] = field(default_factory=dict, compare=False)
+    works: dict[int, BlockWork] = field(default_factory=dict, compare=False)
     graphs: Graphs = field(default_factory=lambda: Graphs(Tape()), compare=False)
 
     def footprint(self, settings: MemorySettings) -> Footprint:
@@ -441,7 +447,17 @@ class Case:
         away = 0
         if settings.offload:
             away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
-        return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
+        return estimate(self._in_tiles(settings, tokens), settings, tokens, self.setup, self.gpu, away)
+
+    def _in_tiles(self, settings: MemorySettings, tokens: int) -> Facts:
+        """The numbers with the work of feed-forwards in tiles, where operators are counted and N tokens take several."""
+        tile = settings.tile
+        if self.facts.work is None or tile is None or tile >= -(-tokens // self.setup.ranks):
+            return self.facts
+        if tile not in self.works:
+            of = self.subject
+            self.works[tile] = BlockWork.of(of.make, of.batch, of.precision, tile)
+        return replace(self.facts, work=self.works[tile])
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
         """Every chunk forward and backward, all but the last forward once more, the pairs that cross their bounds, and what

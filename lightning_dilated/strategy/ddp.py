@@ -117,7 +117,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         """Lightning's; on GPUs with a communicator of its own for the gradients; see `parallelize`."""
-        return parallelize(self, "_setup_model", super()._setup_model, model)
+        wrapped = parallelize(self, "_setup_model", super()._setup_model, model)
+        # else DDP would send all that it is called with to the GPU, also a stream's tokens, which wait on the host
+        wrapped.device_ids = None
+        return wrapped
 
     @override
     @contextmanager

@@ -1,20 +1,25 @@
 """`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
 
 import argparse
+import os
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lightning import LightningModule, Trainer
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dilated as ld
+from lightning_dilated._device import NAMES
 from lightning_dilated.cli.find_max import Trials
 from lightning_dilated.cli.plan import run
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 from lightning_dilated.planning.advice import Question, _pickled, answer
+from lightning_dilated.planning.counting import dry_run
 from lightning_dilated.planning.counting.dry_run import BlockWork
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
@@ -124,8 +129,8 @@ def facts(planned):
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_flops_are_what_torch_counts(family, lora):
-    """But for norms."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3}
+    """But for norms; of a vocabulary whose projection takes half of them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
     real = model(family, lora, **sizes)
     real.train()
     data = example_of(real, 1024)
@@ -186,28 +191,119 @@ def test_work_of_a_layer():
     assert seconds == [True, False]
 
 
-#: ms of steps on an H100, benchmarks/results/2026-11-26_h100_decoders.md
+@pytest.mark.parametrize("tile", [None, 1024])
+@pytest.mark.parametrize("policy", ["none", "block"])
+def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
+    """Products of a step."""
+    monkeypatch.setattr(dry_run, "RIDGE", 0)
+    sizes, tokens, depth = {"hidden_size": 32, "intermediate_size": 128, "depth": 2}, 4096, 2
+    real = model(**sizes)
+    real.configure_model()
+    real.transformer.memory = MemorySettings(policy, tile=tile)
+    real.train()
+    data = example_of(real, tokens)
+    with FlopCounterMode(display=False) as counter:
+        real.token_mean(data)[0].backward()
+    ran = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).endswith("mm"))
+    of = subject_of(real, "32-true")
+    work = BlockWork.of(of.make, of.batch, of.precision, tile)
+    flops = work.forward.flops + work.backward.flops + (work.again.flops if policy == "block" else 0)
+    assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
+
+
+def test_tiles_take_the_time_of_what_they_run():
+    """In tiles a feed-forward of 0.8 of a layer's products runs forward once more, and where layers are recomputed its last
+    product, too."""
+    planned = model(hidden_size=1024, intermediate_size=4096)
+    subject = subject_of(planned, "bf16-true")
+    case = Case(subject, Facts.of(planned, subject), Setup(), H200)
+    seconds = lambda *x: case.time(MemorySettings(*x), 1 << 17).step.compute["rest"]  # noqa: E731
+    whole, tiles = seconds("none"), seconds("none", 1, 0, 8192)
+    assert seconds("none", 1, 0, 1 << 17) == whole
+    assert 0.2 < tiles / whole - 1 < 0.8 / 3  # other kernels wait for memory, of which tiles move less
+    again, in_tiles = seconds("block") - whole, seconds("block", 1, 0, 8192) - tiles
+    assert 1.1 < in_tiles / again < 1 / (1 - 0.8 / 3)
+
+
+#: ms and GiB of steps on an H100, benchmarks/results/2026-11-26_h100_decoders.md
 DECODERS = [
-    ("1.3B", None, 32768, "dense", 1943),
-    ("1.3B", None, 32768, "hybrid", 1174),
-    ("1.3B", None, 131072, "dense", 18345),
-    ("1.3B", None, 131072, "hybrid", 4756),
-    ("8B", 16, 32768, "dense", 7507),
-    ("8B", 16, 32768, "hybrid", 5453),
+    ("1.3B", None, 32768, None, "dense", 1943, 25.9),
+    ("1.3B", None, 32768, None, "hybrid", 1174, 25.9),
+    ("1.3B", None, 131072, None, "dense", 18345, 56.7),
+    ("1.3B", None, 131072, None, "hybrid", 4756, 56.7),
+    ("8B", 16, 32768, None, "dense", 7507, 35.8),
+    pytest.param("8B", 16, 32768, None, "hybrid", 5453, 35.8, marks=pytest.mark.slow),
+    pytest.param("8B", 16, 131072, 8192, "dense", 62888, 73.1, marks=pytest.mark.slow),
+    ("8B", 16, 131072, 8192, "hybrid", 27200, 73.1),
 ]
 
 
-@pytest.mark.parametrize("size, lora, tokens, way, ms", DECODERS)
-def test_measured_decoders(size, lora, tokens, way, ms):
-    """None of these steps was fitted; wanted: within 12 %."""
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/decoder_step.py, by names."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "decoder_step.py"))
+
+
+@pytest.mark.parametrize("size, lora, tokens, tile, way, ms, gib", DECODERS)
+def test_measured_decoders(script, size, lora, tokens, tile, way, ms, gib):
+    """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %. The steps measured had freed the
+    gradients of the step before when they began."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
-    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "decoder_step.py"))
-    a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=None)
+    a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)
     planned, gpu = script["ours"](a, way), GPUS["H100"]
     subject = subject_of(planned, "bf16-true" if lora else "bf16-mixed", script["settings"](a), False, gpu.capability)
     case = Case(subject, Facts.of(planned, subject), Setup(), gpu)
-    assert case.time(subject.memory, tokens).seconds * 1e3 == pytest.approx(ms, rel=0.12)
+    assert case.time(subject.memory, tokens).seconds * 1e3 == pytest.approx(ms, rel=0.10)
+    counted = case.footprint(subject.memory)
+    with_old_gradients = ("forward", "last"), ("behind", "last"), ("between",)
+    moments = tuple(m for m in counted.moments if m.part[:2] not in with_old_gradients)
+    peak = memory(replace(counted, moments=moments), case.facts.depth, tokens).peak
+    assert peak / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+class Steps(LightningModule):
+    """Notes in which order a step runs: whether there is a gradient, and whether autocast is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.notes = torch.nn.Parameter(torch.ones(2)), []
+
+    def note(self, when):
+        self.notes.append((when, self.weight.grad is not None, torch.is_autocast_enabled("cpu")))
+
+    def training_step(self, batch=None):
+        self.note("forward")
+        out = self.weight * 1
+        out.register_hook(lambda grad: self.note("backward"))
+        return out.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_the_script_runs_steps_as_the_trainer_does(script, tmp_path):
+    want, got = Steps(), Steps()
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_steps=2, precision="bf16-mixed", default_root_dir=tmp_path,
+                      enable_checkpointing=False, **options)  # fmt: skip
+    trainer.fit(want, torch.utils.data.DataLoader([0, 1]))
+    optimizer = got.configure_optimizers()
+    for _ in range(2):
+        script["train_step"](got.training_step, optimizer, torch.autocast("cpu", torch.bfloat16))
+    assert want.notes[2:] == [("forward", True, True), ("backward", False, False)]
+    assert got.notes == want.notes
+
+
+def test_the_script_has_segments_in_one_piece(script, monkeypatch, capsys):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # is put back
+        monkeypatch.delenv(name)
+    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--warm", "0", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
+    script["main"]()
+    assert os.environ[NAMES[0]] == "expandable_segments:True"
+    assert "| tiny | 64 | sdpa-flash | " in capsys.readouterr().out
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -288,9 +288,10 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def _tiles_apart(tape: Tape) -> Iterator[None]:
-    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second."""
+    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second; a
+    tape of `every_tile` sees all of them but those of the loss."""
     with contextlib.ExitStack() as stack:
-        for module in (token_chunks, chunked_loss):
+        for module in (chunked_loss,) if tape.every_tile else (token_chunks, chunked_loss):
             stack.enter_context(compat.replaced(module, "cuts", _few))
         for module, name in LOOPS:
             stack.enter_context(compat.replaced(module, name, tape.around(getattr(module, name))))
@@ -336,6 +337,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 # attention and of recurrences are left out.
 #: tokens of the steps whose work is counted; what does not grow with them, casts of weights, is a hundredth there
 TOKENS = 1 << 16
+#: the most tiles of such a step
+TILES = 16
 #: products of fewer FLOPs a byte wait for memory, those of an adapter's rank among them: 700 TFLOP/s of 2.9 to 4.1 TB/s
 RIDGE = 200
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -365,9 +368,21 @@ class BlockWork:
     again: Work
 
     @classmethod
-    def of(cls, make: Callable[[int], DilatedModule], batch: Callable[[int], Any], precision: str) -> BlockWork:
-        """Of a model's blocks, run with everything saved and with blocks recomputed; arguments as of `passes`."""
-        (forward, backward), (_, both) = (passes(make, batch, precision, policy) for policy in ("none", "block"))
+    def of(
+        cls,
+        make: Callable[[int], DilatedModule],
+        batch: Callable[[int], Any],
+        precision: str,
+        tile: int | None = None,
+    ) -> BlockWork:
+        """Of a model's blocks, run with everything saved and with blocks recomputed.
+
+        Args:
+            make, batch, precision: see `passes`.
+            tile: tokens of a tile of the feed-forwards, whose backward computes each tile again; None: all at once.
+        """
+        each = (MemorySettings(policy, tile=tile) for policy in ("none", "block"))
+        (forward, backward), (_, both) = (passes(make, batch, precision, settings) for settings in each)
         return cls(forward, backward, both.beyond(backward))
 
 
@@ -375,7 +390,7 @@ def passes(
     make: Callable[[int], DilatedModule],
     batch: Callable[[int], Any],
     precision: str,
-    policy: str = "none",
+    settings: MemorySettings,
     compiled: bool = False,
 ) -> tuple[Work, Work]:
     """The work of a block's forward, and of its backward with what is recomputed.
@@ -384,27 +399,31 @@ def passes(
         make: the model of a given depth, not yet built.
         batch: its batch of so many tokens, made under fake tensors.
         precision: the Trainer's.
-        policy: of memory settings.
         compiled: whether the blocks are.
     """
-    tape = WorkTape()
+    tile = settings.tile
+    tokens = TOKENS if tile is None else min(max(TOKENS, 2 * tile), TILES * tile)
+    tape = WorkTape(tokens)
+    graphs = Graphs(tape) if compiled else None
     # of two blocks: the first one's backward may be less, where nothing before it is trained
-    settings, graphs = MemorySettings(policy), Graphs(tape) if compiled else None
-    step(partial(make, 2), partial(batch, TOKENS), precision, settings, graphs, tape)
+    step(partial(make, 2), partial(batch, tokens), precision, settings, graphs, tape)
     return tape.work(("forward", 1)), tape.work(("backward", 1))
 
 
 class WorkTape(Tape):
-    """Adds up the work of each part of a step."""
+    """Adds up the work of each part of a step of so many tokens, but of the loss."""
 
-    def __init__(self) -> None:
+    every_tile = True
+
+    def __init__(self, tokens: int = TOKENS) -> None:
         super().__init__()
+        self._tokens = tokens
         self._flops: Counter[tuple] = Counter()
         self._moved: Counter[tuple] = Counter()
 
     def work(self, part: tuple) -> Work:
         """Of a part, a token."""
-        return Work(self._flops[part] / TOKENS, self._moved[part] / TOKENS)
+        return Work(self._flops[part] / self._tokens, self._moved[part] / self._tokens)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
         if _is_kernel(func):

@@ -274,6 +274,9 @@ class Piece:
 class Tape(Meter):
     """Counts as `Meter` does and notes `pieces`."""
 
+    #: whether a layer's tiles in the middle are run, which hold what the second one holds
+    every_tile = False
+
     def __init__(self, **options: Any) -> None:
         super().__init__(labels=self._after, **options)
         self.pieces: list[Piece] = []

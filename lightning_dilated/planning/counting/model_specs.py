@@ -246,7 +246,7 @@ class RecurrentLayer:
             return ()
         positions, call = True if _some_have_positions(model) else None, subject.call
         count = lambda x: passes(  # noqa: E731
-            partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, compiled=True
+            partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, MemorySettings(), compiled=True
         )
         plain, known = count(None), {}
         for x in dict.fromkeys(layers):
