@@ -53,7 +53,7 @@ def draw(rows: list[dict], picture: Path) -> None:
         axes.minorticks_off()
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=9, title="layers x width", title_fontsize=9, loc="center right")
+        axes.legend(fontsize=9, title="layers x width", title_fontsize=9, loc="center left")
     figure.savefig(picture, dpi=110)
 
 
