@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
 from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.recurrent_branch import RecurrentBranch
+from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
@@ -168,12 +169,13 @@ class DilatedAttention(nn.Module):
         `num_kv_heads`: K; None means H.
         """
         (q,) = autocast(q)
-        flops = math.inf
+        request = Request.of(q, self.dropout if self.training else 0.0, self.scale)
         if active_sequence() is None:
             whole = spans(q.shape[0], q.shape[1], None, None)
             heads = self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]), False
             flops = block_flops(heads, self.causal, whole, q.shape)
-        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale, flops))
+            request = replace(request, block_flops=flops, changing=of_any_length(whole, q.shape[1]))
+        return choose(self.engine, request)
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, causal={self.causal}, dropout={self.dropout}, engine={self.engine!r}"

@@ -177,7 +177,7 @@ def _alone(
     packed = None if bounds is None else torch.frombuffer(bytearray(bounds), dtype=torch.int32)
     documents = find_documents(shape[0], shape[1], padded, packed, spec)
     request = Request(
-        device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=_of_any_length(documents, shape[1])
+        device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=of_any_length(documents, shape[1])
     )
     blocks = spec.pattern, heads, all_kv_heads, window, False
     engine = _engine(spec, request, blocks, documents, shape)
@@ -221,7 +221,7 @@ def _engine(spec: CallSpec, request: Request, blocks: tuple, parts: Sequence[Spa
     return choose(spec.engine, request).engine
 
 
-def _of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
+def of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
     """Whether documents of a sequence of N tokens may have other lengths in the next call.
 
     So do sequences whose length is no multiple of `WHOLE`, such as slides with as many tokens as tissue: who cuts sequences
@@ -313,7 +313,7 @@ def _chunk_call(
     """What computes a chunk, and its exchange as planned, where ranks exchange rows."""
     part, stream = chunk_part(spec, q.shape, k.shape[2], documents, chunk), find_stream(spec.stream)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
-    request = replace(request, changing=_of_any_length(part.local, q.shape[1]))
+    request = replace(request, changing=of_any_length(part.local, q.shape[1]))
     blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
     engine = _engine(spec, request, blocks, part.local, q.shape)
     in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # what is carried depends on the chunk
@@ -426,7 +426,7 @@ def _shared(
         route = group.remember(parts, functools.partial(_compile, *parts))
     whole = isinstance(route, CompiledSwitch)
     blocks = spec.pattern, num_heads, kv_heads, problem.heads, whole
-    changing = _of_any_length(every, sum(lengths))
+    changing = of_any_length(every, sum(lengths))
     request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
     engine, in_triton = _engine(spec, request, blocks, local, q.shape), triton_up_to(spec.engine, request)
     call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, in_triton=in_triton)

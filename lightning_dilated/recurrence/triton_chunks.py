@@ -70,6 +70,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # a call that trains may find it
 def layout(call: Call, rank: int, heads: int) -> Layout:
     """That of one rank's part of a call with K = `heads`."""
     places = tables(call, rank, CHUNK)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from lightning_dilated import kernels
 from lightning_dilated._compat.torch import missing_op
 from lightning_dilated.attention import backends as engines
-from lightning_dilated.attention import dilated_attention, resolve
+from lightning_dilated.attention import DilatedAttention, dilated_attention, modules, resolve
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names, windows
 from lightning_dilated.attention.backends import math as math_engine
 from lightning_dilated.attention.backends.base import Band
@@ -179,6 +179,19 @@ def test_any_length_changes_the_shapes_of_blocks(seq_len, documents, changing, m
     monkeypatch.setattr(resolve, "choose", lambda name, request: requests.append(request) or choose(name, request))
     dilated_attention(x, x, x, PATTERN, causal=True, **documents)
     assert [x.changing for x in requests] == [changing]
+
+
+@pytest.mark.parametrize("seq_len", [64, 65])
+def test_the_module_names_the_engine_of_the_op(seq_len, monkeypatch):
+    """It says of a call what the op decides by."""
+    requests, x = [], torch.randn(1, seq_len, 2, 8)
+    resolve.forget()
+    for module in (resolve, modules):
+        monkeypatch.setattr(module, "choose", lambda name, request: requests.append(request) or choose(name, request))
+    layer = DilatedAttention(PATTERN, causal=True)
+    layer(x, x, x)
+    layer.engine_choice(x)
+    assert [x.changing for x in requests] == [seq_len == 65] * 2
 
 
 def test_auto_is_logged_once(caplog):

@@ -178,6 +178,20 @@ def test_rows_of_16_bits(interpreter, dtype, tolerance):
     interpreter.run(1, narrow_rows, dtype, tolerance)
 
 
+def trained_after_inference(rank, group):
+    triton_chunks.layout.cache_clear()
+    rows = narrow(gated((70,), kv_heads=1, group=1, dim=4, values=4).tensors())
+    with torch.inference_mode():
+        want = recurrent_attention(*rows)
+    out = recurrent_attention(*rows)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), rows)) and torch.equal(out, want)
+
+
+def test_training_after_inference(interpreter):
+    """Where chunks stand is remembered from calls under `torch.inference_mode`, whose tensors no backward may save."""
+    interpreter.run(1, trained_after_inference)
+
+
 def in_windows(rank, group):
     """The op in windows of 70 tokens and in one, and the torch path; the passes before a backward make no output."""
     rows = [x.detach().float() for x in gated((160,), kv_heads=1, group=2, dim=4, values=4).tensors()]

@@ -84,6 +84,10 @@ def test_stretches_bound_it(monkeypatch):
     ({}, "cudnn"),
     ({"tokens": 4096}, "triton"),  # small blocks are launched at once on this chip
     ({"tokens": 4096, "capability": (8, 0)}, "cudnn"),
+    ({"tokens": 200_000}, "cudnn"),
+    ({"tokens": 200_001}, "triton"),  # no multiple of 64, which may be another in the next call
+    ({"tokens": 200_001, "whole": 400_064}, "cudnn"),
+    ({"tokens": 200_000, "whole": 400_001}, "triton"),
     ({"dtype": torch.float32}, "triton"),
     ({"head_dim": 256}, "flash"),
     ({"dropout": True}, "triton"),

@@ -4,6 +4,8 @@ from typing import get_args
 from unittest import mock
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dilated.strategy import ddp, parallelize, sequence_strategy
 
@@ -30,3 +32,31 @@ def test_order_of_hooks(pools, fsdp):
     for calls in pools(2).run(2, hooks, fsdp):
         assert list(dict.fromkeys(calls)) == want
         assert calls.count("training_step") == 1  # before the first step only
+
+
+def moved_to(rank, group):
+    """The devices to which DDP moves what it is called with, where Lightning names one, as it does on GPUs."""
+    devices, setup, forward = [], DDPStrategy._setup_model, DistributedDataParallel._pre_forward
+
+    def on_gpu(strategy, model):
+        wrapped = setup(strategy, model)
+        wrapped.device_ids = [0]
+        return wrapped
+
+    def recorded(wrapped, *args, **options):
+        devices.append(wrapped.device_ids)
+        return forward(wrapped, *args, **options)
+
+    built, model, data, _ = make(Run(steps=1), launched(rank))
+    with (
+        mock.patch.object(DDPStrategy, "_setup_model", on_gpu),
+        mock.patch.object(DistributedDataParallel, "_pre_forward", recorded),
+    ):
+        built.fit(model, data)
+    return devices
+
+
+def test_ddp_leaves_batches_where_they_are(pools):
+    """A stream's tokens wait on the host: `transfer_batch_to_device` of the module decides."""
+    for devices in pools(2).run(2, moved_to):
+        assert devices == [None]

@@ -23,6 +23,7 @@ from lightning_dilated.attention.backends import Engine, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.executors.fused import Chunk
+from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
@@ -151,8 +152,8 @@ def engine_of(x: OpCall) -> Engine:
         ValueError: if no engine can run the call.
     """
     flops = x.block_flops if x.engine == "auto" else math.inf
-    scale = x.head_dim**-0.5
-    request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, scale, flops, x.capability)
+    scale, changing = x.head_dim**-0.5, of_any_length((), x.tokens if x.whole is None else x.whole)
+    request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, scale, flops, x.capability, changing)
     return choose(x.engine, request, say=False).engine
 
 
