@@ -6,7 +6,6 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from lightning_dilated import kernels
 from lightning_dilated._compat.torch import missing_op
-from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention import DilatedAttention, dilated_attention, modules, resolve
+from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names, windows
 from lightning_dilated.attention.backends import math as math_engine
 from lightning_dilated.attention.backends.base import Band
