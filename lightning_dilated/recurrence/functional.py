@@ -94,8 +94,10 @@ def recurrent_attention(
 
     Take q and k before rotary positions. Products are taken in fp32 (fp64 for float64), also under autocast; on GPUs leave
     `torch.backends.cuda.matmul.allow_tf32` off. Triton kernels compute gated_delta on NVIDIA GPUs of compute capability 8.0
-    and later with D and E up to 128, but not in float64: rows of 16 bits have products in TF32 with fp32 sums, those of fp32
-    three such products each, which keep 22 of 24 bits. Their gradient cannot be differentiated again. Memory is O(N).
+    and later with D and E up to 128, but not in float64: rows of 16 bits have products in TF32, or in bf16 where both
+    factors are, with fp32 sums, and with bf16 rows what one kernel leaves for another is bf16, so that gradients of the
+    gates are as exact as bf16, too; fp32 rows have three TF32 products each, which keep 22 of 24 bits. Their gradient cannot
+    be differentiated again. Memory is O(N).
 
     Args:
         q: (B, N, H, D), any floating dtype.
