@@ -181,6 +181,15 @@ def test_any_length_changes_the_shapes_of_blocks(seq_len, documents, changing, m
     assert [x.changing for x in requests] == [changing]
 
 
+@pytest.mark.parametrize("table", [engines.GROUPED_BELOW, engines.CHANGING_BELOW], ids=["grouped", "changing"])
+def test_other_limits_hold_at_once(table, monkeypatch):
+    """Calls that were resolved before a limit was changed are resolved again."""
+    monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
+    before = engines.environment(CPU)
+    monkeypatch.setitem(table, (9, 0), 1.0)
+    assert engines.environment(CPU) != before
+
+
 @pytest.mark.parametrize("seq_len", [64, 65])
 def test_the_module_names_the_engine_of_the_op(seq_len, monkeypatch):
     """It says of a call what the op decides by."""

@@ -77,9 +77,10 @@ class Choice:
 
 def environment(device: torch.device) -> tuple[object, ...]:
     """What the choice of engine and executor follows from besides the request, and what may change between calls."""
-    limit = GROUPED_BELOW.get(kernels.capability(device) or (0, 0), DEFAULT)
+    capability = kernels.capability(device) or (0, 0)
+    limits = [table.get(capability, DEFAULT) for table in (GROUPED_BELOW, CHANGING_BELOW)]
     impl = torch.nn.attention.current_flash_attention_impl()
-    return torch.are_deterministic_algorithms_enabled(), kernels.available(device), limit, impl
+    return torch.are_deterministic_algorithms_enabled(), kernels.available(device), *limits, impl
 
 
 def engine_names() -> list[str]:
