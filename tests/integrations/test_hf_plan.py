@@ -247,7 +247,7 @@ def script():
 @pytest.mark.parametrize("size, lora, tokens, tile, way, ms, gib", DECODERS)
 def test_measured_decoders(script, size, lora, tokens, tile, way, ms, gib):
     """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %. The steps measured had freed the
-    gradients of the step before when they began."""
+    gradients of the step before when they began, and under autocast held a second copy of the attention's output."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)
@@ -259,7 +259,8 @@ def test_measured_decoders(script, size, lora, tokens, tile, way, ms, gib):
     with_old_gradients = ("forward", "last"), ("behind", "last"), ("between",)
     moments = tuple(m for m in counted.moments if m.part[:2] not in with_old_gradients)
     peak = memory(replace(counted, moments=moments), case.facts.depth, tokens).peak
-    assert peak / 2**30 == pytest.approx(gib, rel=0.01)
+    copy = 0 if lora else tokens * planned.config.hidden_size * 2
+    assert (peak + copy) / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 class Steps(LightningModule):
@@ -304,6 +305,21 @@ def test_the_script_has_segments_in_one_piece(script, monkeypatch, capsys):
     script["main"]()
     assert os.environ[NAMES[0]] == "expandable_segments:True"
     assert "| tiny | 64 | sdpa-flash | " in capsys.readouterr().out
+
+
+def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
+    message = "CUDA out of memory. Tried to allocate 1.47 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB is free."
+
+    def too_long(*_):
+        raise torch.OutOfMemoryError(message)
+
+    monkeypatch.setitem(script["main"].__globals__, "row", too_long)
+    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
+    script["main"]()
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "sdpa-flash" in x)
+    assert line.startswith("| tiny | 64 | sdpa-flash | out of memory | ")
+    assert " of " in line and ", asked for 1.47 GiB |" in line
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
