@@ -308,7 +308,7 @@ def test_the_script_has_segments_in_one_piece(script, monkeypatch, capsys):
 
 
 def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
-    message = "CUDA out of memory. Tried to allocate 1.47 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB is free."
+    message = "CUDA out of memory. Tried to allocate 1.47 GiB. GPU 0 has a total capacity of 79.10 GiB."
 
     def too_long(*_):
         raise torch.OutOfMemoryError(message)
