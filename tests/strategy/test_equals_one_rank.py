@@ -117,7 +117,11 @@ def test_float64(pools, alone, run, way):
     check(pools(ranks).run(ranks, fit, chosen), want, 1e-9)
 
 
-FSDP = [pytest.param("plain", "2", marks=pytest.mark.slow), ("plain", "4, head 2"), ("accumulate and clip", "4, data 2")]
+FSDP = [
+    pytest.param("plain", "2", marks=pytest.mark.slow),
+    ("plain", "4, head 2"),
+    ("accumulate and clip", "4, data 2"),
+]
 FSDP += [
     pytest.param("accumulate and clip", "2", marks=pytest.mark.slow),
     pytest.param("compiled", "2", marks=pytest.mark.slow),

@@ -96,9 +96,7 @@ TRACES = [("whole", 2, False), ("whole", 2, True), ("documents", 1, True), ("len
 MORE = [("whole", 1, False), ("whole", 1, True), ("documents", 1, False), ("lengths", 1, True)]
 
 
-@pytest.mark.parametrize(
-    "kind, accumulate, fsdp", [*TRACES, *(pytest.param(*x, marks=pytest.mark.slow) for x in MORE)]
-)
+@pytest.mark.parametrize("kind, accumulate, fsdp", [*TRACES, *(pytest.param(*x, marks=pytest.mark.slow) for x in MORE)])
 def test_leaves_no_trace(pools, kind, accumulate, fsdp):
     for without, with_check in pools(2).run(2, language_model, kind, fsdp, accumulate):
         assert without == with_check

@@ -69,7 +69,12 @@ def read(rank, group, strategy, options, direct):
 
 @pytest.mark.parametrize(
     "options, direct",
-    [({"shuffle": False}, True), ({"shuffle": False, "batch_size": 2}, False), ("backwards", False), ("backwards", True)],
+    [
+        ({"shuffle": False}, True),
+        ({"shuffle": False, "batch_size": 2}, False),
+        ("backwards", False),
+        ("backwards", True),
+    ],
 )
 def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
     """One sequence on two ranks: what one device without a strategy reads."""
