@@ -42,12 +42,13 @@ def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tens
     [(torch.float64, 1e-10, 300), (torch.float32, 1e-5, 150)],
     ids=["float64", "float32"],
 )
+@pytest.mark.parametrize("share", [0.5, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random(engine, dtype, tol, number):
+def test_random(engine, dtype, tol, number, share):
     bare_rows, covered_rows = [], []
 
     @seed(ENGINES.index(engine))  # other examples for every engine
-    @settings(max_examples=examples(number))
+    @settings(max_examples=examples(share * number))
     @given(cases())
     def random(case):
         bare = check(case, engine, dtype, tol)

@@ -73,11 +73,12 @@ def test_equals_one_pass_of_one_rank(pool, ranks, count):
     assert all(seen[x] for x in wanted), seen
 
 
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_windows_of_heads(pool, ranks):
+def test_windows_of_heads(pool, ranks, count):
     """Each window of heads carries and exchanges rows of its own."""
 
-    @random_cases(ranks, 1000, 4)
+    @random_cases(ranks, 1000, count)
     def random(case, chunk, dropout):
         assume(case.seq_len and case.batch and case.kv_heads > 1)
         group = case.heads // case.kv_heads

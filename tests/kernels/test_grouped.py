@@ -85,7 +85,7 @@ def random_calls(rank, group, number, examples):
     return sum(plans) / 2
 
 
-@pytest.mark.parametrize("number, examples", [(0, 4), pytest.param(1, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 80, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
     assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
 

@@ -53,7 +53,7 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
     ("mae", "none", 5, "bf16-mixed", False),
     ("mae", "block", 5, "32-true", False),
     ("vit", "none", 5, "bf16-true", False),
-    ("vit", "tiles", 4, "bf16-mixed", False),
+    pytest.param("vit", "tiles", 4, "bf16-mixed", False, marks=pytest.mark.slow),
     ("vit", "block", 4, "bf16-mixed", True),
     pytest.param("mae", "tiles", 4, "bf16-mixed", True, marks=pytest.mark.slow),
     pytest.param("mae", "attention-kept", 5, "bf16-mixed", True, marks=pytest.mark.slow),
