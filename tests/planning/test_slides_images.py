@@ -50,7 +50,7 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
 
 # -- exact -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind, name, depth, precision, compiled", [
-    ("mae", "none", 5, "bf16-mixed", False),
+    pytest.param("mae", "none", 5, "bf16-mixed", False, marks=pytest.mark.slow),
     ("mae", "block", 5, "32-true", False),
     ("vit", "none", 5, "bf16-true", False),
     pytest.param("vit", "tiles", 4, "bf16-mixed", False, marks=pytest.mark.slow),
