@@ -43,6 +43,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments of 2,048")
     p.add_argument("--compile", action="store_true", help="compile_blocks=True")
+    p.add_argument("--int8", action="store_true", help="weights of linear layers rounded to int8, by torchao")
     p.add_argument("--plain", action="store_true", help="call the model for every token, without CUDA graphs")
     p.add_argument("--temperature", type=float, default=0.8)
     p.add_argument("--top-k", type=int, default=50)
@@ -140,7 +141,8 @@ def main() -> None:
     longest = max(o.context) + o.tokens + 1
 
     def drawn(prompt: torch.Tensor, count: int) -> torch.Tensor:
-        return model.generate(prompt, count, **sampling, max_length=min(longest, prompt.shape[1] + o.tokens + 1))
+        most = min(longest, prompt.shape[1] + o.tokens + 1)
+        return model.generate(prompt, count, **sampling, max_length=most, int8_weights=o.int8)
 
     if o.device.startswith("cuda"):
         print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
@@ -151,7 +153,9 @@ def main() -> None:
     plain = mock.patch.object(token_step, "why_not", lambda *given: "--plain") if o.plain else mock.MagicMock()
     with plain:
         for context in o.context:
-            print(row(o, model, "LongNetLM", pattern, context, measure(o, drawn, context)), flush=True)
+            print(
+                row(o, model, "LongNetLM" + ", int8" * o.int8, pattern, context, measure(o, drawn, context)), flush=True
+            )
             if o.profile:
                 show_profile(o, drawn, context)
             token_step.forget(model)

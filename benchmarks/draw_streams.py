@@ -51,9 +51,9 @@ def draw(rows: list[dict], picture: Path) -> None:
         axes.set(xlabel="tokens of one training step", xscale="log", xlim=(0.9e6, 1.25e9))
         axes.set_xticks(TICKS, [f"{x / 1e6:,.0f}M" for x in TICKS])
         axes.minorticks_off()
-        axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=9, title="layers x width", title_fontsize=9, loc="best")
+        axes.legend(fontsize=9, title="layers x width", title_fontsize=9, loc="center left")
     figure.savefig(picture, dpi=110)
 
 

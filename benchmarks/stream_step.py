@@ -66,6 +66,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--offload", type=float, default=0.0)
     p.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
     p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
+    p.add_argument("--linear-dtype", choices=["float8"], help="of products of linear layers, by torchao")
     p.add_argument("--steps", type=int, default=2)
     p.add_argument("--warm", type=int, help="tokens of whole chunks of a step before these, which compiles")
     p.add_argument("--lr", type=float, default=1e-4)
@@ -84,6 +85,7 @@ def model_of(a: argparse.Namespace) -> ld.LongNetLM:
     if a.hybrid:
         pattern = ld.DilatedPattern.hybrid(a.depth, a.heads, a.kv_heads, global_every=a.hybrid)
     sizes = {"dim": a.dim, "depth": a.depth, "num_heads": a.heads, "num_kv_heads": a.kv_heads, "ffn_dim": a.ffn_dim}
+    sizes["linear_dtype"] = a.linear_dtype
     return ld.LongNetLM(pattern, 256, max_seq_len=a.tokens, residual_dtype="bfloat16", compile_blocks=True, **sizes)
 
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import itertools
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import torch
@@ -54,6 +58,7 @@ def attention_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--windows", type=int, nargs="+", help="widths of windows, in place of segments; not dilated")
     p.add_argument("--offsets", default="interleaved")
     p.add_argument("--engines", nargs="+", help="(default: auto's choice, and triton on a GPU)")
+    p.add_argument("--module", action="store_true", help="also each engine as the module DilatedAttention calls it")
     p.add_argument("--causal", nargs="+", type=int, choices=[0, 1], default=[0, 1])
     p.add_argument("--repeats", type=int, default=5, help="samples of a median (default %(default)s)")
     p.add_argument("--no_dense", "--no-dense", action="store_true", help="leave the yardstick out")
@@ -96,17 +101,18 @@ def measure(args: argparse.Namespace, pattern: DilatedPattern, seq_len: int) -> 
             dense = seconds_of(yardstick, device, args.repeats)
             del yardstick
             rows.append(Row(seq_len, causal, "dense", dense, flops / dense / 1e12))
-        for engine in args.engines:
-            options = {"causal": causal, "engine": engine}
+        for engine, by_module in itertools.product(args.engines, [False, *([True] if args.module else [])]):
+            module = DilatedAttention(pattern, causal=causal, engine=engine)
+            op = functools.partial(dilated_attention, pattern=pattern, causal=causal, engine=engine)
 
-            def forward(options: dict = options) -> None:
+            def forward(attend: Callable[..., Any] = module if by_module else op) -> None:
                 with torch.no_grad():
-                    dilated_attention(q, k, v, pattern, **options)
+                    attend(q, k, v)
 
-            def both(options: dict = options) -> None:
-                torch.autograd.grad(dilated_attention(q, k, v, pattern, **options), (q, k, v), grad)
+            def both(attend: Callable[..., Any] = module if by_module else op) -> None:
+                torch.autograd.grad(attend(q, k, v), (q, k, v), grad)
 
-            name = DilatedAttention(pattern, causal=causal, engine=engine).engine_choice(q, args.kv_heads).name
+            name = module.engine_choice(q, args.kv_heads).name + (", by the module" if by_module else "")
             seconds = seconds_of(both, device, args.repeats)
             alone = seconds_of(forward, device, args.repeats)
             ratio = None if dense is None else seconds / dense

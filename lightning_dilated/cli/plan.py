@@ -33,6 +33,7 @@ from lightning_dilated.planning.estimate import (
 )
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
+from lightning_dilated.planning.simulating.machine import measured_rules
 from lightning_dilated.planning.simulating.rounds import EXACT
 from lightning_dilated.planning.streams import in_chunks
 from lightning_dilated.sequence.chunks import chunk_count
@@ -98,8 +99,29 @@ def _recurrent_exchange(model: Any, ranks: int) -> list[str]:
     total = 3 * sum(x.exchanged_bytes(ranks, *sizes) for x in layers)
     return [
         f"recurrence: a rank receives up to {total / 2**20:.3g} MiB of maps of its state in a step, in "
-        f"{len(layers)} layer(s); their time is not counted."
+        f"{len(layers)} layer(s); the time of these maps is not counted."
     ]
+
+
+def recurrence_notes(case: Case) -> list[str]:
+    """What of recurrences is counted."""
+    layers = [x for x in in_turns(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
+    notes = []
+    if any(x.unmeasured is None for x in layers):
+        times = measured_rules()
+        notes.append(
+            f"recurrence: time of its rule as measured on {times.name} ({times.heads} heads of {times.head_dim}, bf16), by "
+            "the rule's FLOPs; of its convolution, gates and norms by what their kernels move."
+        )
+    for reason in dict.fromkeys(x.unmeasured for x in layers if x.unmeasured):
+        each = 3 * sum(x.flops for x in layers if x.unmeasured == reason)
+        notes.append(
+            f"recurrence: the time of a rule is not counted, {each:.3g} FLOPs a token of a step, since {reason}; that of "
+            "its convolution, gates and norms is, by what their kernels move."
+        )
+    if layers:
+        notes.append("recurrence: its memory is counted, but for states between chunks of a stream.")
+    return notes
 
 
 def assumptions(request: Request, case: Case, time: Time | None = None) -> list[str]:
@@ -116,7 +138,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]
-    notes += request.model.planning_notes()
+    notes += request.model.planning_notes() + recurrence_notes(case)
     if not case.facts.whole:
         notes.append(
             "weights that stay as they are have neither gradients nor states; low-rank updates are added to their "
@@ -341,7 +363,7 @@ def _details(case: Case, row: Row) -> list[str]:
         ]
     if in_chunks(row.settings, row.tokens):
         lines.append(f"  {chunk_count(row.tokens, row.settings.stream or 1)} chunks; one, forward and backward:")
-    for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
+    for kind in ("attention", "recurrence", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
         if kind == "optimizer" and case.setup.cpu_offload:
             lines.append(f"  {'optimizer, on the host':<22}{time.optimizer * 1e3:>9.1f} ms")
         elif time.step.compute.get(kind):

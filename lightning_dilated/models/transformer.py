@@ -385,7 +385,7 @@ class DilatedTransformer(StackMemory):
         ]  # fmt: skip
 
     def sizes(self) -> BlockSizes:
-        """Of a block."""
+        """Of the first block; of all, whether they run in windows of heads."""
         block = self.blocks[0]
         inner, weight = block.attention_layer, block.attention_layer.in_proj_weight
         updated = (0, 0)
@@ -393,7 +393,7 @@ class DilatedTransformer(StackMemory):
             trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (block.attention, inner)]
             updated = (weight.numel(), trained[0] - trained[1]) if trained[0] > trained[1] else updated
         feed_forward = sum(p.numel() for p in block.ffn.parameters())
-        windows = inner.recurrence is None
+        windows = all(x.attention_layer.recurrence is None for x in self.blocks)
         sizes = weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward
         return BlockSizes(*sizes, windows=windows, updated=updated)
 

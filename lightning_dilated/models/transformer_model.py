@@ -281,18 +281,6 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             # in numbers, so that no other length changes what was trained
             self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
 
-    def planning_notes(self) -> list[str]:
-        """What of a recurrence is counted."""
-        notes, layers = super().planning_notes(), [x for x in self.recurrences if x is not None]
-        if layers:
-            sizes = self.num_heads, self.num_kv_heads or self.num_heads, self.dim // self.num_heads
-            each = 3 * sum(x.flops(*sizes) for x in layers)
-            notes.append(
-                f"recurrence: its memory is counted, but for states between chunks of a stream; its time is not: {each:.3g} "
-                "FLOPs a token of a step for the rule, in fp32 chunks whose backward computes the forward again."
-            )
-        return notes
-
     def _saves_pattern(self) -> bool:
         """Whether the class takes the pattern as an argument; one that settles it in its constructor does not."""
         parameters = inspect.signature(type(self).__init__).parameters

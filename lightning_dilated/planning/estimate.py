@@ -6,9 +6,10 @@ and 16,384 rows), not measured there. They are scaled: linear layers by their pr
 by passes over their width; attention by its counted pairs, of which a part grows with the head dim, and its query rows;
 embedding, last norm and loss by the width; a wider output projection, or one of features, by its products, and its loss by
 the passes over the logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that
-are not compiled take the time of the products and bytes of their operators (`planning.counting.dry_run`). On another GPU
-products and pairs are slower by the ratio of bf16 FLOP/s, and all that moves memory by the ratio of its speeds.
-Communication is simulated, see `planning.simulating.simulation`.
+are not compiled take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds
+that of its rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what
+they move. On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and all that moves memory by the ratio
+of its speeds. Communication is simulated, see `planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -24,7 +25,7 @@ from pathlib import Path
 from lightning_dilated._validation import integer
 from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.pattern.rows import pairs, query_rows
+from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
 from lightning_dilated.planning.counting.compiled import Graphs
 from lightning_dilated.planning.counting.dry_run import BlockWork, Work
 from lightning_dilated.planning.counting.footprint import (
@@ -37,11 +38,17 @@ from lightning_dilated.planning.counting.footprint import (
     of_subject,
 )
 from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
-from lightning_dilated.planning.counting.model_specs import Facts
+from lightning_dilated.planning.counting.model_specs import Facts, RecurrentLayer
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
-from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
-from lightning_dilated.planning.simulating.simulation import Step, attention_seconds, measured_pattern, simulate
+from lightning_dilated.planning.simulating.machine import Line, Machine, Parts, measured_rules
+from lightning_dilated.planning.simulating.simulation import (
+    Recurring,
+    Step,
+    attention_seconds,
+    measured_pattern,
+    simulate,
+)
 from lightning_dilated.planning.streams import Carried, Exchange, further_pairs, in_chunks, with_carried
 from lightning_dilated.sequence.chunks import chunk_count
 from lightning_dilated.sequence.planner import ExchangeMemoryError
@@ -204,6 +211,17 @@ def _seconds(base: Machine, parts: Parts, work: Work, slower: Slower) -> float:
     return parts.tokens * work.seconds(flops / slower.products, BANDWIDTH / slower.memory)
 
 
+def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring:
+    """Seconds that a layer's recurrence adds, with L tokens; of a rule that was not measured none."""
+    if layer is None:
+        return Recurring()
+    base, times = measured_machine(), measured_rules()
+    flops = 0 if layer.unmeasured else tokens * layer.flops * GPUS[times.gpu].flops / gpu.flops
+    rule = times.of(layer.description.kind, flops) if flops else (0.0, 0.0)
+    of = functools.partial(_seconds, base, base.at(tokens), slower=Slower.of(gpu))
+    return Recurring(*rule, of(layer.forward), of(layer.backward))
+
+
 def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
     """Seconds, forward and backward, that an output projection adds where it is wider than the measured one: products at the
     speed of a block's products, and the loss's passes over the logits."""
@@ -231,6 +249,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     dims, tokens_here = [x.call.head_dim for x in facts.stacks], -(-tokens // setup.ranks)
     machines = [scaled(x, gpu, head_dim=d) for x, d in zip(stacks, dims, strict=True)]
     parameters, trained = facts.parameters, facts.trained_parameters
+    recurrences = [_recurring(x, tokens_here, gpu) for x in facts.recurrences]
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     exchange = setup.exchange, setup.links, setup.exchange_memory
@@ -240,7 +259,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
         simulate, machines[0], facts.call.cycle, tokens_here, setup.ranks, exchange=names,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
         bucket_cap_mb=setup.bucket_cap_mb,
-        inner=machines[1] if len(machines) > 1 else None,
+        inner=machines[1] if len(machines) > 1 else None, recurring=recurrences,
     )  # fmt: skip
     step = run(recompute=memory.policy)
     plain = step if memory.policy == "none" else run(recompute="none")
@@ -331,7 +350,8 @@ def _flops(facts: Facts, tokens: int) -> float:
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
     edge = facts.vocab * facts.dim  # frozen, only logits pass a gradient on to the blocks
     linear += 3 * edge if facts.whole else (1 + facts.logits) * edge - facts.projection
-    return 2.0 * linear * tokens + 14.0 * call.head_dim * attended
+    rules = sum(x.flops for x in in_turns(facts.recurrences or (None,), facts.depth) if x is not None)
+    return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
 
 
 #: tokens of a tile in candidates

@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.planning.counting.dry_run import MAIN, stacks
-from lightning_dilated.planning.counting.footprint import Exchanged, Footprint, Moment, of_subject, sharded
+from lightning_dilated.planning.counting.footprint import Exchanged, Footprint, Moment, Place, of_subject, sharded
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     EXCHANGE,
@@ -182,7 +181,8 @@ class Memory:
     Attributes:
         kinds: by kind of memory; they add up to `peak`.
         host: pinned host memory of the rank, for block inputs.
-        moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward.
+        moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward. Where layers
+            differ, a number in place of "last" is that of a layer, from 1.
         exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
         carried: of `peak`, what a stream carries from chunk to chunk.
@@ -227,13 +227,10 @@ def memory(
     calls = [sharded(subject.call, tokens, setup.ranks, rows)]
     if subject.decoder is not None:
         calls.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
-    at = functools.partial(_at, footprint, depth=depth, tokens=local, calls=calls, setup=setup, rows=rows, size=size)
-    moments = [at(moment, host=away * size) for moment in footprint.moments]
-    groups = -(-depth // footprint.subject.period)
-    if away > 1 and groups > 2:  # the second group holds all later ones' gradients, and two inputs as the last does
-        later = [moment for moment in footprint.moments if moment.part[:2] == ("backward", "last")]
-        moments += [at(moment, host=groups * size, second=True) for moment in later]
-    best = max(moments, key=lambda x: sum(x[0].values()))
+    # the inputs of all but a few groups being away, those before the last hold as much, and later ones' gradients
+    places = footprint.places(depth, gradients=away > 1)
+    at = functools.partial(_at, footprint, depth=depth, tokens=local, calls=calls, setup=setup, rows=rows, away=away)
+    best = max(((at(place), place.part) for place in places), key=lambda x: sum(x[0].values()))
     return Memory(best[0], on_host(footprint, depth, local), best[1], rows, states_on_host(footprint, depth, setup))
 
 
@@ -284,10 +281,9 @@ def states_on_host(footprint: Footprint, depth: int, setup: Setup) -> int:
     if not setup.cpu_offload:
         return 0
     size = footprint.parameter_size
-    of_block, others = _shapes(footprint.subject.make)
     part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
-    buffers = lambda shapes: sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)  # noqa: E731
-    locked = depth * buffers(of_block) + buffers(others)
+    shapes = _shapes(footprint.subject.make, depth)
+    locked = sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)
     return locked + _states(-(-footprint.trained(depth) // setup.ranks), size, setup)
 
 
@@ -299,14 +295,9 @@ def moved_as_fit_ends(footprint: Footprint, depth: int, setup: Setup) -> int:
 
 
 @functools.cache
-def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[tuple[torch.Size, bool]], ...]:
-    """Of the parameters of a block of the first stack, and of all others; and whether they are trained."""
-    shapes: tuple[list[tuple[torch.Size, bool]], ...] = ([], [])
-    built = blank(make)
-    within = set(stacks(built)[MAIN].blocks.parameters())
-    for p in built.parameters():
-        shapes[p not in within].append((p.shape, p.requires_grad))
-    return shapes
+def _shapes(make: Callable[[int], DilatedModule], depth: int) -> list[tuple[torch.Size, bool]]:
+    """Of all parameters, and whether they are trained."""
+    return [(p.shape, p.requires_grad) for p in blank(make, depth).parameters()]
 
 
 def _power_of_two(size: int) -> int:
@@ -321,38 +312,36 @@ def _states(parameters: int, size: int, setup: Setup) -> int:
 
 def _at(
     footprint: Footprint,
-    moment: Moment,
+    place: Place,
     depth: int,
     tokens: int,
     calls: list[OpCall],
     setup: Setup,
     rows: Exchanged,
-    host: int,
-    size: int,
-    second: bool = False,
-) -> tuple[dict[str, int], tuple]:
-    """Bytes by kind at a moment; `second`: at that of the second group of blocks, derived from the last group's."""
-    held, kept = footprint.held(moment, depth, tokens), footprint.kept(moment, tokens) * depth
-    if footprint.kept(moment, tokens) > 0 and host:
-        less = max(0, host - _beside(footprint, moment, depth, host // size) * size)
+    away: int,
+) -> dict[str, int]:
+    """Bytes by kind at a place; `away`: block inputs that are offloaded."""
+    moment, size = place.moment, footprint.hidden * tokens
+    held, kept = footprint.held_at(place, depth, tokens), footprint.saved_at(place, depth, tokens)
+    if footprint.kept(moment, tokens) > 0 and away:
+        through = footprint.through(place, depth)
+        sent = min(away, -(-through // footprint.subject.period) - footprint.first_kept)
+        less = max(0, sent - _beside(footprint, moment, through, sent)) * size
         held, kept = held - less, kept - less
     held -= _decoder_away(footprint, moment, tokens)
     parameters = footprint.parameters(depth)
-    gradients = footprint.static(moment, depth) - parameters
-    if second:
-        gradients += (depth - 2 * footprint.subject.period) * (footprint.trained(depth) - footprint.trained(depth - 1))
+    gradients = footprint.static_at(place, depth) - parameters
     kinds = _static(footprint, depth, parameters, gradients, moment, setup)
     kinds[ACTIVATIONS] = kept
-    kinds[EXCHANGE] = _exchange(footprint, moment, depth, rows)
+    kinds[EXCHANGE] = _exchange(footprint, place, depth, rows)
     call = calls[moment.decoding]
     room = footprint.room(moment, call)
     kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
-    part = (moment.part[0], "second", *moment.part[2:]) if second else moment.part
-    return {kind: n for kind, n in kinds.items() if n}, part
+    return {kind: n for kind, n in kinds.items() if n}
 
 
 def _beside(footprint: Footprint, moment: Moment, depth: int, away: int) -> int:
-    """The number of offloaded block inputs that are on the GPU as well."""
+    """The number of offloaded block inputs that are on the GPU as well, of those of the first `depth` layers."""
     period, first = footprint.subject.period, footprint.first_kept
     # where the last group's input is offloaded, its GPU copy is freed in the backward only
     last = away >= -(-depth // period) - first
@@ -371,19 +360,18 @@ def _static(
     if setup.strategy != "ring_dilated_fsdp":
         buckets = trained if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
-    block = footprint.parameters(depth) - footprint.parameters(depth - 1)
+    used = set(footprint.kinds(depth))
     decoder = footprint.subject.decoder
     inner = decoder.parameters * footprint.parameter_size if decoder else 0  # of a block of the second stack
-    edge = parameters - depth * block - (decoder.depth * inner if decoder else 0)
+    edge = footprint.parameters(0) - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
     # gathered: parameters of this block, of the next one, and of what is in no block; unreduced: gradients of two blocks
-    widest = max(block, inner)
+    widest = max(inner, *(footprint.block_parameters[kind] for kind in used))
     gathered = 2 * widest + edge
-    block_gradients = max(trained - footprint.trained(depth - 1), inner)
+    block_gradients = max(inner, *(footprint.block_gradients[kind] for kind in used))
     unreduced = 2 * block_gradients if moment.phase in ("backward", "first", "after") else 0
     if unreduced:  # gradients of the output projection and the last norm stay unsharded until the backward is done
-        last = next(m for m in footprint.moments if m.part[:2] == ("backward", "last"))
-        edge_gradients = max(0, footprint.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
+        edge_gradients = max(0, footprint.edge_gradients - (decoder.depth * inner if decoder else 0))
         unreduced += edge_gradients if setup.cpu_offload else edge_gradients - share(edge_gradients)
     if setup.cpu_offload:  # and a block's shards that are being copied from and to the host
         copied = share(block_gradients) if unreduced else 0
@@ -391,10 +379,10 @@ def _static(
     return {PARAMETERS: share(parameters) + gathered, GRADIENTS: share(gradients) + unreduced, OPTIMIZER: share(states)}
 
 
-def _exchange(footprint: Footprint, moment: Moment, depth: int, rows: Exchanged) -> int:
+def _exchange(footprint: Footprint, place: Place, depth: int, rows: Exchanged) -> int:
     """Rows of other ranks: those that layers save, and those of the running call."""
-    keeps = footprint.subject.memory.policy != "block"
-    layers = {"first": 1, "last": depth}.get(moment.part[1] if len(moment.part) > 1 else "", 0)
+    keeps, moment = footprint.subject.memory.policy != "block", place.moment
+    layers = {"first": 1, "last": footprint.through(place, depth)}.get(moment.end or "", 0)
     kept, decoder, inner = 0, footprint.subject.decoder, rows.decoder or Exchanged()
     if moment.decoding or moment.part in (("between",), ("head",)):
         layers = depth  # all of the first stack, and at most all of the second

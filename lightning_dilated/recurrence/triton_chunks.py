@@ -121,13 +121,19 @@ def gated_delta(
 
 
 def held_bytes(
-    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, backward: bool
+    tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    backward: bool,
+    cut: bool = True,
 ) -> int | None:
     """At most what the kernels hold beside the inputs and results of a call of one rank; None where they serve none.
 
     Args:
         tokens: B L. heads: H and K. dims: D and E.
         backward: of a forward and the backward after it.
+        cut: whether the tokens are one of several windows of a call, to whose results its own are copied.
     """
     dim, values = dims
     if dtype not in DTYPES or max(dims) > LARGEST:
@@ -135,9 +141,11 @@ def held_bytes(
     stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number of `Rows.stored`
     state, row = stored * dim * values / CHUNK, stored * values
     held = state + row + CHUNK * max(2, dtype.itemsize) + 8 + 8  # with gates in fp32
-    held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
+    if cut or backward:
+        held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
     if backward:
         held += max(2 * state + 2 * row, state + row + stored * dim + 4)
+    if cut and backward:
         held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
     chunks = -(-tokens // CHUNK)
     groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)

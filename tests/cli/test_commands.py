@@ -303,11 +303,12 @@ SMALL = ["--seq_len", 64, 100, "--heads", 2, "--head_dim", 8, "--segments", 16, 
 
 
 def test_bench_of_windows(cli):
-    """Dense attention of as many FLOPs stands next to a window."""
-    out = cli("bench", "attention", *SMALL, "--windows", 16, "--causal", 1, "--device", "cpu").out
+    """Dense attention of as many FLOPs stands next to a window, and the module next to the op."""
+    out = cli("bench", "attention", *SMALL, "--windows", 16, "--causal", 1, "--device", "cpu", "--module").out
     assert "DilatedPattern([Window(16)])" in out
     rows = [x.split("|") for x in out.splitlines() if "cpu_flash" in x or "equal FLOPs" in x]
-    assert len(rows) == 4 and all(float(row[5]) > 0 for row in rows)
+    assert len(rows) == 6 and all(float(row[5]) > 0 for row in rows)
+    assert [row[3].strip() for row in rows[:3]] == ["dense, equal FLOPs", "cpu_flash", "cpu_flash, by the module"]
 
 
 def test_bench_measures_this_machine(cli):

@@ -138,6 +138,23 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
     assert "sequence_size" not in result.out.replace("sequence_size: 1 of", "")
 
 
+def test_layers_with_a_recurrence(cli, tmp_path):
+    """Some of the layers: their time has a row, settings that they refuse are not offered, and what is left out is said."""
+    sizes = {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}, "dim": 64, "depth": 2, "num_heads": 4}
+    lines = {}
+    for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
+        model = {"class_path": "LongNetLM", "init_args": {**sizes, "recurrence": recurrence}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"model": model}))
+        result = cli("plan", "--config", f"{name}.yaml", "--no-compile", "--tokens", "64K", "--gpus", 2)
+        assert result.code == 0, result.err
+        lines[name] = result.out.splitlines()
+        assert ("head_chunks" in result.out) == (name == "y")
+        assert ("rule as measured on NVIDIA H100" in result.out) == (name == "x")
+        assert ("the time of these maps is not counted" in result.out) == (name == "x")
+    rows = [[x.split() for x in of if x.strip().startswith("recurrence  ")] for of in lines.values()]
+    assert not rows[1] and rows[0][0][2] == "ms" and float(rows[0][0][1]) > 0
+
+
 @pytest.mark.parametrize("size, shared_by", [([8, 4, 2], 2), (3, 3), ("auto", None), (6, None), (4, None)], ids=str)
 def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}

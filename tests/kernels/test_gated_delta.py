@@ -1,5 +1,6 @@
 """The kernels of the gated delta rule in the interpreter: results, states and every gradient, against the definition."""
 
+import gc
 import random
 from unittest import mock
 
@@ -217,12 +218,22 @@ def test_windows_fit_their_memory(sizes, tokens):
 
 def held(rank, group, forward, window):
     """(bytes that the op holds beside inputs and results, what is counted for it)."""
+    from lightning_dilated.kernels import gated_delta_backward  # in a process with the interpreter
+
     heads, kv_heads, dim, tokens = 4, 2, 16, 400
-    with mock.patch.object(triton_chunks, "window", lambda *unused: window), grouped_from(4):
+    launch = gated_delta_backward.launch_queries
+
+    def collected(*args):
+        gc.collect()  # Triton's interpreter holds what an earlier launch took in cycles
+        return launch(*args)
+
+    queries = mock.patch.object(gated_delta_backward, "launch_queries", collected)
+    with mock.patch.object(triton_chunks, "window", lambda *unused: window), grouped_from(4), queries:
         spec = op.encode("gated_delta", None, True)
         got = _recurrence_held(forward, tokens, (heads, kv_heads, dim), torch.float32, spec, Meter())
     within = min(tokens, window)
-    return got, triton_chunks.held_bytes(within, (heads, kv_heads), (dim, dim), torch.float32, not forward)
+    sizes = (heads, kv_heads), (dim, dim)
+    return got, triton_chunks.held_bytes(within, *sizes, torch.float32, not forward, within < tokens)
 
 
 @pytest.mark.parametrize("window", [1000, 200])

@@ -9,10 +9,8 @@ from lightning_dilated.cli.find_max import Trials
 from lightning_dilated.cli.plan import run
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.planning.counting import dry_run
-from lightning_dilated.planning.counting.compiled import Graphs
 from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.memory_tracker import PARAMETERS, Meter, Tape
+from lightning_dilated.planning.counting.memory_tracker import PARAMETERS, Meter
 from lightning_dilated.planning.counting.model_specs import example_of, subject_of
 from lightning_dilated.planning.estimate import Case, Facts
 from lightning_dilated.planning.gpus import GPUS
@@ -108,35 +106,3 @@ def test_what_is_missing_is_named():
     Other.depth = None
     with pytest.raises(ValueError, match="Other has no depth"):
         subject_of(Other())
-
-
-# -- layers with and without positions ---------------------------------------------------------------------------------
-BASES = {"all": [1e4], "none": ["none"], "half": ["none", 1e4], "three of four": ["none", 1e4, "none", "none"]}
-
-
-def lm(bases):
-    return ld.LongNetLM(PATTERN, dim=64, depth=8, num_heads=4, rotary_base=bases)
-
-
-#: layers of one kind and mixed ones, with all kept and with blocks recomputed; the other pairs with `-m slow`
-CI = {("all", "none", False), ("half", "none", False), ("none", "block", False), ("three of four", "block", False)}
-WAYS = [("none", False), ("block", False), ("attention-kept", False), ("block", True)]
-
-
-@pytest.mark.parametrize(
-    "name, policy, compiled",
-    [pytest.param(b, *way, marks=[] if (b, *way) in CI else pytest.mark.slow) for way in WAYS for b in BASES],
-)
-def test_layers_without_positions(name, policy, compiled):
-    """Beside a count of the model as it is, with all its layers: exact where they are of one kind, and in what mixed
-    ones save; the last backward may hold a little less than planned, if that layer is without positions, never more."""
-    model, settings = lm(BASES[name]), MemorySettings(policy)
-    subject = subject_of(model, "bf16-mixed", settings, compiled)
-    found = footprint(subject, (1024, 2048))
-    graphs = Graphs(Tape()) if compiled else None
-    step = dry_run.step(
-        lambda: model.planning_copy(8), lambda: subject.batch(4096), subject.precision, settings, graphs
-    )
-    true = max(piece.peak - piece.static for piece in step.pieces)
-    plan = max(found.held(m, 8, 4096) for m in found.moments)
-    assert true <= plan <= true * (1 if name in ("all", "none") or policy == "none" else 1.03)

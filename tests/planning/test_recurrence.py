@@ -1,14 +1,25 @@
-"""Models with a recurrence, planned: what the op holds is that of its own code, and layers have to be alike."""
+"""Models with a recurrence, planned: what the op holds is that of its own code, and its time what was measured."""
+
+import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated.cli.plan import recurrence_notes
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting import workspace
 from lightning_dilated.planning.counting.memory_tracker import Meter
-from lightning_dilated.planning.counting.model_specs import subject_of
+from lightning_dilated.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.planning.estimate import BANDWIDTH, Case
+from lightning_dilated.planning.gpus import find_gpu
+from lightning_dilated.planning.memory import Setup
+from lightning_dilated.planning.simulating.machine import measured_rules
 from lightning_dilated.recurrence import op, triton_chunks
+
+pytestmark = pytest.mark.full
 
 SPECS = {"gated_delta": None, "linear": 40, "delta": 48}
 
@@ -34,9 +45,101 @@ def test_workspace_is_that_of_a_longer_call(kind, forward, monkeypatch):
     assert workspace.recurrence_workspace(forward, call(tokens, 2 * tokens), spec, Meter) == counted  # ranks share it
 
 
-def test_layers_that_differ_are_refused():
-    model = ld.LongNetLM(ld.DilatedPattern.dense(64), dim=32, depth=2, num_heads=2, recurrence=[{}, None])
-    with pytest.raises(
-        ValueError, match=r"plan counts a recurrence that all layers have alike.*Plan it with one in all"
-    ):
-        subject_of(model, "bf16-mixed")
+# -- in a model --------------------------------------------------------------------------------------------------------
+GATED, LINEAR, KEPT = {"kind": "gated_delta"}, {"kind": "linear", "segment": 256}, MemorySettings("attention-kept")
+TOKENS = 1 << 18
+
+
+@functools.cache
+def case(layers=(), gpu="H100", heads=4, precision="bf16-mixed"):
+    """Of a model of four layers: "g" has a gated_delta, "l" a linear recurrence, "-" none."""
+    kinds = {"g": GATED, "l": LINEAR, "-": None}
+    sizes = {"dim": 64 * heads, "depth": 4, "num_heads": heads}
+    model = ld.LongNetLM(ld.DilatedPattern.longnet([2048], [1]), **sizes, recurrence=[kinds[x] for x in layers or "-"])
+    subject = subject_of(model, precision, None, False)
+    return Case(subject, Facts.of(model, subject), Setup(), find_gpu(gpu))
+
+
+def seconds(settings=KEPT, tokens=TOKENS, **options):
+    """Of recurrences."""
+    return case(**options).time(settings, tokens).step.compute.get("recurrence", 0.0)
+
+
+def test_layers_that_differ_lie_between():
+    """A layer in two has half of what all have of time, and between none and all of memory."""
+    none, half, whole = (case(layers) for layers in ("", "-g", "g"))
+    peaks = [x.memory(KEPT, TOKENS).peak for x in (none, half, whole)]
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert seconds() == 0 < seconds(layers="-g") == pytest.approx(seconds(layers="g") / 2)
+    steps = [x.time(KEPT, TOKENS).seconds for x in (none, half, whole)]
+    assert steps[1] - steps[0] == pytest.approx(seconds(layers="-g"), rel=0.02)  # and their parameters' optimizer
+    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0], rel=0.01)
+    parameters = [x.facts.parameters for x in (none, half, whole)]
+    assert parameters[2] - parameters[1] == parameters[1] - parameters[0] > 0
+    assert half.facts.block_parameters == none.facts.block_parameters
+
+
+def test_the_rule_takes_what_was_measured():
+    """In proportion to heads and tokens, and to a GPU's FLOP/s; what is around it, by the GPU's memory."""
+    layer, times = case("g").facts.recurrences[0], measured_rules()
+    forward, backward = times.of("gated_delta", times.tokens * layer.flops * 3)  # of twelve heads
+    assert (forward, backward) == pytest.approx(tuple(times.rules["gated_delta"].values()))
+    around = 4 * TOKENS * (2 * layer.forward.moved + layer.backward.moved) / BANDWIDTH
+    rule = 4 / 3 * (forward + backward)
+    assert seconds(layers="g") == pytest.approx(rule + around * 4.8 / 3.35, rel=1e-3)
+    assert seconds(layers="g", gpu="H200") == pytest.approx(rule + around, rel=1e-3)
+    slower = rule * 989.4 / 312 + around * 4.8 / 2.039
+    assert seconds(layers="g", gpu="A100") == pytest.approx(slower, rel=1e-3)
+    assert seconds(layers="g", tokens=2 * TOKENS) == pytest.approx(2 * seconds(layers="g"), rel=1e-3)
+    assert seconds(layers="g", heads=8) == pytest.approx(2 * seconds(layers="g"), rel=0.05)
+    once = seconds(MemorySettings(), layers="g")
+    again = 4 * TOKENS * layer.forward.moved / BANDWIDTH * 4.8 / 3.35
+    assert seconds(layers="g") - once == pytest.approx(again, rel=1e-3)
+    assert seconds(MemorySettings("block"), layers="g") - once == pytest.approx(again + 4 / 3 * forward, rel=1e-3)
+
+
+def test_what_is_around_the_rule():
+    """By hand, in passes over a row of all heads: the convolution reads and writes q, k and v, three rows, once each; the
+    backward reads theirs and their gradients, and writes those of its inputs."""
+    layers = [{"kind": "gated_delta", "conv": taps} for taps in (0, 4)]
+    model = ld.LongNetLM(ld.DilatedPattern.dense(64), dim=256, depth=2, num_heads=4, recurrence=layers)
+    without, convolved = Facts.of(model, subject_of(model)).recurrences
+    row = 256 * 2
+    assert convolved.forward.beyond(without.forward) == (0, pytest.approx(6 * row, rel=0.01))
+    assert convolved.backward.beyond(without.backward) == (0, pytest.approx(9 * row, rel=0.05))
+    assert 4 * row < without.forward.moved < 8 * row
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"layers": "l"}, "only gated_delta was measured"),
+    ({"layers": "g", "precision": "32-true"}, "only rows of 16 bits"),
+])  # fmt: skip
+def test_a_rule_that_was_not_measured_is_said_to_be_left_out(options, says):
+    (layer,), of = case(**options).facts.recurrences, case(**options)
+    assert says in layer.unmeasured
+    rest = seconds(MemorySettings(), **options)
+    assert 0 < rest < 4 * TOKENS * (layer.forward.moved + layer.backward.moved) / BANDWIDTH * 1.5
+    notes = " ".join(recurrence_notes(of))
+    assert (
+        f"{3 * 4 * layer.flops:.3g} FLOPs a token of a step, since {says}" in notes
+        and "rule as measured on" not in notes
+    )
+
+
+def test_notes_say_what_is_counted():
+    notes = " ".join(recurrence_notes(case("gl")))
+    assert "as measured on NVIDIA H100" in notes and "only gated_delta was measured" in notes
+    assert recurrence_notes(case("")) == []
+
+
+def test_model_flops_have_the_rules():
+    """As `step_flops` counts them: three times the rule's forward."""
+    flops = [case(layers).time(KEPT, TOKENS).flops for layers in ("", "g")]
+    layer = case("g").facts.recurrences[0]
+    assert flops[1] - flops[0] == pytest.approx(3 * 4 * layer.flops * TOKENS)
+
+
+def test_ranks_compute_their_own_tokens():
+    several = replace(case("g"), setup=Setup("ring_dilated", 4))
+    own = several.time(KEPT, TOKENS).step.compute["recurrence"]
+    assert own == pytest.approx(seconds(layers="g") / 4, rel=1e-3)

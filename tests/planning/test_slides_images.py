@@ -199,7 +199,7 @@ def test_exchanged_rows_of_both_stacks():
     x = memory(found, 4, 4096, Setup("ring_dilated", 4, 4))
     rows, inner = x.exchange, x.exchange.decoder
     assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads are half as wide
-    taken = {(*m.part, m.piece.op): _exchange(found, m, 4, rows) for m in found.moments}
+    taken = {(*x.moment.part, x.moment.piece.op): _exchange(found, x, 4, rows) for x in found.places(4)}
     both = 4 * rows.kept + 3 * inner.kept
     assert taken["head", ""] == both
     assert taken["decoder", "forward", 2, "forward"] == both + inner.forward

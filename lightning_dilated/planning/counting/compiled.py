@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.memory_tracker import Tape
+from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.op import RECURRENCE
 
 #: operators that Inductor does not generate, in addition to all custom ones
@@ -152,6 +154,7 @@ class Kernels:
     def _operator(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
         if node.target.namespace in ("aten", "prims"):
             values[node] = _empty(node)
+            self.graphs.tape.launched(node.target, _tensors(node.all_input_nodes), _tensors([node]))
             return
         known: dict[fx.Node, Any] = {}
         with self.graphs.tape.paused():
@@ -168,6 +171,8 @@ class Kernels:
             if over is not None:
                 del values[over]
             values[node] = _empty(node)
+        read = set().union(*(self.reads[node] for node in step)).difference(step)
+        self.graphs.tape.launched(None, _tensors(read), _tensors(step))
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any], known: dict[fx.Node, Any]) -> Any:
         """A value in memory, or a view of one."""
@@ -198,6 +203,11 @@ class Kernels:
 def _empty(node: fx.Node) -> Tensor:
     like = node.meta["val"]
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
+    """What nodes stand for."""
+    return [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -253,12 +263,19 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
+def of_layer(block: TransformerBlock) -> tuple[DilatedPattern, Recurrence | None]:
+    """What blocks of a stack differ in beside their weights."""
+    layer = block.attention
+    return layer.attention.pattern, None if layer.recurrence is None else layer.recurrence.description
+
+
 #: how many of a piece's first arguments need a gradient, if more than one
 LEADING = {"join": 2}
 
 
 class Pieces:
-    """The compiled parts of a block, put in its place; blocks of one pattern and stack share their graphs.
+    """The compiled parts of a block, put in its place; blocks of one pattern, recurrence and stack share their
+    graphs.
 
     Until `trace` is called the pieces run uncompiled and record their arguments.
     """
@@ -315,9 +332,9 @@ class Pieces:
 
     def _graph(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
-        attends = name in ("whole", "attend", "attend_kept")
-        pattern = self.block.attention.attention.pattern if attends else None
-        key = self.stack, name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
+        pattern, recurrence = of_layer(self.block)
+        pattern = pattern if name in ("whole", "attend", "attend_kept") else None
+        key = self.stack, name, self.policies[name], pattern, recurrence, shapes, torch.is_grad_enabled()
         if key not in self.graphs.compiled:
             self.graphs.compiled[key] = self._compiled(name, flat, spec)
         return self.graphs.compiled[key]

@@ -29,7 +29,7 @@ from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longvit import image_patches
-from lightning_dilated.planning.counting.compiled import Graphs, Pieces
+from lightning_dilated.planning.counting.compiled import Graphs, Pieces, of_layer
 from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.planning.counting.workspace import NAMES
 from lightning_dilated.sequence import group
@@ -252,10 +252,10 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     """Put compiled pieces into the blocks, made for this batch."""
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
-    patterns = {block.attention.attention.pattern for block, _ in named}
+    layers = frozenset(of_layer(block) for block, _ in named)
     positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
     shapes = tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
-    key = model.transformer.memory, frozenset(patterns), positions, shapes
+    key = model.transformer.memory, layers, positions, shapes
     if key not in graphs.ready:
         with context, torch.no_grad():
             model.token_mean(data)
@@ -332,9 +332,9 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# -- work of blocks that are not compiled, operator by operator --------------------------------------------------------
-# Each operator is a kernel that reads its tensors and writes its results once; views are none. Calls of attention and of
-# recurrences are left out.
+# -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
+# A kernel reads its tensors and writes its results once; views are none. Without compilation each operator is one. Calls of
+# attention and of recurrences are left out.
 #: tokens of the steps whose work is counted; what does not grow with them, casts of weights, is a hundredth there
 TOKENS = 1 << 16
 #: the most tiles of such a step
@@ -353,6 +353,10 @@ class Work(NamedTuple):
     def seconds(self, flops: float, bandwidth: float) -> float:
         """At so many FLOP/s and bytes/s."""
         return self.flops / flops + self.moved / bandwidth
+
+    def beyond(self, other: Work) -> Work:
+        """What it has more."""
+        return Work(self.flops - other.flops, self.moved - other.moved)
 
 
 @dataclass(frozen=True)
@@ -374,19 +378,36 @@ class BlockWork:
         """Of a model's blocks, run with everything saved and with blocks recomputed.
 
         Args:
-            make: the model of a given depth, not yet built.
-            batch: its batch of so many tokens, made under fake tensors.
-            precision: the Trainer's.
+            make, batch, precision: see `passes`.
             tile: tokens of a tile of the feed-forwards, whose backward computes each tile again; None: all at once.
         """
-        tokens = TOKENS if tile is None else min(max(TOKENS, 2 * tile), TILES * tile)
-        kept, recomputed = WorkTape(tokens), WorkTape(tokens)
-        for tape, policy in ((kept, "none"), (recomputed, "block")):
-            # of two blocks: the first one's backward may be less, where nothing before it is trained
-            settings = MemorySettings(policy, tile=tile)
-            step(partial(make, 2), partial(batch, tokens), precision, settings, tape=tape)
-        backward, both = kept.work(("backward", 1)), recomputed.work(("backward", 1))
-        return cls(kept.work(("forward", 1)), backward, Work(both.flops - backward.flops, both.moved - backward.moved))
+        each = (MemorySettings(policy, tile=tile) for policy in ("none", "block"))
+        (forward, backward), (_, both) = (passes(make, batch, precision, settings) for settings in each)
+        return cls(forward, backward, both.beyond(backward))
+
+
+def passes(
+    make: Callable[[int], DilatedModule],
+    batch: Callable[[int], Any],
+    precision: str,
+    settings: MemorySettings,
+    compiled: bool = False,
+) -> tuple[Work, Work]:
+    """The work of a block's forward, and of its backward with what is recomputed.
+
+    Args:
+        make: the model of a given depth, not yet built.
+        batch: its batch of so many tokens, made under fake tensors.
+        precision: the Trainer's.
+        compiled: whether the blocks are.
+    """
+    tile = settings.tile
+    tokens = TOKENS if tile is None else min(max(TOKENS, 2 * tile), TILES * tile)
+    tape = WorkTape(tokens)
+    graphs = Graphs(tape) if compiled else None
+    # of two blocks: the first one's backward may be less, where nothing before it is trained
+    step(partial(make, 2), partial(batch, tokens), precision, settings, graphs, tape)
+    return tape.work(("forward", 1)), tape.work(("backward", 1))
 
 
 class WorkTape(Tape):
@@ -406,13 +427,16 @@ class WorkTape(Tape):
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
         if _is_kernel(func):
-            moved = sum(x.nbytes for x in (*inputs, *results))
-            flops = _flops(func, inputs)
-            if flops > RIDGE * moved:
-                self._flops[self.part] += flops
-            else:
-                self._moved[self.part] += moved
+            self.launched(func, inputs, results)
         return super()._after(func, inputs, results)
+
+    def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        moved = sum(x.nbytes for x in (*inputs, *results))
+        flops = 0 if func is None else _flops(func, inputs)
+        if flops > RIDGE * moved:
+            self._flops[self.part] += flops
+        else:
+            self._moved[self.part] += moved
 
 
 def _is_kernel(func: Any) -> bool:

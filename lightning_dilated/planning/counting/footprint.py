@@ -1,7 +1,9 @@
 """Footprint: what a step holds for any depth and length, from steps of two depths and two lengths under fake tensors.
 
-All blocks save the same, so what is held at an operation of the first or the last block is linear in depth; sizes are linear
-in tokens. The workspace of the op is computed for each length, see `planning.counting.workspace`.
+Where all blocks save the same, what is held at an operation of the first or the last block is linear in depth; sizes are
+linear in tokens. Where layers differ (some have no positions, or a recurrence), a model of each kind of layer alone is
+counted, and a block holds what its kind does beside what the layers before it save. The workspace of the op is computed for
+each length, see `planning.counting.workspace`.
 
 Shape letters: L tokens of a rank.
 """
@@ -12,8 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
@@ -65,9 +66,9 @@ class Subject:
         memory: settings.
         compile_blocks: whether blocks are counted compiled.
         call: a call of the op on one rank.
+        kinds: `make` with layers of one kind, for each kind of layer that the model has.
+        layers: the numbers of the kinds of layers 0, 1, ..., which repeat.
         decoder: its second stack, if it has one.
-        bare: where only some layers have positions, the model without any; `make` then gives them to all layers.
-        share: the part of the layers that have none.
         by_operator: whether the kernels of its blocks are those of its operators: layers of another library, not compiled.
     """
 
@@ -77,9 +78,9 @@ class Subject:
     memory: MemorySettings
     compile_blocks: bool
     call: OpCall
+    kinds: tuple[Callable[[int], DilatedModule], ...]
+    layers: tuple[int, ...] = (0,)
     decoder: Decoder | None = None
-    bare: Callable[[int], DilatedModule] | None = None
-    share: Fraction = Fraction(0)
     by_operator: bool = False
 
     @property
@@ -90,12 +91,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a piece of a step holds: `held` by (depth, tokens) of the steps counted, `static` (parameters and gradients)."""
+    """What a piece of a step holds: `held` by (depth, tokens) of the steps counted, `static` (parameters and gradients).
+
+    Of steps whose layers are of one kind, number `kind` of the model's.
+    """
 
     part: tuple
     piece: Piece
     held: tuple[tuple[int, int], tuple[int, int]]
     static: tuple[int, int]
+    kind: int = 0
 
     @property
     def decoding(self) -> bool:
@@ -107,6 +112,24 @@ class Moment:
         """Its kind of work, in either stack."""
         return self.part[1 if self.decoding else 0]
 
+    @property
+    def end(self) -> str | None:
+        """Of a block of the first stack, which group its own stands for: one of ENDS; None elsewhere."""
+        return self.part[1] if self.part[0] in BLOCKS else None
+
+
+class Place(NamedTuple):
+    """A moment in a model: of a block of the first stack, or elsewhere.
+
+    Attributes:
+        start: layers before the block's group; None elsewhere.
+        part: the moment's, with the group's name: "first", "second", "last", or a number, from 1, of a layer between them.
+    """
+
+    moment: Moment
+    start: int | None
+    part: tuple
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -115,6 +138,7 @@ class Footprint:
     Attributes:
         depths, sizes: of the steps counted.
         hidden, inner: bytes a token of the hidden states between blocks, and between those of the second stack.
+        moments: of the model's kinds of layers, one kind after another.
     """
 
     subject: Subject
@@ -124,30 +148,151 @@ class Footprint:
     moments: tuple[Moment, ...]
     inner: int = 0
 
+    # -- where moments are ---------------------------------------------------------------------------------------------
+    def kinds(self, layers: int) -> tuple[int, ...]:
+        """The kind of each of the first `layers` layers."""
+        return in_turns(self.subject.layers, layers)
+
+    def places(self, depth: int, gradients: bool = False) -> Iterator[Place]:
+        """Where the moments of a model may hold most: in the first and in the last layer of each kind.
+
+        Args:
+            gradients: whether layers in the middle may hold more than both, because of later ones' gradients; those of
+                kinds that the first group lacks always may.
+        """
+        for moment in self.moments:
+            if moment.end is None:
+                yield Place(moment, None, moment.part)
+                continue
+            starts = self._starts(moment, depth)
+            if not starts:
+                continue
+            if moment.end == ENDS[0]:
+                if starts[0] == 0:
+                    yield Place(moment, 0, moment.part)
+                continue
+            if moment.phase == "behind" and starts[-1] + self.subject.period < depth:
+                continue  # after the last block comes the head
+            yield self._place(moment, starts[-1], depth)
+            later = [at for at in starts if at > 0]
+            if moment.phase == "backward" and (gradients or starts[0] > 0) and len(later) > 1:
+                yield self._place(moment, later[0], depth)
+
+    def _starts(self, moment: Moment, depth: int) -> list[int]:
+        """Layers before each group that has a block of the moment's kind in its place."""
+        period, kinds = self.subject.period, self.kinds(depth)
+        own = [i for i in range(moment.part[2], depth, period) if kinds[i] == moment.kind]
+        return [i - i % period for i in own]
+
+    def _place(self, moment: Moment, start: int, depth: int) -> Place:
+        run, _, within = moment.part
+        period = self.subject.period
+        names: dict[int, Any] = {period: "second", 0: ENDS[0]}
+        name = ENDS[1] if start + period >= depth else names.get(start, start + within + 1)
+        return Place(moment, start, (run, name, within))
+
+    def through(self, place: Place, depth: int) -> int:
+        """Layers up to the place, its own group included."""
+        return depth if place.start is None else min(depth, place.start + self.subject.period)
+
+    def _alike(self, place: Place, depth: int) -> int:
+        """The depth at which a model of one kind of layer has its moment there."""
+        return depth if place.moment.end == ENDS[0] else self.through(place, depth)
+
+    # -- activations ---------------------------------------------------------------------------------------------------
     def held(self, moment: Moment, depth: int, tokens: int) -> int:
-        """Bytes without parameters and gradients."""
-        low, high = (_line(self.sizes, x, tokens) for x in moment.held)
-        return round(_line(self.depths, (low, high), depth))
+        """Bytes without parameters and gradients, where all layers are of the moment's kind."""
+        return round(_line(self.depths, self._lines(moment, tokens), depth))
 
     def kept(self, moment: Moment, tokens: int) -> int:
         """Bytes of `held` for each further block: what it saves for the backward."""
-        low, high = (_line(self.sizes, x, tokens) for x in moment.held)
+        low, high = self._lines(moment, tokens)
         return round((high - low) / (self.depths[1] - self.depths[0]))
 
+    def held_at(self, place: Place, depth: int, tokens: int) -> int:
+        """Bytes without parameters and gradients."""
+        moment = place.moment
+        # what no block saves: rotary tables, which kinds without positions lack
+        outside = [self.held(head, 0, tokens) for head in self._heads]
+        more = max(outside) - outside[moment.kind]
+        return self.held(moment, self._alike(place, depth), tokens) + self._further(place, depth, tokens) + more
+
+    def saved_at(self, place: Place, depth: int, tokens: int) -> int:
+        """Bytes of `held_at` that blocks save for the backward."""
+        alike = self._alike(place, depth)
+        return self.kept(place.moment, tokens) * alike + self._further(place, depth, tokens)
+
+    def _further(self, place: Place, depth: int, tokens: int) -> int:
+        """Bytes that layers before a place save beyond as many of its own kind."""
+        moment = place.moment
+        saved = [self.kept(head, tokens) for head in self._heads]
+        own, before = saved[moment.kind], self.kinds(depth if place.start is None else place.start)
+        saves = self.kept(moment, tokens) > own // 2  # nothing is saved as it begins and ends
+        return sum(saved[kind] - own for kind in before) if saves else 0
+
+    def _lines(self, moment: Moment, tokens: int) -> tuple[float, float]:
+        """Bytes held in the steps of both depths."""
+        low, high = (_line(self.sizes, x, tokens) for x in moment.held)
+        return low, high
+
+    @functools.cached_property
+    def _heads(self) -> list[Moment]:
+        """Of each kind, the moment after the forward; the old gradients are freed then, and there is no new one yet."""
+        return [m for m in self.moments if m.part == ("head",)]
+
+    # -- parameters and gradients --------------------------------------------------------------------------------------
     def static(self, moment: Moment, depth: int) -> int:
-        """Bytes of parameters and gradients when the moment began."""
+        """Bytes of parameters and gradients when the moment began, where all layers are of its kind."""
         return round(_line(self.depths, moment.static, depth))
+
+    def static_at(self, place: Place, depth: int) -> int:
+        """Bytes of parameters and gradients when the moment began."""
+        moment, kinds = place.moment, self.kinds(depth)
+        blocks, trained = self.block_parameters, self.block_gradients
+        total = self.static(moment, depth) + sum(blocks[kind] - blocks[moment.kind] for kind in kinds)
+        if place.start is None or moment.phase != "backward":
+            gradients = self._slope(moment) - blocks[moment.kind]  # of a block, where the moment holds any
+            return total + (sum(trained[kind] - gradients for kind in kinds) if gradients else 0)
+        # those of later layers; of one kind of layer they are counted for all, or for the last group, already
+        later = (depth if moment.end == ENDS[0] else self.subject.period) - 1 - moment.part[2]
+        further = kinds[place.start + moment.part[2] + 1 :]
+        return total + sum(trained[kind] for kind in further) - later * trained[moment.kind]
+
+    def _slope(self, moment: Moment) -> int:
+        """Bytes of parameters and gradients of a block."""
+        return round((moment.static[1] - moment.static[0]) / (self.depths[1] - self.depths[0]))
+
+    @functools.cached_property
+    def block_parameters(self) -> list[int]:
+        """Bytes of a block's parameters, by kind."""
+        return [self._slope(head) for head in self._heads]
+
+    @functools.cached_property
+    def block_gradients(self) -> list[int]:
+        """Bytes of a block's trained parameters, and of their gradients, by kind."""
+        whole = [self._slope(m) for m in self._begun]
+        return [x - parameters for x, parameters in zip(whole, self.block_parameters, strict=True)]
+
+    @functools.cached_property
+    def _begun(self) -> list[Moment]:
+        """Of each kind, the first block's forward, with the gradients of the step before."""
+        begun = {m.kind: m for m in reversed(self.moments) if m.part[0] == "forward"}
+        return [begun[kind] for kind in sorted(begun)]
 
     def parameters(self, depth: int) -> int:
         """Bytes of all parameters."""
-        # the old gradients are freed then, and there is no new one yet
-        head = next(m for m in self.moments if m.part == ("head",))
-        return self.static(head, depth)
+        return self.static(self._heads[0], 0) + sum(self.block_parameters[kind] for kind in self.kinds(depth))
 
     def trained(self, depth: int) -> int:
         """Bytes of those that are trained, and of their gradients."""
-        begun = next(m for m in self.moments if m.part[0] == "forward")  # with the gradients of the step before
-        return self.static(begun, depth) - self.parameters(depth)
+        outside = self.static(self._begun[0], 0) - self.static(self._heads[0], 0)
+        return outside + sum(self.block_gradients[kind] for kind in self.kinds(depth))
+
+    @property
+    def edge_gradients(self) -> int:
+        """Bytes of gradients that there are as the last block's backward begins."""
+        last = next(m for m in self.moments if m.part[:2] == ("backward", "last"))
+        return self.static(last, 0) - self.static(self._heads[0], 0)
 
     @property
     def first_kept(self) -> int:
@@ -179,7 +324,7 @@ def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:
 
 
 def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count four steps; with tiles, of three and four tiles, from which on each tile holds the same.
+    """Count four steps for each kind of layer; with tiles, of three and four tiles, from which on each tile holds the same.
 
     Args:
         sizes: tokens of the steps.
@@ -191,10 +336,10 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     depths = 2 * subject.period, 3 * subject.period
     sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
-    moments, hidden = _counted(subject, depths, sizes, graphs)
-    if subject.bare is not None:
-        bare, _ = _counted(replace(subject, make=subject.bare), depths, sizes, graphs)
-        moments = [_mixed(x, y, subject.share, depths) for x, y in zip(moments, bare, strict=True)]
+    moments, hidden = [], {}
+    for kind, make in enumerate(subject.kinds):
+        counted, hidden = _counted(replace(subject, make=make), depths, sizes, graphs)
+        moments += [replace(m, kind=kind) for m in counted]
     inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
     return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
 
@@ -224,19 +369,6 @@ def _counted(
         held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))
         moments.append(Moment(key, one, held, (one.static, three.static)))
     return moments, tapes[0][0].hidden
-
-
-def _mixed(moment: Moment, bare: Moment, share: Fraction, depths: tuple[int, int]) -> Moment:
-    """A moment of a model of which a share of the layers saves what layers without positions save.
-
-    The layer that runs is counted with positions, in whose backward it holds more.
-    """
-    run = depths[1] - depths[0]
-    saved, less = ([(high - low) / run for low, high in zip(*m.held, strict=True)] for m in (moment, bare))
-    off = [float(share) * (x - y) for x, y in zip(saved, less, strict=True)]
-    held = tuple(tuple(round(n - depth * x) for n, x in zip(row, off, strict=True))
-                 for depth, row in zip(depths, moment.held, strict=True))  # fmt: skip
-    return replace(moment, held=held)
 
 
 def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:

@@ -346,6 +346,9 @@ class Tape(Meter):
         finally:
             self._paused = before
 
+    def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A kernel of compiled blocks ran; `func`: the operator that it is, None where Inductor wrote it."""
+
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made while paused."""
         with self._lock:

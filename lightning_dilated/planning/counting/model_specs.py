@@ -5,11 +5,10 @@ Shape letters: E embedding dim, V vocabulary, L tokens of a rank, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,14 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.pattern.rows import shortest_cycle
-from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, stacks
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.recurrence.description import plain_recurrences
+from lightning_dilated.planning.simulating.machine import measured_rules
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import without_starts
+from lightning_dilated.recurrence.triton_chunks import LARGEST
 
 
 def subject_of(
@@ -63,12 +65,10 @@ def subject_of(
     decoder = None
     for name, stack in others:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
-    bases = getattr(model, "rotary_bases", None) or (None,)
-    share = Fraction(bases.count(None), len(bases))
-    bare = partial(_copy, model, positions=False) if 0 < share < 1 else None
+    kinds, layers = _kinds(model)
     return Subject(
-        partial(_copy, model), partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
-        call(main[1]), decoder, bare, share, by_operator,
+        model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
+        call(main[1]), tuple(partial(kind.copy, model) for kind in kinds), layers, decoder, by_operator,
     )  # fmt: skip
 
 
@@ -93,12 +93,6 @@ def _checked(model: DilatedModule) -> DilatedModule:
     if not isinstance(depth, int):
         raise ValueError(
             f"{name} has no depth, the number of blocks that its build() makes: memory is counted for several."
-        )
-    recurrences = getattr(model, "recurrences", ())
-    if len(set(recurrences)) > 1:
-        raise ValueError(
-            "plan counts a recurrence that all layers have alike, and this model's layers differ: "
-            f"recurrence={plain_recurrences(recurrences)!r}. Plan it with one in all layers, which takes more."
         )
     built = blank(model.planning_copy, depth)
     by_name = stacks(built)
@@ -126,14 +120,46 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
     )  # fmt: skip
 
 
-def _copy(model: DilatedModule, depth: int, positions: bool = True) -> DilatedModule:
-    """The model with another number of layers, of one kind where some of the model's have positions and others none."""
-    shallow = model.planning_copy(depth)
-    bases = getattr(model, "rotary_bases", None) or (None,)
-    if 0 < bases.count(None) < len(bases):
-        usual = next(base for base in bases if base is not None) if positions else None
-        shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
-    return shallow
+class _Kind(NamedTuple):
+    """What layers of a model save differently by.
+
+    Attributes:
+        positions: whether it has any, in a model of which some layers do; None of others.
+        recurrence: the layer's.
+    """
+
+    positions: bool | None
+    recurrence: Recurrence | None
+
+    def copy(self, model: DilatedModule, depth: int) -> DilatedModule:
+        """The model with another number of layers, all of this kind."""
+        shallow = model.planning_copy(depth)
+        if self.positions is not None:
+            usual = next(base for base in _bases(model) if base is not None) if self.positions else None
+            shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
+        if getattr(model, "recurrences", ()):
+            shallow.recurrences = (self.recurrence,) * depth
+        return shallow
+
+
+def _kinds(model: DilatedModule) -> tuple[list[_Kind], tuple[int, ...]]:
+    """The kinds of a model's layers, and the number of that of layers 0, 1, ..., which repeats."""
+    bases, differ = _bases(model), _some_have_positions(model)
+    positions = [base is not None if differ else None for base in in_turns(bases, model.depth)]
+    recurrences = in_turns(without_starts(getattr(model, "recurrences", ()) or (None,)), model.depth)
+    layers = shortest_cycle([_Kind(*of) for of in zip(positions, recurrences, strict=True)])
+    kinds = list(dict.fromkeys(layers))
+    return kinds, tuple(kinds.index(kind) for kind in layers)
+
+
+def _bases(model: DilatedModule) -> Sequence[Any]:
+    """The rotary base of each layer, None for one without positions."""
+    return getattr(model, "rotary_bases", None) or (None,)
+
+
+def _some_have_positions(model: DilatedModule) -> bool:
+    """Whether some layers have, and others have none."""
+    return 0 < _bases(model).count(None) < len(_bases(model))
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
@@ -185,12 +211,59 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class RecurrentLayer:
+    """What a layer's recurrence adds to its block.
+
+    Attributes:
+        description: of it.
+        flops: of its rule, forward, a token.
+        head_dim, element_size: D, and bytes of an element of its rows.
+        forward, backward: work of its convolution, gates and norms.
+    """
+
+    description: Recurrence
+    flops: int
+    head_dim: int
+    element_size: int
+    forward: Work
+    backward: Work
+
+    @property
+    def unmeasured(self) -> str | None:
+        """Why the time of its rule is not known; None where it is."""
+        kinds = measured_rules().rules
+        if self.description.kind not in kinds:
+            return f"only {' and '.join(kinds)} was measured on a GPU"
+        if self.head_dim > LARGEST:
+            return f"no kernel serves heads of more than {LARGEST}"
+        return None if self.element_size == 2 else "only rows of 16 bits were measured"
+
+    @classmethod
+    def of_layers(cls, model: DilatedModule, subject: Subject) -> tuple[RecurrentLayer | None, ...]:
+        """Of layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
+        layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
+        if not any(layers):
+            return ()
+        positions, call = True if _some_have_positions(model) else None, subject.call
+        count = lambda x: passes(  # noqa: E731
+            partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, MemorySettings(), compiled=True
+        )
+        plain, known = count(None), {}
+        for x in dict.fromkeys(layers):
+            if x is not None:
+                work = (more.beyond(less) for more, less in zip(count(x), plain, strict=True))
+                flops = x.flops(call.heads, call.kv_heads, call.head_dim)
+                known[x] = cls(x, flops, call.head_dim, call.dtype.itemsize, *work)
+        return tuple(known.get(x) for x in layers)
+
+
+@dataclass(frozen=True)
 class Facts:
     """The numbers of a model that its time is computed from.
 
     Attributes:
         dim, depth, hidden, vocab: E, blocks, features of the feed-forward, and V: the model's `token_features`.
-        block_parameters, edge_parameters: parameters of a block, and outside of all blocks.
+        block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         call: of the op.
         precision: the Trainer's.
@@ -200,6 +273,7 @@ class Facts:
         tiles: whether feed-forwards can run in tiles.
         decoder: of a second stack of blocks, if the model has one.
         work: of a block whose kernels are those of its operators; None of others.
+        recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
     """
 
     dim: int
@@ -218,6 +292,7 @@ class Facts:
     tiles: bool = True
     decoder: Facts | None = None
     work: BlockWork | None = None
+    recurrences: tuple[RecurrentLayer | None, ...] = ()
 
     @property
     def stacks(self) -> list[Facts]:
@@ -238,11 +313,13 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model; one layer of the first stack is made, without memory, and two where its operators are counted."""
-        built = blank(subject.make)
-        by_name, features = stacks(built), built.token_features()
+        """Of a model, which is made without memory; where its operators are counted, also one of two layers."""
+        built, alone = blank(subject.make, model.depth), blank(partial(_Kind(None, None).copy, model))
+        by_name, features = stacks(alone), built.token_features()
+        depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}
         outside = [
-            _parameters(built, trained) - sum(_parameters(stack.blocks, trained) for stack in by_name.values())
+            _parameters(built, trained)
+            - sum(depths[name] * _parameters(stack.blocks[0], trained) for name, stack in by_name.items())
             for trained in (False, True)
         ]
         decoder = None
@@ -251,8 +328,11 @@ class Facts:
             decoder = cls._of_stack(by_name[x.name], x.depth, features[1], [0, 0], subject, x.call)
         main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
         work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
-        main = replace(main, logits=built.reads_logits(), decoder=decoder, work=work)
-        sizes = by_name[MAIN].sizes()
+        main = replace(
+            main, logits=built.reads_logits(), decoder=decoder, work=work,
+            recurrences=RecurrentLayer.of_layers(model, subject),
+        )  # fmt: skip
+        sizes = stacks(built)[MAIN].sizes()
         return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
 
     @classmethod

@@ -281,8 +281,9 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     # which of the two computes the call depends on the machine that runs it
     heads, dims = (call.heads, call.kv_heads), (call.head_dim, call.head_dim)
     window = triton_chunks.window(call.batch, heads, dims, call.dtype)
-    tokens = call.batch * (call.tokens if whole else min(call.tokens, window))
-    return max(counted, triton_chunks.held_bytes(tokens, heads, dims, call.dtype, not forward) or 0)
+    tokens = call.tokens if whole else min(call.tokens, window)
+    cut = tokens < call.tokens
+    return max(counted, triton_chunks.held_bytes(call.batch * tokens, heads, dims, call.dtype, not forward, cut) or 0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,4 +1,5 @@
-"""Machine: the measured times of one device for the parts of a training step, from which steps of many are simulated.
+"""Machine: the measured times of one device for the parts of a training step, from which steps of many are simulated; and
+those of the rules of recurrences (`RuleTimes`).
 
 Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
 """
@@ -6,14 +7,16 @@ Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated.recurrence import Recurrence
 
 #: bytes of an element of q, k and v by the Trainer's precision
 ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "32-true": 4, "64-true": 8}
@@ -215,6 +218,41 @@ class Machine:
         for name in ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward"):
             fields[name] = Line(**_checked(path, Line, fields[name]))
         return cls(**fields)
+
+
+#: of one H100, by benchmarks/recurrence_time.py
+RULES = Path(__file__).parents[1] / "h100_recurrence.json"
+
+
+@dataclass(frozen=True)
+class RuleTimes:
+    """Measured seconds of rules of recurrences.
+
+    Attributes:
+        name, gpu: of the device, with the versions that were measured, and as `gpus.GPUS` has it.
+        tokens, heads, kv_heads, head_dim: of the calls, whose rows are bf16.
+        rules: of each kind, seconds by "forward" and "backward", which computes the forward once more.
+    """
+
+    name: str
+    gpu: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rules: Mapping[str, Mapping[str, float]]
+
+    def of(self, kind: str, flops: float) -> tuple[float, float]:
+        """Seconds forward and backward of a rule's FLOPs (`Recurrence.flops`) on that device, in proportion to them."""
+        measured = self.tokens * Recurrence(kind).flops(self.heads, self.kv_heads, self.head_dim)
+        times = self.rules[kind]
+        return times["forward"] * flops / measured, times["backward"] * flops / measured
+
+
+@functools.cache
+def measured_rules() -> RuleTimes:
+    """Those that plans take."""
+    return RuleTimes(**_checked(RULES, RuleTimes, json.loads(RULES.read_text())))
 
 
 def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:

@@ -40,6 +40,15 @@ from lightning_dilated.sequence.requirements import Problem
 BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20
 
 
+class Recurring(NamedTuple):
+    """Seconds of a layer's recurrence: of its rule, whose output recomputation may keep, and of what is around it."""
+
+    rule_forward: float = 0.0
+    rule_backward: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
 @dataclass(frozen=True)
 class Step:
     """A simulated step.
@@ -102,6 +111,7 @@ def simulate(
     bucket_cap_mb: int | None = None,
     watched: int | None = None,
     inner: Machine | None = None,
+    recurring: Sequence[Recurring] = (),
 ) -> Step:
     """A step of the machine's model over one sequence of L * R tokens.
 
@@ -121,6 +131,7 @@ def simulate(
             DDP's own buckets.
         watched: the rank whose events are returned.
         inner: times of a second stack of blocks, which runs between the first one's forward and its backward.
+        recurring: of the recurrences that layers 0, 1, ... of the first stack cycle through; none: no layer has one.
 
     Raises:
         ValueError, TypeError: for invalid sizes, names or exchanges, with the condition that fails.
@@ -144,7 +155,8 @@ def simulate(
         return [each[layer] for layer in layers]
 
     ops = of(machine)
-    stacks = [(machine, [op for _, op in ops])] + ([] if inner is None else [(inner, [op for _, op in of(inner)])])
+    stacks = [_Stack(machine, [op for _, op in ops], recurring or [Recurring()])]
+    stacks += [] if inner is None else [_Stack(inner, [op for _, op in of(inner)], [Recurring()])]
     clock = Clock(ranks, per_node, links, watched)
     if overhead:
         clock.work("overhead", overhead)
@@ -152,7 +164,7 @@ def simulate(
     spent = sum(clock.spent.values())
     busiest = int(np.argmax(spent))
     seconds = float(clock.free["compute"].max())
-    same = {"recompute": recompute, "overhead": overhead, "inner": inner}
+    same = {"recompute": recompute, "overhead": overhead, "inner": inner, "recurring": recurring}
     alone = seconds if ranks == 1 else simulate(machine, [narrow[x] or x for x in cycle], tokens, 1, **same).seconds
     return Step(
         ranks,
@@ -169,34 +181,51 @@ def simulate(
     )
 
 
-def _run(clock: Clock, stacks: list[tuple[Machine, list[Op]]], tokens: int, recompute: str, buckets: _Buckets) -> None:
-    """Forward of the stacks in order, backward in reverse, and optimizer; a stack's layers cycle through its ops."""
+class _Stack(NamedTuple):
+    """Blocks, whose layers cycle through ops and through recurrences."""
+
+    machine: Machine
+    ops: Sequence[Op]
+    recurring: Sequence[Recurring]
+
+
+def _run(clock: Clock, stacks: list[_Stack], tokens: int, recompute: str, buckets: _Buckets) -> None:
+    """Forward of the stacks in order, backward in reverse, and optimizer."""
     half = lambda seconds: clock.work("rest", seconds / 2)  # noqa: E731 - before and after the op: for the picture only
-    for machine, ops in stacks:
+    for machine, ops, recurring in stacks:
         parts = machine.at(tokens)
         for layer in range(machine.depth):
+            more = recurring[layer % len(recurring)]
             half(parts.rest_forward)
             ops[layer % len(ops)].forward(clock)
+            _recur(clock, more.rule_forward + more.forward)
             half(parts.rest_forward)
         clock.work("edge", parts.edge_forward)
-    for machine, ops in reversed(stacks):
+    for machine, ops, recurring in reversed(stacks):
         parts = machine.at(tokens)
         clock.work("edge", parts.edge_backward)
         for layer in reversed(range(machine.depth)):
-            op = ops[layer % len(ops)]
+            op, more = ops[layer % len(ops)], recurring[layer % len(recurring)]
             if recompute != "none":
                 half(parts.rest_forward * machine.again)
                 if recompute == "block":
                     op.forward(clock, "again")
+                _recur(clock, more.forward + (more.rule_forward if recompute == "block" else 0.0))
                 half(parts.rest_forward * machine.again)
             half(parts.rest_backward)
+            _recur(clock, more.rule_backward + more.backward)
             op.backward(clock)
             half(parts.rest_backward)
             buckets.add(machine.block_parameters * machine.parameter_size)
         # after the blocks', as those of an embedding are
         buckets.add(machine.edge_parameters * machine.parameter_size)
     buckets.finish()
-    clock.work("optimizer", sum(machine.optimizer for machine, _ in stacks))
+    clock.work("optimizer", sum(stack.machine.optimizer for stack in stacks))
+
+
+def _recur(clock: Clock, seconds: float) -> None:
+    if seconds:
+        clock.work("recurrence", seconds)
 
 
 class _Buckets:
