@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
 LONGEST = (
+    "integrations/test_hf_plan.py", "integrations/test_transformers.py",
     "strategy/test_outer_steps.py", "strategy/test_regions.py",
     "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
     "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
