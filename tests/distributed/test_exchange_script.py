@@ -98,6 +98,6 @@ def unlike(rank, clock, links):
 
 
 def test_in_turn_counted_otherwise(pool):
-    for rows in pool.run(4, in_turn, TURNS + "--rounds 1", unlike):
+    for rows in pool.run(4, in_turn, TURNS + "--rounds 2", unlike):
         assert [row[8] for row in rows] == ["4000.00"] * 3
         assert all(row[9].endswith(" (NOT as planned)") for row in rows), rows
