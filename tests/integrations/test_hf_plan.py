@@ -126,8 +126,14 @@ def facts(planned):
     return Facts.of(planned, subject_of(planned))
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    "family, lora",
+    [
+        ("llama", LORA),
+        ("mistral", None),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("llama", None), ("mistral", LORA))),
+    ],
+)
 def test_flops_are_what_torch_counts(family, lora):
     """But for norms; of a vocabulary whose projection takes half of them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
@@ -191,8 +197,14 @@ def test_work_of_a_layer():
     assert seconds == [True, False]
 
 
-@pytest.mark.parametrize("tile", [None, 1024])
-@pytest.mark.parametrize("policy", ["none", "block"])
+@pytest.mark.parametrize(
+    "policy, tile",
+    [
+        ("none", None),
+        ("block", 1024),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("none", 1024), ("block", None))),
+    ],
+)
 def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     """Products of a step."""
     monkeypatch.setattr(dry_run, "RIDGE", 0)
