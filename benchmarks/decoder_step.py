@@ -10,7 +10,7 @@ random weights, layers computed again in the backward, AdamW (fused), a loss by 
 `--compile` is given, which the first two follow; with `--layer-tile` these compute feed-forwards by tiles of tokens.
 The allocator has expandable segments, without which lengths that nearly fill the GPU run out of memory in fragments, and
 leaves 1 GiB to libraries. Milliseconds of the median step; peak memory, and both by `plan` for the first two. What runs out
-of memory says what torch's allocator had in use and reserved at most.
+of memory says what torch's allocator had in use and reserved at most, and what it was asked for then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import gc
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -192,10 +193,12 @@ def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
     return [a.size + (f", adapters of rank {a.lora}" if a.lora else ""), f"{tokens:,}", text]
 
 
-def held() -> list[str]:
-    """Cells of a row without a result: why, and the GiB that torch's allocator had in use and reserved at most."""
+def held(error: torch.OutOfMemoryError) -> list[str]:
+    """Cells of a row without a result: why, and the GiB that torch's allocator had in use and reserved at most, with what it
+    was asked for in vain."""
     used, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-    return ["out of memory", "", f"{used:.1f} of {reserved:.1f}"]
+    request = re.search(r"Tried to allocate (\d[\d.]* \w+)", str(error))
+    return ["out of memory", "", f"{used:.1f} of {reserved:.1f}" + (f", asked for {request[1]}" if request else "")]
 
 
 def main() -> None:
@@ -212,9 +215,9 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             try:
                 print(row(a, way, tokens), flush=True)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 plan = ["", ""] if way in BACKENDS else planned(a, way, tokens)
-                print(f"| {' | '.join([*name_of(a, way, tokens), *held(), *plan])} |", flush=True)
+                print(f"| {' | '.join([*name_of(a, way, tokens), *held(error), *plan])} |", flush=True)
             gc.collect()
             torch.compiler.reset()
             if a.device == "cuda":

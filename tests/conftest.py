@@ -21,7 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
 LONGEST = (
-    "strategy/test_elastic.py", "strategy/test_outer_steps.py", "strategy/test_regions.py",
+    "integrations/test_hf_plan.py", "integrations/test_transformers.py",
+    "strategy/test_outer_steps.py", "strategy/test_regions.py",
     "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
     "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
     "strategy/test_equals_one_rank.py", "planning/test_memory.py", "strategy/test_cpu_offload.py",
@@ -32,7 +33,7 @@ LONGEST = (
     "cli/test_commands.py", "attention/test_autograd.py", "callbacks/test_sharded_checkpoint_ranks.py",
     "cli/test_recipes.py", "planning/test_hooks.py", "callbacks/test_preemption.py", "sequence/test_strided.py",
     "sequence/test_scale.py", "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
-    "strategy/test_first_batch.py", "strategy/test_failures.py", "strategy/test_pooled.py",
+    "strategy/test_first_batch.py", "strategy/test_pooled.py",
     "distributed/test_exchange_script.py", "models/test_frozen.py", "models/test_generation.py", "kernels/test_decode.py",
     "kernels/test_gated_delta.py",
     "integrations/test_hf_causal_lm.py", "integrations/test_transformers_ranks.py", "integrations/test_evaluate.py",

@@ -157,7 +157,7 @@ TUTORIALS: dict[str, Callable[[list[str]], None]] = {
     "transformers.md": check_transformers,
     "billion.md": check_billion,
 }
-IN_CI = ("genomes.md", "own_module.md")
+IN_CI = ("own_module.md",)
 MARKS = {name: pytest.mark.full if name in IN_CI else pytest.mark.slow for name in TUTORIALS}
 
 

@@ -42,12 +42,13 @@ def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tens
     [(torch.float64, 1e-10, 300), (torch.float32, 1e-5, 150)],
     ids=["float64", "float32"],
 )
+@pytest.mark.parametrize("share", [0.5, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random(engine, dtype, tol, number):
+def test_random(engine, dtype, tol, number, share):
     bare_rows, covered_rows = [], []
 
     @seed(ENGINES.index(engine))  # other examples for every engine
-    @settings(max_examples=examples(number))
+    @settings(max_examples=examples(share * number))
     @given(cases())
     def random(case):
         bare = check(case, engine, dtype, tol)
@@ -59,12 +60,13 @@ def test_random(engine, dtype, tol, number):
     assert sum(bare_rows) > enough and sum(covered_rows) > enough
 
 
+@pytest.mark.parametrize("share", [0.5, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random_attended(engine):
+def test_random_attended(engine, share):
     refused, with_pads = [], []
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=max(60, examples(150)))  # of fewer none may have pads
+    @settings(max_examples=max(60, examples(share * 150)))  # of fewer none may have pads
     @given(cases(padding="attended"))
     def random(case):
         refused.append(case.refused())
@@ -80,13 +82,14 @@ def test_random_attended(engine):
     assert any(refused) and any(with_pads)
 
 
+@pytest.mark.parametrize("share", [0.5, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random_low_precision(engine, dtype):
+def test_random_low_precision(engine, dtype, share):
     """No less exact than twice the error of a plain softmax in the same dtype (and the rounding of the result)."""
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=examples(80))
+    @settings(max_examples=examples(share * 80))
     @given(cases())
     def random(case):
         # of a single key q and k have no gradient, and the plain softmax, whose weight is 1, has no rounding to compare with

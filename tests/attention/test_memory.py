@@ -5,6 +5,7 @@ import torch
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.counting.memory_tracker import Meter
 
 from .peak import printed
 
@@ -43,6 +44,18 @@ def test_saved_besides():
     plain = saved(DilatedPattern.dense())
     assert saved(DilatedPattern.dense(), lengths=[3, 64]) == sorted([*plain, 2 * 4])
     assert saved(DilatedPattern.dense(), dropout=0.5) == sorted([*plain, 8])
+
+
+@pytest.mark.parametrize("batch, segment", [(2, None), (1, 16)])
+def test_the_results_of_one_block_are_those_of_the_call(batch, segment):
+    """Nothing but q, k, v, out, its log-sum-exp, and their gradients is held, once each."""
+    shape, pattern = (batch, 64, 4, 8), DilatedPattern.dense(segment)
+    grad, *inputs = torch.randn(4, *shape).bfloat16().unbind()
+    q, k, v = (x.clone().requires_grad_() for x in inputs)
+    with Meter() as meter:
+        out = dilated_attention(q, k, v, pattern, engine="cpu_flash")
+        torch.autograd.grad(out, (q, k, v), grad.clone())
+    assert meter.peak <= 8 * q.nbytes + 2 * batch * 64 * 4 * 4 + grad.untyped_storage().nbytes()
 
 
 def test_nothing_is_saved_without_gradients():

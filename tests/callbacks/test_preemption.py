@@ -21,6 +21,7 @@ from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.strategy import preemption
 
+from ..distributed.forked import run_ranks
 from ..strategy.runs import launched
 from ..strategy.test_failures import LIMIT, TORCHRUN, alive, losses
 from .checkpoint_runs import STEPS, names, run
@@ -83,7 +84,7 @@ def test_the_last_step_is_saved(text, whole, tmp_path, strategy, signum, status)
     torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", [pytest.param(x, marks=pytest.mark.slow) if x in (1, 3, 4) else x for x in range(6)])
 def test_at_any_batch_of_two_epochs(text, tmp_path, step):
     """Three batches an epoch; what follows is that of a run that was never stopped, also across the end of an epoch."""
     options = {"limit_train_batches": 3, "limit_val_batches": 0}
@@ -301,7 +302,10 @@ def check_job(folder, found, status, step=3):
 
 
 def test_a_job_of_two_ranks(tmp_path, monkeypatch, capsys):
-    check_job(tmp_path, job(tmp_path, "ring_dilated", 2, 5, 0, "SIGTERM", 1), 143)
+    """Forked; with launchers of Lightning and torchrun: -m slow."""
+    found = run_ranks(2, Path(JOB), "ring_dilated", "2", "5", "0", "SIGTERM", "1", cwd=tmp_path)
+    assert found.codes == [143, 143], found.stderr[-3000:]
+    assert names(tmp_path / "ckpt") == ["step-00000003"], found.stderr[-3000:]
     with contextlib.chdir(tmp_path):  # the same script goes on, on one rank
         monkeypatch.setattr(sys, "argv", [JOB, "auto", "1", "4", "0", "SIGTERM", "nobody"])
         runpy.run_path(JOB, run_name="__main__")
@@ -313,8 +317,9 @@ slow = pytest.mark.slow
 
 @slow
 @pytest.mark.parametrize("strategy, signum, who, status", [
-    ("ring_dilated", "SIGTERM", 0, 143), ("ring_dilated_fsdp", "SIGTERM", 0, 143), ("ring_dilated_fsdp", "SIGTERM", 1, 143),
-    ("ring_dilated", "SIGINT", 0, 130), ("ring_dilated", "SIGINT", 1, 130), ("ring_dilated_fsdp", "SIGINT", 0, 130),
+    ("ring_dilated", "SIGTERM", 0, 143), ("ring_dilated", "SIGTERM", 1, 143), ("ring_dilated_fsdp", "SIGTERM", 0, 143),
+    ("ring_dilated_fsdp", "SIGTERM", 1, 143), ("ring_dilated", "SIGINT", 0, 130), ("ring_dilated", "SIGINT", 1, 130),
+    ("ring_dilated_fsdp", "SIGINT", 0, 130),
 ])  # fmt: skip
 def test_jobs(tmp_path, strategy, signum, who, status):
     check_job(tmp_path, job(tmp_path, strategy, 2, 5, 0, signum, who), status)

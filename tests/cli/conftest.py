@@ -94,7 +94,7 @@ def cli(tmp_path: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of `verify` and `bench links` are forked; `test_two_ranks_agree` starts interpreters, as users do."""
+    """Ranks of `verify` and `bench links` are forked; `test_two_ranks_agree` also starts interpreters, as users do."""
     monkeypatch.setattr(verify, "mp", SimpleNamespace(get_context=lambda method: forked.context()))
 
 

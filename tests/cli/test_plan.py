@@ -344,6 +344,7 @@ def test_causal_of_a_recipe():
 
 def test_streams(cli):
     sizes = ["--dim", "64", "--depth", "2", "--heads", "4", "--segments", "64", "4096", "--dilations", "1", "64"]
+    sizes += ["--no-compile", *BLOCK]
     result = cli("plan", *sizes, "--gpu", "H200", "--gpus", "1", "--tokens", "1M", "--stream", "64K")
     assert result.code == 0, result.err
     assert "stream=65536" in result.out and "16 chunks; one, forward and backward:" in result.out

@@ -16,7 +16,10 @@ STEP = Check("LongNetLM", 61)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-def test_two_ranks_agree(cli):
+@pytest.mark.parametrize("started", ["forked", pytest.param("as users do", marks=pytest.mark.slow)])
+def test_two_ranks_agree(cli, request, started):
+    if started == "forked":
+        request.getfixturevalue("forked_ranks")
     result = cli("verify", "--devices", 2, "--quick", "--device", "cpu")
     checks = matrix(2, ["float64"], quick=True)
     calls = {(c.pattern, c.causal) for c in checks if c.pattern != "LongNetLM"}

@@ -271,8 +271,10 @@ def test_each_epoch_has_its_own_number_of_batches(tmp_path):
     assert len(halves.validated_after) == 6
 
 
-@pytest.mark.parametrize("ask_for_steps", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "workers, ask_for_steps",
+    [(0, False), (2, True), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0, True), (2, False)))],
+)
 def test_a_run_goes_on_where_it_stopped(tmp_path, workers, ask_for_steps):
     whole, _ = run(documents(tmp_path, val_fraction=0.2), callbacks=[every_step(tmp_path)], max_epochs=4)
     steps = range(1, len(whole.seen)) if workers == 0 else (3, 9)

@@ -34,17 +34,38 @@ def context() -> mp.context.BaseContext:
     return found
 
 
-def run_ranks(ranks: int, script: Path, *args: str, cwd: Path, timeout: float = 120) -> Ended:
-    """Run `torchrun --nproc-per-node RANKS SCRIPT ARGS` in a folder, without torchrun; code None means the time was up."""
+def agent_store() -> dist.TCPStore:
+    """The store that an agent of torchrun holds for the ranks of all attempts."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def run_ranks(
+    ranks: int,
+    script: Path,
+    *args: str,
+    cwd: Path,
+    timeout: float = 120,
+    store: dist.TCPStore | None = None,
+    restarts: tuple[int, ...] | None = None,
+) -> Ended:
+    """Run `torchrun --nproc-per-node RANKS SCRIPT ARGS` in a folder, without torchrun; code None means the time was up.
+
+    Args:
+        store: that of an earlier attempt, where this is a restart; by default a new one.
+        restarts: what the agent of each rank counts; by default 0.
+    """
     forks = context()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held by the agent, as torchrun's is
+    store = agent_store() if store is None else store
     common = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks):
-            told = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
+            own = {"RANK": rank, "LOCAL_RANK": rank}
+            if restarts is not None:
+                own["TORCHELASTIC_RESTART_COUNT"] = restarts[rank]
+            told = {**os.environ, **{k: str(v) for k, v in {**common, **own}.items()}}
             process = forks.Process(target=_run, args=(script, args, cwd, told, Path(folder, str(rank))))
             process.start()
             processes.append(process)

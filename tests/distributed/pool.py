@@ -70,8 +70,9 @@ class Pool:
         size: the most ranks a call may have.
         timeout: seconds after which a call that was not answered by every rank fails.
         method: "forkserver" forks workers from a process that has imported the package; "spawn" starts new
-            interpreters, which read settings such as TRITON_INTERPRET as they import.
+            interpreters, which read settings as they import.
         environment: variables that workers have beside those of this process, also workers that replace others.
+        first: what a worker calls before anything else.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Pool:
         timeout: float = 60.0,
         method: str = "forkserver",
         environment: dict[str, str] | None = None,
+        first: Callable[[], None] | None = None,
     ) -> None:
         self.size, self.timeout, self.method = size, timeout, method
-        self.environment = environment or {}
+        self.environment, self.first = environment or {}, first
         self._workers: list[tuple[mp.Process, Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -144,7 +146,7 @@ class Pool:
             environment = dict(os.environ)  # the fork server has that of its own start
             for rank in range(self.size):
                 here, there = context.Pipe()
-                args = rank, self.size, str(store), there, environment
+                args = rank, self.size, str(store), there, environment, self.first
                 process = context.Process(target=_work, args=args, daemon=True, name=f"pool {rank}")
                 process.start()
                 there.close()
@@ -166,13 +168,22 @@ def _read(pipe: Connection, rank: int) -> Answer:
         return Answer(rank, error="EOFError", message="the worker died", trace="the worker died")
 
 
-def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str]) -> None:
+def _work(
+    rank: int,
+    size: int,
+    store: str,
+    pipe: Connection,
+    environment: dict[str, str],
+    first: Callable[[], None] | None,
+) -> None:
     """A worker: make the process groups, then answer calls until the pipe closes."""
     gc.freeze()  # no collection goes through what was imported, which takes 0.3 s
     os.environ.clear()
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if first is not None:
+        first()
     minute = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=minute)
     groups = {n: dist.new_group(list(range(n)), timeout=minute) for n in SIZES if n <= size}

@@ -12,7 +12,7 @@ from .pool import Pool
 from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded, larger_groups, sharded
 
 #: random calls for each number of ranks and each exchange that can serve so many
-EXAMPLES = {1: 6, 2: 50, 3: 64, 4: 64}
+EXAMPLES = {1: 6, 2: 30, 3: 40, 4: 40}
 SERVING = {1: EXCHANGES, 2: (*ANY, "butterfly"), 3: ANY, 4: EXCHANGES}
 RUNS = [(ranks, exchange) for ranks in EXAMPLES for exchange in SERVING[ranks]]
 #: what every sample has to hold, in calls that move rows; see `Sharded.features`
@@ -102,9 +102,10 @@ def test_random(pool, ranks, exchange, times):
     assert not missing, f"the sample holds no {missing}: {seen}"
 
 
+@pytest.mark.parametrize("count", [24, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("exchange", ANY)
-def test_more_ranks_than_heads(pool, ranks, exchange):
+def test_more_ranks_than_heads(pool, ranks, exchange, count):
     """Some ranks of a head group hold no head, and some no token."""
     seen = Counter()
     # of two ranks one is empty only where there is one token
@@ -114,7 +115,7 @@ def test_more_ranks_than_heads(pool, ranks, exchange):
         """Check random cases."""
 
         @seed(number)
-        @settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
         @given(larger_groups(ranks, exchange))
         def random(case):
             assume(not case.call.refused())
@@ -125,4 +126,4 @@ def test_more_ranks_than_heads(pool, ranks, exchange):
     sample(ranks + 10 * ANY.index(exchange))
     if not all(seen[feature] for feature in wanted):  # what a seed draws differs between versions of hypothesis
         sample(ranks + 10 * ANY.index(exchange) + 1000)
-    assert seen["cases"] >= 30 and all(seen[feature] for feature in wanted), seen
+    assert seen["cases"] >= count * 3 // 4 and all(seen[feature] for feature in wanted), seen

@@ -86,7 +86,9 @@ def part(rank, group, name, layout):
         return run(model, mine, rank)
 
 
-@pytest.mark.parametrize("ranks, layout", [(2, "contiguous"), *((4, layout) for layout in LAYOUTS)])
+@pytest.mark.parametrize(
+    "ranks, layout", [pytest.param(2, "contiguous", marks=pytest.mark.slow), *((4, layout) for layout in LAYOUTS)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_many_ranks_are_one(pool, name, ranks, layout):
     loss, predicted, grads = run(*CASES[name]())

@@ -77,16 +77,22 @@ def test_any_call(pool, ranks, case, layout, program):
     check(pool, ranks, case, layout, program)
 
 
+SEQUENCES = [
+    ((9,), False, None),  # 3, 3, 3, 0 tokens
+    ((1,), False, (5,)),
+    ((0,), False, (5,)),
+    ((37, 20), False, (3, 6)),
+    ((10, 0, 23, 1), True, (2, 3, 0, 5)),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    "documents, packed, earlier",
+    "layout, documents, packed, earlier",
     [
-        ((9,), False, None),  # 3, 3, 3, 0 tokens
-        ((1,), False, (5,)),
-        ((0,), False, (5,)),
-        ((37, 20), False, (3, 6)),
-        ((10, 0, 23, 1), True, (2, 3, 0, 5)),
+        *(("zigzag", *x) for x in SEQUENCES),
+        *(("contiguous", *x) for x in (SEQUENCES[0], SEQUENCES[-1])),
+        *(pytest.param("contiguous", *x, marks=pytest.mark.slow) for x in SEQUENCES[1:-1]),
     ],
 )
 def test_four_ranks(pool, kind, layout, documents, packed, earlier):

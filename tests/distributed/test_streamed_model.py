@@ -47,7 +47,7 @@ RANKS = {"convolution, short chunks": 3, "chunks of one token": 3, "packed": 4, 
 
 
 #: the others show the same in less time
-SLOW = ("heads, dropout", "block", "chunks of one token")
+SLOW = ("heads, dropout", "block", "chunks of one token", "plain", "convolution", "recurrence", "recurrence, padded")
 
 
 @pytest.mark.parametrize(

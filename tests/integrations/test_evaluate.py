@@ -60,8 +60,16 @@ def test_equals_answers_counted_by_hand(tmp_path, tile, family):
     assert not hooks
 
 
-@pytest.mark.parametrize("tile", [None, 5])
-@pytest.mark.parametrize("ranks, strategy", [(2, {}), (3, {}), (2, {"sequence_size": 1}), (2, {"fsdp": True})])
+@pytest.mark.parametrize(
+    "ranks, strategy, tile",
+    [
+        (3, {}, 5),
+        (2, {"sequence_size": 1}, 5),
+        (2, {"fsdp": True}, None),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, {}, None), (2, {}, 5), (3, {}, None))),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, {"sequence_size": 1}, None), (2, {"fsdp": True}, 5))),
+    ],
+)
 def test_ranks_equal_one(pools, tmp_path, ranks, strategy, tile):
     want = pools(1).run(1, rows, "llama", tile, {}, str(tmp_path / "one"))[0]
     for got in pools(ranks).run(ranks, rows, "llama", tile, strategy, str(tmp_path / "many")):

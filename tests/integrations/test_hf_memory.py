@@ -6,14 +6,14 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.memory_tracker import Meter
+from lightning_dilated.planning.counting.memory_tracker import PARAMETERS, Meter
 
 from ..strategy.runs import Run
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
 import transformers
 
-from .decoders import close, config
+from .decoders import close, config, decoder, tokens
 from .test_hf_causal_lm import HYBRID, Small, batch, check
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
@@ -82,6 +82,24 @@ def test_what_is_saved_is_less():
             saved[name] = meter.live + 0 * total.ndim
     assert saved["groups"] < saved["block"] < saved["attention-kept"] < saved["none"]
     assert saved["tiles"] < saved["none"]
+
+
+@pytest.mark.parametrize("intermediate", [64, 688])
+def test_no_more_memory_than_with_sdpa(intermediate):
+    """The most bytes at once while layers are computed again under autocast, whose rotary tables turn q and k to fp32; with
+    narrow feed-forwards attention takes most."""
+    peaks = {}
+    sizes = {"hidden_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    for implementation in ("ring_dilated", "sdpa"):
+        model = decoder("llama", implementation, torch.float32, intermediate_size=intermediate, **sizes).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.model(tokens(1, 1024))[0].square().mean()
+        with Meter() as meter:
+            meter.track(model.parameters(), PARAMETERS)
+            loss.backward()
+        peaks[implementation] = meter.peak
+    assert peaks["ring_dilated"] <= peaks["sdpa"]
 
 
 @pytest.mark.full

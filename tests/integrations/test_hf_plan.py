@@ -126,8 +126,14 @@ def facts(planned):
     return Facts.of(planned, subject_of(planned))
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    "family, lora",
+    [
+        ("llama", LORA),
+        ("mistral", None),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("llama", None), ("mistral", LORA))),
+    ],
+)
 def test_flops_are_what_torch_counts(family, lora):
     """But for norms; of a vocabulary whose projection takes half of them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
@@ -191,8 +197,14 @@ def test_work_of_a_layer():
     assert seconds == [True, False]
 
 
-@pytest.mark.parametrize("tile", [None, 1024])
-@pytest.mark.parametrize("policy", ["none", "block"])
+@pytest.mark.parametrize(
+    "policy, tile",
+    [
+        ("none", None),
+        ("block", 1024),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("none", 1024), ("block", None))),
+    ],
+)
 def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     """Products of a step."""
     monkeypatch.setattr(dry_run, "RIDGE", 0)
@@ -247,7 +259,7 @@ def script():
 @pytest.mark.parametrize("size, lora, tokens, tile, way, ms, gib", DECODERS)
 def test_measured_decoders(script, size, lora, tokens, tile, way, ms, gib):
     """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %. The steps measured had freed the
-    gradients of the step before when they began."""
+    gradients of the step before when they began, and under autocast held a second copy of the attention's output."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)
@@ -259,7 +271,8 @@ def test_measured_decoders(script, size, lora, tokens, tile, way, ms, gib):
     with_old_gradients = ("forward", "last"), ("behind", "last"), ("between",)
     moments = tuple(m for m in counted.moments if m.part[:2] not in with_old_gradients)
     peak = memory(replace(counted, moments=moments), case.facts.depth, tokens).peak
-    assert peak / 2**30 == pytest.approx(gib, rel=0.01)
+    copy = 0 if lora else tokens * planned.config.hidden_size * 2
+    assert (peak + copy) / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 class Steps(LightningModule):
@@ -304,6 +317,21 @@ def test_the_script_has_segments_in_one_piece(script, monkeypatch, capsys):
     script["main"]()
     assert os.environ[NAMES[0]] == "expandable_segments:True"
     assert "| tiny | 64 | sdpa-flash | " in capsys.readouterr().out
+
+
+def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
+    message = "CUDA out of memory. Tried to allocate 1.47 GiB. GPU 0 has a total capacity of 79.10 GiB."
+
+    def too_long(*_):
+        raise torch.OutOfMemoryError(message)
+
+    monkeypatch.setitem(script["main"].__globals__, "row", too_long)
+    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
+    script["main"]()
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "sdpa-flash" in x)
+    assert line.startswith("| tiny | 64 | sdpa-flash | out of memory | ")
+    assert " of " in line and ", asked for 1.47 GiB |" in line
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def check(pools, ranks, name, kind, **settings):
     close(got, want, 1e-10)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_equal_one(pools, name, ranks):
     check(pools, ranks, name, "whole")
@@ -78,14 +78,28 @@ def test_documents_and_padding(pools, name, kind):
     check(pools, 3, name, kind)
 
 
-@pytest.mark.parametrize("kind", ["whole", "packed", "padded", "rows"])
+SETTINGS = {
+    "zigzag": {"layout": "zigzag"},
+    "ring": {"exchange": "ring"},
+    "switch": {"exchange": "switch"},
+    "gather": {"exchange": "gather"},
+    "head 2": {"head_size": 2},
+}
+#: each setting and each kind; the other pairs with `-m slow`
+CI = {("zigzag", "packed"), ("zigzag", "padded"), ("ring", "rows"), ("switch", "padded"), ("gather", "packed")}
+CI |= {("head 2", "whole"), ("head 2", "rows")}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"layout": "zigzag"}, {"exchange": "ring"}, {"exchange": "switch"}, {"exchange": "gather"}, {"head_size": 2}],
-    ids=str,
+    "name, kind",
+    [
+        pytest.param(name, kind, marks=[] if (name, kind) in CI else pytest.mark.slow)
+        for name in SETTINGS
+        for kind in ("whole", "packed", "padded", "rows")
+    ],
 )
-def test_layouts_and_exchanges(pools, settings, kind):
-    check(pools, 2, "gemma3", kind, **settings)
+def test_layouts_and_exchanges(pools, name, kind):
+    check(pools, 2, "gemma3", kind, **SETTINGS[name])
 
 
 LLAMA4 = {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 32}

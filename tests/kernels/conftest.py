@@ -1,4 +1,4 @@
-"""Processes in which Triton's interpreter runs the kernels on the CPU, which is fixed at their first import."""
+"""Processes in which Triton's interpreter runs the kernels on the CPU, which is fixed as Triton is imported."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from ..distributed.pool import Pool
-from .patched_once import patch_once
+from .patched_once import interpret
 
 
 @pytest.fixture(scope="session")  # files of this folder are run between others, and starting takes seconds
@@ -18,7 +18,6 @@ def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     limit = float(pytestconfig.getoption("timeout") or pytestconfig.getini("timeout"))
-    pool = Pool(2, timeout=0.8 * limit, method="spawn", environment={"TRITON_INTERPRET": "1"})
-    pool.run(2, patch_once)
+    pool = Pool(2, timeout=0.8 * limit, environment={"TRITON_INTERPRET": "1"}, first=interpret)
     yield pool
     pool.close()

@@ -33,7 +33,7 @@ def random_calls(rank, group, number, examples):
     assert len(shapes) >= examples
 
 
-@pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 4), pytest.param(1, 60, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
     interpreter.run(1, random_calls, number, examples)
 
@@ -62,7 +62,7 @@ def pipelined_calls(rank, group, number, examples):
         torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number, examples", [(0, 12), pytest.param(1, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 100, marks=pytest.mark.slow)])
 def test_pipelined(interpreter, number, examples):
     interpreter.run(1, pipelined_calls, number, examples)
 
@@ -108,8 +108,15 @@ LONGER = Case(DilatedPattern([(64, 1), (100, 3)]), 1, 150, 2, 1, 24, causal=True
 
 
 # bfloat16 is for tests/attention/test_gpu.py: the interpreter multiplies its bits as integers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "dtype, causal",
+    [
+        (torch.float32, False),
+        (torch.float16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.float16, False, marks=pytest.mark.slow),
+    ],
+)
 def test_dtypes(interpreter, dtype, causal):
     assert interpreter.run(1, one_call, LONGER.but(causal=causal), dtype, 0.0)[0] > 0
 
@@ -224,7 +231,7 @@ def chained(rank, group, number, examples, device="cpu"):
         assert int(lse_rows.isneginf().sum()) == 4  # the other rows are as they were
 
 
-@pytest.mark.parametrize("number, examples", [(0, 10), pytest.param(1, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 6), pytest.param(1, 100, marks=pytest.mark.slow)])
 def test_chain(interpreter, number, examples):
     interpreter.run(1, chained, number, examples)
 

@@ -108,7 +108,7 @@ def random_calls(rank, group, number, examples):
     return sum(taken), sum(in_place), max(cut)
 
 
-@pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 6), pytest.param(1, 150, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
     taken, in_place, cut = interpreter.run(1, random_calls, number, examples)[0]
     assert taken > examples // 2 and in_place and cut > 2

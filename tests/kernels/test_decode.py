@@ -71,7 +71,7 @@ def decoded(rank, group, call):
 
 
 @given(calls())
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(4))
 def test_random(interpreter, call):
     interpreter.run(1, decoded, call)
 

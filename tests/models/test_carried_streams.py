@@ -39,7 +39,7 @@ def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 @given(st.data())
-@settings(max_examples=examples(5))
+@settings(max_examples=examples(3))
 def test_select_and_join(name, data):
     """Samples of a state taken apart and joined in another order go on as they did together."""
     model = MODELS[name].eval()
@@ -78,8 +78,14 @@ def test_a_new_sample_joins_old_ones(name):
         ld.StreamState.join([])
 
 
-@pytest.mark.parametrize("positions", [True, False])
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    "name, positions",
+    [
+        *((name, True) for name in sorted(MODELS)),
+        ("convolution", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in sorted(MODELS) if name != "convolution"),
+    ],
+)
 def test_losses_are_those_of_the_whole(name, positions):
     """Also where streams come in other batches than before, and documents begin."""
     model = MODELS[name].train()

@@ -153,8 +153,14 @@ def test_stop_leaves_the_draws_alone():
 
 
 # -- prompts of different lengths --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("chunk", [2, 1000])
-@pytest.mark.parametrize("name", [*MODELS, "kv_conv"])
+@pytest.mark.parametrize(
+    "name, chunk",
+    [
+        *((name, 2) for name in (*MODELS, "kv_conv")),
+        *((name, 1000) for name in ("longnet", "kv_conv")),
+        *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in MODELS if name != "longnet"),
+    ],
+)
 def test_prompts_of_different_lengths(name, chunk):
     """Each row as if it were alone: its prompt, what continues it, and its last token again."""
     model = lively(**MODELS.get(name, {"kv_conv": 3}))

@@ -11,7 +11,7 @@ from .test_memory_settings import PATTERN, same
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize("offload", [0, 1])
+@pytest.mark.parametrize("offload", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_groups_within_a_compiled_stack(offload):
     """torch.compile traces the checkpoints; it knows neither their contexts nor hooks on what is in between."""
     found = []

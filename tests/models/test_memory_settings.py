@@ -216,12 +216,12 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
     assert ran == [8, 8, 5] * 2
 
 
-PIECES = [s for s in SETTINGS.values() if s.in_pieces]
-#: "tile 1" and the other tiles with windows of heads take what this one does
-TWICE = SETTINGS["tile 1, heads"]
+#: the others take what these have, too
+TWICE = [SETTINGS[name] for name in ("tile 1", "heads", "kept, heads")]
+PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETTINGS.values() if s.in_pieces]
 
 
-@pytest.mark.parametrize("chosen", [pytest.param(s, marks=[pytest.mark.slow] * (s == TWICE)) for s in PIECES], ids=str)
+@pytest.mark.parametrize("chosen", PIECES, ids=str)
 @pytest.mark.full
 def test_compiled_in_pieces(chosen, monkeypatch):
     torch._dynamo.reset()

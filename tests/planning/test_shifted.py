@@ -47,8 +47,14 @@ def test_layers(kind, depth):
     assert {call.pattern: n for call, n in layers} == {p: of_blocks.count(p) for p in of_blocks}
 
 
-@pytest.mark.parametrize("depth", [4, 5])
-@pytest.mark.parametrize("policy", ["attention-kept", "block"])
+@pytest.mark.parametrize(
+    "policy, depth",
+    [
+        ("attention-kept", 5),
+        ("block", 4),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("attention-kept", 4), ("block", 5))),
+    ],
+)
 def test_memory(policy, depth):
     """Two of four or five layers keep rows; where blocks are computed again those of one are there at a time."""
     found = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))

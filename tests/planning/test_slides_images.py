@@ -50,10 +50,10 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
 
 # -- exact -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind, name, depth, precision, compiled", [
-    ("mae", "none", 5, "bf16-mixed", False),
+    pytest.param("mae", "none", 5, "bf16-mixed", False, marks=pytest.mark.slow),
     ("mae", "block", 5, "32-true", False),
     ("vit", "none", 5, "bf16-true", False),
-    ("vit", "tiles", 4, "bf16-mixed", False),
+    pytest.param("vit", "tiles", 4, "bf16-mixed", False, marks=pytest.mark.slow),
     ("vit", "block", 4, "bf16-mixed", True),
     pytest.param("mae", "tiles", 4, "bf16-mixed", True, marks=pytest.mark.slow),
     pytest.param("mae", "attention-kept", 5, "bf16-mixed", True, marks=pytest.mark.slow),

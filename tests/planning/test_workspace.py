@@ -49,6 +49,13 @@ def test_by_hand():
     assert call.results == (rows * (row + 4), 3 * rows * row)
 
 
+@pytest.mark.parametrize("tokens", [1 << 10, 1 << 20])
+def test_a_block_of_everything_is_the_result(tokens):
+    """However long: dense attention needs the engine's room only."""
+    call = OpCall(DilatedPattern.dense(), 16, 16, 128, True, tokens, engine="cudnn")
+    assert workspace(call) == (0, call.rows * (4 * 128 + 2 * 4))
+
+
 @pytest.mark.parametrize("engine", ["triton", "cudnn"])
 def test_global_tokens(engine):
     """fp32 results of the other branches and the blocks of global tokens, one at a time; the others' own room if that is

@@ -20,6 +20,7 @@ from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import joint_pairs, make_problem, plan, price, rank_pairs
 from lightning_dilated.sequence.requirements import row_requests
 
+from ..examples import examples
 from .cases import Case, cases
 
 STRIDED = cases(longest=48, ranks=7, members=2, layouts=("strided",), fewest=2)
@@ -34,7 +35,7 @@ def rows_of(held: strided.HeldRows) -> Counter:
 
 
 @given(STRIDED, st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_rows_that_readers_need(case: Case, data):
     readers = data.draw(st.sets(st.integers(0, case.shard.ranks - 1), min_size=1))
     held = case.held()
@@ -52,7 +53,7 @@ def test_rows_that_readers_need(case: Case, data):
 
 
 @given(STRIDED)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_rows_of_owners(case: Case):
     held = case.held()
     for problem in case.problems():
@@ -67,7 +68,7 @@ def test_rows_of_owners(case: Case):
 
 
 @given(STRIDED)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_pairs(case: Case):
     for problem in case.problems():
         for rank in range(case.shard.ranks):
@@ -77,7 +78,7 @@ def test_pairs(case: Case):
 
 
 @given(STRIDED)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_messages_are_those_of_the_program(case: Case):
     for problem in case.problems():
         for rank in range(case.shard.ranks):

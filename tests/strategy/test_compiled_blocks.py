@@ -15,7 +15,7 @@ class Compiled(ld.LongNetLM):
     """With blocks compiled by a backend that notes its graphs and generates no code."""
 
     def __init__(self, graphs):
-        super().__init__(ld.DilatedPattern.dense(), dim=768, depth=2, num_heads=12, compile_blocks=False)
+        super().__init__(ld.DilatedPattern.dense(), dim=256, depth=2, num_heads=4, compile_blocks=False)
         self.graphs = graphs
 
     def configure_model(self):

@@ -77,7 +77,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w == "data 2" else w for w in WAYS])
+#: others have what these have, and more
+SLOW = ("plain", "clipped", "data 2", "attention kept, tiles", "32-true")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
 def test_nothing_changes(pools, way):
     """Bit by bit: on a CPU the arithmetic is the same."""
     ranks, run, *options = WAYS[way]

@@ -97,7 +97,7 @@ def test_resumed(pools, text, made):
         assert cached == {made is RingDilatedStrategy}
 
 
-@pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
+@pytest.mark.parametrize("made", [pytest.param(RingDilatedStrategy, marks=pytest.mark.slow), RingDilatedFSDPStrategy])
 def test_resumed_from_a_sharded_checkpoint(pools, text, made):
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     run = lambda stop: pools(2).run(2, part_of_run, text, made(), stop, None, False, f"{text}.saved")  # noqa: E731

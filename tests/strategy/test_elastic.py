@@ -1,6 +1,7 @@
 """Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, and the others go on."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ..distributed.forked import run_ranks
+from ..distributed.forked import agent_store, run_ranks
 from .test_failures import JOB, LIMIT, alive, losses
 
 pytestmark = pytest.mark.full
@@ -66,13 +67,26 @@ def went_on(folder: Path, found, undisturbed: float, ranks: int) -> list[str]:
     return sorted(words[3] for words in told)
 
 
+def test_goes_on_when_ranks_start_anew(tmp_path, undisturbed):
+    """As where a worker of two nodes dies: around one store, and only the agent of the dead worker counts a restart."""
+    store = agent_store()
+    died = run_ranks(2, Path(JOB), "kill", "1", "2", cwd=tmp_path, store=store)
+    assert died.codes == [1, -signal.SIGKILL], died.stderr[-3000:]
+    assert "waited in vain for the others, ranks [1] of the job" in died.stderr, died.stderr[-3000:]
+    again = run_ranks(2, Path(JOB), "kill", "1", "2", cwd=tmp_path, store=store, restarts=(0, 1))
+    assert again.codes == [0, 0], again.stderr[-3000:]
+    assert losses(again.stdout) == pytest.approx([undisturbed] * 2, rel=1e-5)
+    assert [x for x in again.stdout.splitlines() if x[:5] == "ranks"] == [f"ranks 2 restarts {x}" for x in (0, 1)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "who, env",
     [
         (1, {}),
-        pytest.param(0, {}, marks=pytest.mark.slow),
-        pytest.param(1, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, marks=pytest.mark.slow),
-        pytest.param(0, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, marks=pytest.mark.slow),
+        (0, {}),
+        (1, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        (0, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
     ],
 )
 def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, env):

@@ -100,6 +100,9 @@ SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and 
 SLOW += [
     c for c in CASES if c[1] == "2" and {(c[0], "4"), (c[0], "4, data 2")} & {*CASES} - {*SLOW} and c[0] != "plain"
 ]
+# each layout and exchange: test_every_exchange_and_layout; data ranks beside short pieces and schedules: other runs
+SLOW += [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
+SLOW += [(run, "4, data 2") for run in ("ragged", "fewer tokens than ranks", "schedule")]
 CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
 
@@ -114,7 +117,11 @@ def test_float64(pools, alone, run, way):
     check(pools(ranks).run(ranks, fit, chosen), want, 1e-9)
 
 
-FSDP = [("plain", "2"), ("plain", "4, head 2"), ("accumulate and clip", "4, data 2")]
+FSDP = [
+    pytest.param("plain", "2", marks=pytest.mark.slow),
+    ("plain", "4, head 2"),
+    ("accumulate and clip", "4, data 2"),
+]
 FSDP += [
     pytest.param("accumulate and clip", "2", marks=pytest.mark.slow),
     pytest.param("compiled", "2", marks=pytest.mark.slow),
@@ -136,7 +143,7 @@ def test_sharded_parameters(pools, alone, run, way):
     assert all(n > 0 for n in want["norms"])
 
 
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", ["4, data 2", *(pytest.param(w, marks=pytest.mark.slow) for w in PLAIN[:2])])
 def test_float32(pools, alone, way):
     ranks, settings = WAYS[way]
     run = Run(steps=8, precision="32-true", batch_size=2, clip=1.0, masked=0.2)

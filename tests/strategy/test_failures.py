@@ -50,16 +50,17 @@ def losses(text: str) -> list[float]:
     return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
 
 
+@pytest.mark.slow  # with forked ranks: test_elastic.py
 @pytest.mark.parametrize(
     "how, who, words",
     [
         ("kill", 1, "waited in vain for the others, ranks [1] of the job"),
-        pytest.param("kill", 0, "waited in vain for the others, ranks [0] of the job", marks=pytest.mark.slow),
-        pytest.param("raise", 1, "trouble of its own", marks=pytest.mark.slow),
-        pytest.param("config", 1, "pattern: rank 0 has", marks=pytest.mark.slow),
+        ("kill", 0, "waited in vain for the others, ranks [0] of the job"),
+        ("raise", 1, "trouble of its own"),
+        ("config", 1, "pattern: rank 0 has"),
     ],
 )
-@pytest.mark.parametrize("launcher", [None, pytest.param([*TORCHRUN, "--nproc-per-node", "2"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", [None, [*TORCHRUN, "--nproc-per-node", "2"]])
 def test_ends_and_says_why(tmp_path, how, who, words, launcher):
     status, text = start(tmp_path, how, who, launcher=launcher)
     # Lightning's launcher looks for dead children now and then, says which, and may end rank 0 before it has spoken

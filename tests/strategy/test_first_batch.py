@@ -92,9 +92,12 @@ def language_model(rank, group, kind, fsdp, accumulate):
     return found
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-@pytest.mark.parametrize("kind, accumulate", [("whole", 1), ("whole", 2), ("documents", 1), ("lengths", 1)])
-def test_leaves_no_trace(pools, kind, fsdp, accumulate):
+TRACES = [("whole", 2, False), ("whole", 2, True), ("documents", 1, True), ("lengths", 1, False)]
+MORE = [("whole", 1, False), ("whole", 1, True), ("documents", 1, False), ("lengths", 1, True)]
+
+
+@pytest.mark.parametrize("kind, accumulate, fsdp", [*TRACES, *(pytest.param(*x, marks=pytest.mark.slow) for x in MORE)])
+def test_leaves_no_trace(pools, kind, accumulate, fsdp):
     for without, with_check in pools(2).run(2, language_model, kind, fsdp, accumulate):
         assert without == with_check
 

@@ -121,8 +121,15 @@ def part(rank, group, folder, strategy, stop, ckpt, recurrence=None):
     return torch.cat([full(p).detach().flatten() for p in model.parameters()]), path, len(record.losses)
 
 
-@pytest.mark.parametrize("strategy", [FOLDER, WHOLE_FILE], ids=["folder", "file"])
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize(
+    "after, strategy",
+    [
+        pytest.param(1, WHOLE_FILE, id="1-file"),
+        pytest.param(4, FOLDER, id="4-folder"),
+        pytest.param(1, FOLDER, id="1-folder", marks=pytest.mark.slow),
+        pytest.param(4, WHOLE_FILE, id="4-file", marks=pytest.mark.slow),
+    ],
+)
 def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
     """Weights and optimizer states, also on one rank (trap 10: Lightning refuses models without sharded parameters).
 
@@ -136,7 +143,10 @@ def test_resumes_on_other_ranks(pools, tmp_path, after, strategy):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("recurrence", [None, {"gate_init": 1.0}], ids=["two groups", "three groups"])
+@pytest.mark.parametrize(
+    "recurrence",
+    [pytest.param(None, id="two groups", marks=pytest.mark.slow), pytest.param({"gate_init": 1.0}, id="three groups")],
+)
 @pytest.mark.parametrize("before, after", [(RingDilatedStrategy(), FOLDER), (WHOLE_FILE, RingDilatedStrategy())])
 def test_one_file_of_another_strategy(pools, tmp_path, before, after, recurrence):
     """Optimizer states find their parameters, though groups of parameters have another order than the module."""

@@ -19,11 +19,24 @@ def rows(rank, group, run, folder):
     return callback.rows
 
 
-@pytest.mark.parametrize("kind", ["whole", "lengths", "documents"])
+WAYS = {
+    "2": (2, {}),
+    "4, data 2": (4, {"sequence_size": 2}),
+    "2, zigzag": (2, {"layout": "zigzag"}),
+    "2, chunked": (2, {"layout": "chunked"}),
+}
+KINDS = ("whole", "lengths", "documents")
+#: each way and each kind of batch; the other pairs with `-m slow`
+CI = {("2", "documents"), ("4, data 2", "lengths"), ("2, zigzag", "lengths"), ("2, chunked", "documents")}
+CI |= {("4, data 2", "whole")}
+
+
 @pytest.mark.parametrize(
-    "ranks, strategy", [(2, {}), (4, {"sequence_size": 2}), (2, {"layout": "zigzag"}), (2, {"layout": "chunked"})]
+    "way, kind",
+    [pytest.param(w, k, marks=[] if (w, k) in CI else pytest.mark.slow) for w in WAYS for k in KINDS],
 )
-def test_ranks_equal_one(pools, tmp_path, kind, ranks, strategy):
+def test_ranks_equal_one(pools, tmp_path, way, kind):
+    ranks, strategy = WAYS[way]
     if kind == "documents":  # one row a batch, so no data ranks
         strategy = {k: v for k, v in strategy.items() if k != "sequence_size"}
     run = Run(kind=kind, batch_size=2 if "sequence_size" in strategy else 1, masked=0.3)

@@ -91,9 +91,9 @@ def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside
     """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
     made = []
     monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: made.append(overlapped) or "a group")
-    monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: self._ddp_kwargs)
+    monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: SimpleNamespace(**self._ddp_kwargs))
     strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
     strategy.num_nodes, strategy._lightning_module = nodes, SimpleNamespace(trainer=None)
-    found = strategy._setup_model(nn.Linear(1024, 512, bias=False))
+    found = vars(strategy._setup_model(nn.Linear(1024, 512, bias=False)))
     assert found.get("bucket_cap_mb") == bucket
     assert made == ([] if beside is None else [beside]) and ("process_group" in found) == (beside is not None)

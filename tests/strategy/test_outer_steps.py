@@ -150,7 +150,9 @@ WAYS = {"sequences of two": {}, "data parallel": {"sequence_size": 1}}
 
 
 CASES = [(name, way) for name in SETTINGS for way in WAYS]
-CI = {(name, "sequences of two") for name in SETTINGS if name != "many fragments"} | {("streaming", "data parallel")}
+#: of these each part is in another, too
+SLOW = ("plain", "mix", "many fragments")
+CI = {(name, "sequences of two") for name in SETTINGS if name not in SLOW} | {("streaming", "data parallel")}
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def begun(pools, text):
     return get
 
 
-@pytest.mark.parametrize("how", ["file", "folder", "validation"])
+@pytest.mark.parametrize("how", ["file", "folder", pytest.param("validation", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_goes_on_exactly(pools, text, undisturbed, begun, how, stop):
     """With a fragment under way: after step 6 that of steps 6 to 9, after step 8 also that of steps 8 to 11."""

@@ -96,7 +96,11 @@ def compare(found, want, tol):
             torch.testing.assert_close(parameters[name], p, rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("way", WAYS)
+#: also with sharded parameters, below
+SLOW = ("2", "2, frozen")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
 def test_many_ranks_are_one(pools, way):
     ranks, settings, options = WAYS[way]
     want = pools(1).run(1, fitted, {}, options)[0]

@@ -67,8 +67,15 @@ def read(rank, group, strategy, options, direct):
     return found.read
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("options", [{"shuffle": False}, {"shuffle": False, "batch_size": 2}, "backwards"])
+@pytest.mark.parametrize(
+    "options, direct",
+    [
+        ({"shuffle": False}, True),
+        ({"shuffle": False, "batch_size": 2}, False),
+        ("backwards", False),
+        ("backwards", True),
+    ],
+)
 def test_one_data_rank_reads_as_one_device_does(pools, options, direct):
     """One sequence on two ranks: what one device without a strategy reads."""
     (alone,) = pools(1).run(1, read, None, options, direct)

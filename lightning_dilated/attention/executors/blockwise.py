@@ -34,6 +34,8 @@ class Blockwise:
 
     @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
+        if final and (only := self._only(inputs)) is not None:
+            return *_alone(self.call, suited(self.call.engine, *inputs), *only), None
         out, lse = empty_state(inputs[0])
         self.merge(inputs, out, lse)
         return out, lse, None
@@ -48,11 +50,24 @@ class Blockwise:
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
+        if total is None and (only := self._only(tensors[1:4])) is not None:
+            parts = block_backward(self.call, suited(self.call.engine, *tensors), lse, *only)
+            return [_rows_of(part, x) for part, x in zip(parts, tensors[1:4], strict=True)]
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
         tensors = suited(self.call.engine, *tensors)
         for span, block in self._walk(tensors):
             _add(total, block_backward(self.call, tensors, lse, span, block), span, block)
         return total
+
+    def _only(self, inputs: Sequence[Tensor]) -> tuple[Span, Block] | None:
+        """The block of every row of q and of k, where there is no other: its results are those of the call."""
+        batch, seq_len, heads, _ = inputs[0].shape
+        blocks = self.call.blocks(self.spans[0]) if len(self.spans) == 1 else ()
+        if len(blocks) != 1 or heads != inputs[1].shape[2]:
+            return None
+        (span,), (block,) = self.spans, blocks
+        every = span.batches * block.query_rows == batch * seq_len * heads and block.keys is None
+        return (span, block) if every and 1 in (span.batches, block.segments) else None
 
     def _walk(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Span, Block]]:
         """Every (span, block) in a fixed order; samples are split where strides demand it."""
@@ -66,6 +81,18 @@ def suited(engine: Engine, *tensors: Tensor) -> list[Tensor]:
     """The tensors as they are where their strides suit the engine; a copy only of those that do not."""
     # clone, because .contiguous() would return a contiguous tensor at a misaligned address as it is
     return [x if engine.takes_strides(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
+def _alone(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
+    """(out (B, N, H, D), lse (B, H, N)) of q, k, v with one block."""
+    out, lse = block_forward(call, inputs, span, block)
+    lse = lse.unflatten(0, (span.batches, block.segments)).transpose(1, 2).flatten(2)
+    return _rows_of(out, inputs[0]), lse.to(torch.promote_types(inputs[0].dtype, torch.float32))
+
+
+def _rows_of(part: Tensor, like: Tensor) -> Tensor:
+    """A (G, J, n, D) part of every row as a contiguous tensor of the shape of `like`, (B, N, H, D)."""
+    return part.transpose(1, 2).reshape(like.shape).contiguous()
 
 
 def merge_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, span: Span, block: Block) -> None:

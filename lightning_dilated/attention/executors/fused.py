@@ -165,8 +165,13 @@ def forward_pieces(call: Call, spans: Sequence[Span], inputs: Sequence[Tensor], 
 
 def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], add: bool) -> Pieces:
     """Of the backward; `tensors` are grad, q, k, v and out, and gradients are added to a total or not."""
-    whole = tensors[1].numel() <= WHOLE
-    return _pieces(call, spans, tensors, (WHOLE, WHOLE) if whole else (DENSE, THIN), whole and not add)
+    if tensors[1].numel() <= WHOLE:
+        return _pieces(call, spans, tensors, (WHOLE, WHOLE), not add)
+    pieces, _ = _pieces(call, spans, tensors, (DENSE, THIN), False)
+    branch = None if add or len(pieces) > 1 else _result_branch(call, spans, tensors)
+    # what chunks cut stays cut: the engine's workspace for all rows at once would take more than this saves
+    at_once = any(b.branch == branch for _, chunk in pieces for b in chunk.blocks)
+    return pieces, branch if at_once else None
 
 
 def _pieces(

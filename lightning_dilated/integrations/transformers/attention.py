@@ -75,7 +75,7 @@ def attend(
     if padding is not None:
         q, k, v = map(padding.aligned, (q, k, v))
     numbers = {"scale": scaling, "dropout": dropout, "lengths": attention_mask.lengths, "cu_seqlens": documents}
-    out = dilated_attention(q, k, v, pattern, causal=True, **numbers).to(query.dtype)
+    out = dilated_attention(q, k, v, pattern, causal=True, **numbers)
     return (out if padding is None else padding.restored(out)), None
 
 
