@@ -303,9 +303,9 @@ def check_job(folder, found, status, step=3):
 
 def test_a_job_of_two_ranks(tmp_path, monkeypatch, capsys):
     """Forked; with launchers of Lightning and torchrun: -m slow."""
-    found = run_ranks(2, Path(JOB), "ring_dilated", "2", "5", "0", "SIGTERM", "1", cwd=tmp_path)
-    assert found.codes == [143, 143], found.stderr[-3000:]
-    assert names(tmp_path / "ckpt") == ["step-00000003"], found.stderr[-3000:]
+    ran = run_ranks(2, Path(JOB), "ring_dilated", "2", "5", "0", "SIGTERM", "1", cwd=tmp_path)
+    assert ran.codes == [143, 143], ran.stderr[-3000:]
+    assert names(tmp_path / "ckpt") == ["step-00000003"], ran.stderr[-3000:]
     with contextlib.chdir(tmp_path):  # the same script goes on, on one rank
         monkeypatch.setattr(sys, "argv", [JOB, "auto", "1", "4", "0", "SIGTERM", "nobody"])
         runpy.run_path(JOB, run_name="__main__")

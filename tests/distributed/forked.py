@@ -65,8 +65,8 @@ def run_ranks(
             own = {"RANK": rank, "LOCAL_RANK": rank}
             if restarts is not None:
                 own["TORCHELASTIC_RESTART_COUNT"] = restarts[rank]
-            told = {**os.environ, **{k: str(v) for k, v in {**common, **own}.items()}}
-            process = forks.Process(target=_run, args=(script, args, cwd, told, Path(folder, str(rank))))
+            environment = {**os.environ, **{k: str(v) for k, v in {**common, **own}.items()}}
+            process = forks.Process(target=_run, args=(script, args, cwd, environment, Path(folder, str(rank))))
             process.start()
             processes.append(process)
         end = time.monotonic() + timeout

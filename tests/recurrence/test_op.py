@@ -1,4 +1,4 @@
-"""The op of a layer's recurrence: what it tells torch.compile of its results is what they are."""
+"""The op of a layer's recurrence: its traced results have the strides of the real ones."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from lightning_dilated.recurrence.rules import KINDS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_results_lie_as_traced(kind, kv_heads):
-    """Compiled code reads results by the strides that it was told."""
+    """Compiled code reads results by the strides of the traced ones."""
     q = torch.randn(2, 70, 4, 8)
     k, v = torch.randn(2, 2, 70, kv_heads, 8)
     gates = (-torch.rand(2, 70, kv_heads), torch.rand(2, 70, kv_heads)) if kind == "gated_delta" else (None, None)

@@ -94,6 +94,6 @@ def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside
     monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: SimpleNamespace(**self._ddp_kwargs))
     strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
     strategy.num_nodes, strategy._lightning_module = nodes, SimpleNamespace(trainer=None)
-    found = vars(strategy._setup_model(nn.Linear(1024, 512, bias=False)))
-    assert found.get("bucket_cap_mb") == bucket
-    assert made == ([] if beside is None else [beside]) and ("process_group" in found) == (beside is not None)
+    settings = vars(strategy._setup_model(nn.Linear(1024, 512, bias=False)))
+    assert settings.get("bucket_cap_mb") == bucket
+    assert made == ([] if beside is None else [beside]) and ("process_group" in settings) == (beside is not None)
