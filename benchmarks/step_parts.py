@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated import Branch, DilatedPattern, LongNetLM, dilated_attention
 from lightning_dilated.attention import executors
 from lightning_dilated.attention.backends import Engine, Request, choose, triton_up_to
 from lightning_dilated.attention.executors import Call, Layout
@@ -48,6 +48,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--output", type=Path, required=True, help="the JSON")
     p.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144, 1048576], help="--first times powers of 2")
     p.add_argument("--first", type=int, default=2048, help="shortest segment of the geometric pattern")
+    p.add_argument("--long", type=int, default=131072, help="tokens of dense attention, whose rows see many keys")
     p.add_argument("--dim", type=int, default=768)
     p.add_argument("--depth", type=int, default=12)
     p.add_argument("--heads", type=int, default=12)
@@ -140,6 +141,18 @@ class Bench:
         tensors = (grad, q, k, v, out.to(q.dtype))
         return self.seconds(forward), self.seconds(lambda: executor.backward(tensors, lse, None))
 
+    def long(self, tokens: int) -> tuple[float, float]:
+        """Seconds of a pair of dense attention."""
+        rows, pattern, args = (
+            [x.requires_grad_() for x in self.qkv(tokens)],
+            DilatedPattern([Branch(tokens, 1)]),
+            self.args,
+        )
+        call = lambda: dilated_attention(*rows, pattern, causal=args.causal, engine=args.engine)  # noqa: E731
+        forward, backward = self.passes(call, rows)
+        pairs = args.heads * (tokens * (tokens + 1) // 2 if args.causal else tokens**2)
+        return forward / pairs, backward / pairs
+
     def model(self, tokens: int) -> LongNetLM:
         """A LongNetLM of one block."""
         args = self.args
@@ -158,8 +171,9 @@ class Bench:
         block.recompute = recompute
         if self.args.compiled:
             block.compile(fullgraph=True, dynamic=False)
-        table = transformer.rotary(torch.arange(tokens, device=self.device), self.dtype)
         x = self.random(1, tokens, self.args.dim, dtype=torch.float32).requires_grad_()
+        with self.autocast():
+            table = transformer._tables(x, None, None)[0]
         return self.passes(lambda: block(x, positions=table), [x, *block.parameters()])
 
     def edge(self, tokens: int) -> tuple[float, float]:
@@ -279,11 +293,13 @@ class Bench:
         said(f"recomputed {again:.2f}, optimizer {optimizer * 1e3:.2f} ms")
         lines = [*self.arrivals(), *self.moves(parts[0].tokens), *self.few(parts[0].tokens)]
         said("rows from other ranks")
+        long = self.long(args.long)
+        said(f"long rows: {long[0]:.3g} and {long[1]:.3g} s a pair")
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         return Machine(
             f"{where}, torch {torch.__version__}", args.dim, args.depth, args.heads, self.head_dim, self.kv_heads,
             args.ffn_dim or default_hidden(args.dim, args.ffn), args.vocab, args.precision, args.causal, args.first,
-            count(of_block), count(of_all) - count(of_block), tuple(parts), optimizer, again, *lines,
+            count(of_block), count(of_all) - count(of_block), tuple(parts), optimizer, again, *lines, *long,
         )  # fmt: skip
 
 

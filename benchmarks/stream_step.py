@@ -166,7 +166,8 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16 if a.precision == "bf16-true" else torch.float32)
     torch.manual_seed(a.seed)
     model = model_of(a)
-    model.configure_model()
+    with torch.device(device):
+        model.configure_model()
     torch.set_default_dtype(torch.float32)
     model.to(device).transformer.memory = settings
     model.transformer.stream.watch = Profile() if a.profile else _report

@@ -8,13 +8,13 @@
     python benchmarks/training_step.py --seq-len 262144 --recurrence 4
     python benchmarks/training_step.py --seq-len 262144 --profile
 
-Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them.
+Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them, one after the
+other: the host prepares the next step while the GPU computes, as in training.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import defaultdict
 from functools import partial
@@ -72,36 +72,39 @@ def options() -> argparse.Namespace:
     p.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
     p.add_argument("--accelerator", default="auto")
     p.add_argument("--no-compile", action="store_true")
-    p.add_argument("--steps", type=int, default=5, help="measured, after two for warming up")
+    p.add_argument("--steps", type=int, default=5, help="measured together, after two for warming up")
     p.add_argument("--profile", action="store_true", help="one more step, and its kernels by kind")
     return p.parse_args()
 
 
 class Clock(pl.Callback):
-    """Seconds of every step but the first two; then, if asked to, a profile of one more."""
+    """Seconds of a step, over all but the first two, which nothing waits for in between; then, if asked to, a profile."""
 
     def __init__(self, steps: int, profiled: bool) -> None:
-        self.last, self.seconds, self.steps, self.profiled = 0.0, [], steps, profiled
+        self.begin, self.seconds, self.steps, self.profiled = 0.0, 0.0, steps, profiled
         self.seen: profile | None = None
         self.peak = self.wall = 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Wait for the device and look at the clock."""
+        """Wait for the device before the first measured step and after the last one, and look at the clock."""
+        at = trainer.global_step - 2
+        if at not in (0, self.steps) and self.seen is None:
+            return
         on_gpu = trainer.strategy.root_device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()
-        now, before = time.perf_counter(), self.last
-        if 2 < trainer.global_step <= 2 + self.steps:
-            self.seconds.append(now - before)
-            self.peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+        took = time.perf_counter() - self.begin
         if self.seen is not None:
             self.seen.stop()
-            self.wall = now - before
-        elif self.profiled and trainer.global_step == 2 + self.steps:
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-            self.seen = profile(activities=kinds)
-            self.seen.start()
-        self.last = time.perf_counter()
+            self.wall = took
+        elif at == self.steps:
+            self.seconds = took / self.steps
+            self.peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+            if self.profiled:
+                kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+                self.seen = profile(activities=kinds)
+                self.seen.start()
+        self.begin = time.perf_counter()
 
 
 def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) -> None:
@@ -171,7 +174,7 @@ def gaps_table(clock: Clock, rows: int = 12) -> None:
     """Print the longest times in which no kernel ran, and the kernels before and after them."""
     ran = [e for e in clock.seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and "#" not in e.name]
     ran.sort(key=lambda e: e.time_range.start)
-    gaps, last = [], ran[0]
+    gaps, last = [], next(iter(ran), None)
     for event in ran[1:]:
         gaps.append((event.time_range.start - last.time_range.end, last.name, event.name))
         last = max(last, event, key=lambda e: e.time_range.end)
@@ -193,15 +196,15 @@ def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Op
     """One line of a table."""
     states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    middle, plain = statistics.median(clock.seconds), MemorySettings()
+    plain = MemorySettings()
     told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
     told += [f"hybrid, one layer of {args.hybrid}"] if args.hybrid else []
     told += [f"a recurrence in one layer of {args.recurrence}"] if args.recurrence else []
     told += ["offloaded by torch"] if args.torch_offload else []
     told += [f"residual {args.residual_dtype}"] if args.residual_dtype else []
     cells = [args.attention, f"{args.seq_len:,}", ", ".join(told) or "nothing", "no" if args.no_compile else "yes"]
-    cells += [f"{args.precision} ({', '.join(weights)}; {', '.join(states)})", f"{middle * 1000:.1f}"]
-    cells += [f"{args.seq_len / middle / 1000:.1f}", f"{clock.peak:.1f}", *rate_of(args, model, middle)]
+    cells += [f"{args.precision} ({', '.join(weights)}; {', '.join(states)})", f"{clock.seconds * 1000:.1f}"]
+    cells += [f"{args.seq_len / clock.seconds / 1000:.1f}", f"{clock.peak:.1f}", *rate_of(args, model, clock.seconds)]
     return f"| {' | '.join(cells)} |"
 
 

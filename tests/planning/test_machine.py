@@ -99,6 +99,7 @@ def test_measured_on_this_machine(tmp_path, monkeypatch):
     """The whole script, with the package's own layers, at sizes of a moment."""
     path = tmp_path / "cpu.json"
     sizes = "--tokens 64 128 --first 32 --dim 16 --depth 2 --heads 2 --repeats 1 --precision 32-true --no-compile"
+    sizes += " --long 128"
     monkeypatch.setattr(sys, "argv", ["step_parts.py", "--output", str(path), "--device", "cpu", *sizes.split()])
     runpy.run_path(str(PARTS), run_name="__main__")
     found = Machine.load(path)
@@ -111,3 +112,4 @@ def test_measured_on_this_machine(tmp_path, monkeypatch):
     assert min(found.optimizer, *(x for p in found.parts for x in (p.attention_forward, p.attention_backward))) > 0
     lines = found.arrive_forward, found.arrive_backward, found.pack, found.add, found.few_forward, found.few_backward
     assert all(line.of(1e6) > 0 for line in lines)
+    assert found.long_forward > 0
