@@ -181,13 +181,13 @@ def main() -> None:
             begin = time.perf_counter()
             with torch.autocast(device, torch.bfloat16, enabled=a.precision == "bf16-mixed"):
                 loss = step(model, text, group) / a.tokens
+            optimizer.zero_grad()  # as the Trainer does: gradients of the step before are there until then
             loss.backward()
             if group is not None:
                 group.settle()
                 for x in (loss.detach(), *(p.grad for p in model.parameters())):
                     dist.all_reduce(x)
             optimizer.step()
-            optimizer.zero_grad()
             losses.append(float(loss.detach()))
             took = time.perf_counter() - begin
     if a.losses:

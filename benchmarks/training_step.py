@@ -62,6 +62,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--kv-heads", type=int)
     p.add_argument("--ffn-dim", type=int)
     p.add_argument("--residual-dtype", choices=["float32", "bfloat16"])
+    p.add_argument("--linear-dtype", choices=["float8"], help="of products of linear layers, by torchao")
     p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
     p.add_argument("--every", type=int, default=1)
     p.add_argument("--offload", type=float, default=0.0, help="a fraction of the kept inputs, or GiB above 1")
@@ -130,6 +131,7 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
         optimizer = partial(AdamW8bit, lr=1e-4, weight_decay=0.1)
     options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     options |= {"ffn": args.ffn, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
+    options["linear_dtype"] = args.linear_dtype
     options |= {"max_seq_len": args.seq_len} if args.hybrid else {}
     if args.recurrence:
         options["recurrence"] = [*[None] * (args.recurrence - 1), ld.Recurrence()]
@@ -197,12 +199,13 @@ def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Op
     states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     plain = MemorySettings()
-    told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
-    told += [f"hybrid, one layer of {args.hybrid}"] if args.hybrid else []
-    told += [f"a recurrence in one layer of {args.recurrence}"] if args.recurrence else []
-    told += ["offloaded by torch"] if args.torch_offload else []
-    told += [f"residual {args.residual_dtype}"] if args.residual_dtype else []
-    cells = [args.attention, f"{args.seq_len:,}", ", ".join(told) or "nothing", "no" if args.no_compile else "yes"]
+    named = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
+    named += [f"hybrid, one layer of {args.hybrid}"] if args.hybrid else []
+    named += [f"a recurrence in one layer of {args.recurrence}"] if args.recurrence else []
+    named += ["offloaded by torch"] if args.torch_offload else []
+    named += [f"residual {args.residual_dtype}"] if args.residual_dtype else []
+    named += [f"linear layers {args.linear_dtype}"] if args.linear_dtype else []
+    cells = [args.attention, f"{args.seq_len:,}", ", ".join(named) or "nothing", "no" if args.no_compile else "yes"]
     cells += [f"{args.precision} ({', '.join(weights)}; {', '.join(states)})", f"{clock.seconds * 1000:.1f}"]
     cells += [f"{args.seq_len / clock.seconds / 1000:.1f}", f"{clock.peak:.1f}", *rate_of(args, model, clock.seconds)]
     return f"| {' | '.join(cells)} |"

@@ -1,14 +1,15 @@
 """Seconds of a step of any model on any number of GPUs, the longest sequence that fits, and the settings to take.
 
 The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
-`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
-and 16,384 rows), not measured there. They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and
-by passes over their width; attention by its counted pairs, of which a part grows with the head dim, and its query rows;
-embedding, last norm and loss by the width; a wider output projection, or one of features, by its products, and its loss by
-the passes over the logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that
-are not compiled take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds
-that of its rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what
-they move. On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and all that moves memory by the ratio
+`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim
+64 and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
+They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and by passes over their width;
+attention by its counted pairs, of which a part grows with the head dim, and its query rows; embedding, last norm and
+loss by the width; a wider output projection, or one of features, by its products, and its loss by the passes over the
+logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that are not compiled
+take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds that of its
+rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they
+move. On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and all that moves memory by the ratio
 of its speeds. Communication is simulated, see `planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
@@ -49,7 +50,7 @@ from lightning_dilated.planning.simulating.simulation import (
     measured_pattern,
     simulate,
 )
-from lightning_dilated.planning.streams import Carried, Exchange, further_pairs, in_chunks, with_carried
+from lightning_dilated.planning.streams import Carried, Exchange, further_work, in_chunks, with_carried
 from lightning_dilated.sequence.chunks import chunk_count
 from lightning_dilated.sequence.planner import ExchangeMemoryError
 
@@ -470,14 +471,14 @@ class Case:
         parts = machine.at(-(-size // setup.ranks))
         whole = depth * parts.rest_forward * (1 - machine.again)  # of a forward, what a recomputed one leaves out
         forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + whole + parts.edge_forward
-        crossing, own = further_pairs(call, depth, tokens, size)
-        attention = one.step.compute.get("attention", 0.0) / max(1.0, own)
-        again = 1.0 if settings.truncate else 4 / 3  # a forward is a third of the forward and backward
+        further, of_forward, of_backward = further_work(call, depth, tokens, size), *attention_seconds(machine, parts.tokens)
+        forwards = 1 + (not settings.truncate) + (settings.policy == "block") + (settings.every > 1)
+        crossing = (forwards * of_forward.of(*further) + of_backward.of(*further)) / setup.ranks
         optimizer = one.optimizer or one.step.compute.get("optimizer", 0.0)
         seconds = tokens / size * (one.seconds - optimizer) + (chunk_count(tokens, size) - 1) * forward + optimizer
         exchange = Exchange.of(lighter(call, setup.ranks), depth, tokens, settings, setup.ranks)
         waits = exchange.seconds(setup.links, setup.ranks, setup.per_node) if setup.ranks > 1 else 0.0
-        seconds += crossing * attention * again + waits
+        seconds += crossing + waits
         chunks = tokens / size
         return replace(
             one,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_dilated.attention.stream import ON_GPU
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import in_turns, pairs
+from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
 from lightning_dilated.planning.counting.footprint import Exchanged
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.sequence.chunks import chunk_problem, leaving_rows, live_count, received_count
@@ -221,8 +221,11 @@ def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) 
     return stored, live, row * max(at_a_time for (_, at_a_time), _ in layers)
 
 
-def further_pairs(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[float, float]:
-    """(pairs of all layers in N tokens beyond those in N / C separate chunks; pairs of one chunk alone)."""
-    whole = sum(count * pairs(x.pattern, tokens, x.heads, x.kv_heads, True) for x, count in call.layers(depth))
-    alone = sum(count * pairs(x.pattern, chunk, x.heads, x.kv_heads, True) for x, count in call.layers(depth))
-    return whole - alone * tokens / chunk, alone
+def further_work(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[float, float]:
+    """(pairs, query rows) of all layers in N tokens beyond those in N / C separate chunks."""
+    further = [0.0, 0.0]
+    for x, count in call.layers(depth):
+        heads = x.heads, x.kv_heads
+        for i, of in enumerate((functools.partial(pairs, causal=True), query_rows)):
+            further[i] += count * (of(x.pattern, tokens, *heads) - of(x.pattern, chunk, *heads) * tokens / chunk)
+    return further[0], further[1]

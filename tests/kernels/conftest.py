@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ..distributed.pool import Pool
 from .patched_once import interpret
@@ -21,3 +22,10 @@ def interpreter(pytestconfig: pytest.Config) -> Iterator[Pool]:
     pool = Pool(2, timeout=0.8 * limit, environment={"TRITON_INTERPRET": "1"}, first=interpret)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def free_of_determinism() -> Iterator[None]:
+    """Torch's deterministic algorithms, which some tests ask for in this process, are off afterwards."""
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -56,7 +56,8 @@ STREAM, KEPT = 1 << 20, "attention-kept"
 SMALL = {"dim": 384, "depth": 6, "num_heads": 6}
 RECUR = {"recurrence": [None, None, None, {"kind": "gated_delta"}]}
 SECONDS = {
-    # 2026-11-22_h200_speed.md and 2026-11-25_h200_speed.md
+    # 2026-11-22_h200_speed.md, 2026-11-25_h200_speed.md and 2026-11-26_h200.md
+    "five branches": ("H200", FIVE, {}, MemorySettings(), 262144, 0.498),
     "dense": ("H200", DilatedPattern.dense(), {}, MemorySettings(), 262144, 10.65),
     "hybrid of 4": ("H200", DilatedPattern.hybrid(12, 12, global_every=4), {}, MemorySettings(), 262144, 0.60),
     "hybrid of 6": ("H200", DilatedPattern.hybrid(12, 12, global_every=6), {}, MemorySettings(KEPT), STREAM, 4.24),
@@ -64,10 +65,15 @@ SECONDS = {
     # 2026-11-26_h100_recurrence.md
     "H100": ("H100", FIVE, {}, MemorySettings(KEPT), 262144, 0.609),
     "three recurrences": ("H100", FIVE, RECUR, MemorySettings(KEPT), 262144, 0.667),
-    # 2026-11-25_h200_streaming.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
+    # 2026-11-25_h200_streaming.md, 2026-11-26_gpu.md, 2026-11-26_h100_streams.md and 2026-11-26_h200_streams.md
     "stream of 4M": ("H200", None, {}, MemorySettings(KEPT, stream=STREAM), 4 * STREAM, 11.1),
     "stream of 16M on an H100": ("H100", None, {}, MemorySettings(KEPT, stream=STREAM), 16 * STREAM, 48.9),
     "stream of 64M": ("H100", None, {}, MemorySettings(KEPT, stream=STREAM), 64 * STREAM, 197.5),
+    "stream of 128M": ("H200", None, {}, MemorySettings(KEPT, stream=STREAM), 128 * STREAM, 368.9),
+    "hybrid stream of 4M": (
+        *("H100", DilatedPattern.hybrid(12, 12, global_every=12), {}),
+        *(MemorySettings(KEPT, stream=STREAM // 2), 4 * STREAM, 32.0),
+    ),
     "stream of 16M": ("H200", None, {}, MemorySettings(KEPT, stream=STREAM), 16 * STREAM, 46.6),
     "narrow stream of 16M": ("H100", None, SMALL, MemorySettings(KEPT, stream=STREAM), 16 * STREAM, 11.0),
     "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
