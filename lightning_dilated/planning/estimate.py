@@ -471,7 +471,10 @@ class Case:
         parts = machine.at(-(-size // setup.ranks))
         whole = depth * parts.rest_forward * (1 - machine.again)  # of a forward, what a recomputed one leaves out
         forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + whole + parts.edge_forward
-        further, of_forward, of_backward = further_work(call, depth, tokens, size), *attention_seconds(machine, parts.tokens)
+        further, of_forward, of_backward = (
+            further_work(call, depth, tokens, size),
+            *attention_seconds(machine, parts.tokens),
+        )
         forwards = 1 + (not settings.truncate) + (settings.policy == "block") + (settings.every > 1)
         crossing = (forwards * of_forward.of(*further) + of_backward.of(*further)) / setup.ranks
         optimizer = one.optimizer or one.step.compute.get("optimizer", 0.0)

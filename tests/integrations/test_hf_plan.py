@@ -261,8 +261,8 @@ def script():
 
 @pytest.mark.parametrize("gpu, size, lora, tokens, tile, way, ms, gib", DECODERS)
 def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
-    """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %; of hybrids on an H200 the plan says 12 %
-    too few seconds."""
+    """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %; of hybrids on an H200 the plan says
+    12 % too few seconds."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)
