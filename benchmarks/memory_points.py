@@ -23,8 +23,9 @@ import torch
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.cli.find_max import Trials, longest
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.planning.candidates import in_words
 from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts, in_words
+from lightning_dilated.planning.estimate import Case, Facts
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import GIB, Setup
 

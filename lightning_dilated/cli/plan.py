@@ -14,23 +14,12 @@ from lightning_dilated.cli.plan_request import Request, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import advice
 from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.planning.candidates import candidates_of, in_words, recommended, streams, yaml_lines
 from lightning_dilated.planning.counting.footprint import Exchanged, lighter
 from lightning_dilated.planning.counting.memory_tracker import KINDS
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.planning.estimate import (
-    HOST_LINK,
-    HOST_MEMORY,
-    Case,
-    Facts,
-    Time,
-    candidates_of,
-    in_words,
-    measured_machine,
-    recommended,
-    streams,
-    yaml_lines,
-)
+from lightning_dilated.planning.estimate import HOST_LINK, HOST_MEMORY, Case, Facts, Time, measured_machine
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
 from lightning_dilated.planning.simulating.machine import measured_rules

@@ -24,9 +24,10 @@ import torch
 from lightning_dilated.data import StreamDataModule
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
+from lightning_dilated.planning.candidates import candidates_of, in_words
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import GRAIN, Case, Facts, candidates_of, in_words
+from lightning_dilated.planning.estimate import GRAIN, Case, Facts
 from lightning_dilated.planning.gpus import GIB, GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
 

@@ -10,9 +10,9 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.cli.plan_request import number, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.planning.candidates import yaml_lines
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.links import Links

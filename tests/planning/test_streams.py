@@ -4,8 +4,9 @@ import pytest
 
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.planning.candidates import in_words, recommended, streams
 from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.estimate import Case, in_words, recommended, streams
+from lightning_dilated.planning.estimate import Case
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.planning.streams import carried_rows

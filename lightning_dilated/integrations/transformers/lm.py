@@ -32,7 +32,6 @@ from lightning_dilated.integrations.transformers.batches import (
     check_prompts,
     padded_step,
 )
-from lightning_dilated.integrations.transformers.decoding import dilated_cache
 from lightning_dilated.integrations.transformers.kinds import (
     other_code,
     refuse_other_code,
@@ -43,7 +42,7 @@ from lightning_dilated.integrations.transformers.layers import DecoderLayers, la
 from lightning_dilated.integrations.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
-from lightning_dilated.integrations.transformers.registration import NAME, register
+from lightning_dilated.integrations.transformers.registration import NAME, dilated_cache, register
 from lightning_dilated.integrations.transformers.rotary import check_rope, furthest_position, whole_lengths
 from lightning_dilated.integrations.transformers.sources import Source, changed_config, with_depth
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
