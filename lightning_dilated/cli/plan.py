@@ -226,11 +226,13 @@ def report(request: Request) -> Report:
     facts = Facts.of(request.model, subject)
     case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
     settings = [request.settings] if request.settings else candidates_of(facts, case.room)
+    if request.settings is None and request.stream is not None:
+        settings = [replace(x, stream=request.stream) for x in settings]
     _check_stream(request, case.setup.strategy, settings)
     rows = [row_of(case, x, request.tokens) for x in settings]
     best = recommended(case, settings, request.tokens)
     sharded, can_stream = case.setup.strategy == "ring_dilated_fsdp", getattr(request.model, "streams", False)
-    if best is None and request.settings is None and can_stream and not sharded:
+    if best is None and request.settings is None and request.stream is None and can_stream and not sharded:
         settings = [*settings, *streams(settings, request.ranks)]
         rows += [row_of(case, x, request.tokens) for x in settings[len(rows) :]]
         best = recommended(case, settings, request.tokens)

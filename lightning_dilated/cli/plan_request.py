@@ -139,6 +139,7 @@ class Request:
         model: with its depth and sizes, not built.
         tokens: N; None: as many as fit.
         settings: the only ones to plan; None: several are compared.
+        stream: of all that are compared; None: of those that the plan proposes.
         host: GiB of host memory of a rank.
         strategy: None: the plan chooses.
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
@@ -172,6 +173,7 @@ class Request:
     outer: bool = False
     head_size: int | str = 1
     exchange_memory: int | None = None
+    stream: int | None = None
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
@@ -218,7 +220,7 @@ def settled(args: argparse.Namespace) -> Request:
         offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
         _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
         recipe.head_size if args.head_size is None else args.head_size,
-        check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib),
+        check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), args.stream,
     )  # fmt: skip
 
 
@@ -377,7 +379,8 @@ def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Those of the options, which override those of the recipe's callback; None without options."""
+    """Those of the options, which override those of the recipe's callback; None without options, and where `stream` is all
+    that is given."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options:
@@ -385,5 +388,7 @@ def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None
     for callback in callbacks if isinstance(callbacks, list) else []:
         if isinstance(callback, dict) and str(callback.get("class_path", "")).endswith(CALLBACK):
             options = {**(callback.get("init_args") or {}), **options}
+    if options.keys() == {"stream"}:
+        return None
     defaults = {"policy": "block"} if {"every", "offload"} & set(options) else {}
     return MemorySettings(**{**defaults, **options})

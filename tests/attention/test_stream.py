@@ -15,6 +15,7 @@ from lightning_dilated.attention import stream as streams
 from lightning_dilated.attention.backends import Request, sdpa
 from lightning_dilated.attention.functional import op_arguments
 from lightning_dilated.attention.stream import Store, Stream
+from lightning_dilated.memory import streaming
 from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
 from lightning_dilated.sequence.requirements import Document
 from lightning_dilated.sequence.shard import ChunkShard
@@ -208,3 +209,20 @@ def test_stored_rows_share_memory(monkeypatch):
     slabs = {x.data_ptr(): x.nbytes() for x in storages}
     assert sum(slabs.values()) < 1.5 * sum(x.nbytes for x in rows) + 4096 and set(slabs.values()) == {4096}
     assert max(map(len, kept)) > 1
+
+
+def test_parameter_gradients_are_summed_in_fp32():
+    """600 ones; a sum in bfloat16 stays at 256."""
+    layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    chunks = streaming.Chunks(600, 1, 1)
+    streaming.streamed_sum(Stream(), lambda *_: layer.weight.sum(), chunks, [layer], layer.weight).backward()
+    assert layer.weight.grad.item() == 600
+
+
+def test_gradients_of_carried_rows_are_summed_in_fp32():
+    """Each of 300 chunks adds about 1 to the gradient of the first token's value."""
+    case = Case(DilatedPattern.dense(), 1, 300, 1, 1, 4, causal=True)
+    q, k, v = torch.zeros(3, 1, 300, 1, 4, dtype=torch.bfloat16)
+    grad = torch.arange(1, 301).bfloat16().view(1, 300, 1, 1).expand(1, 300, 1, 4)
+    dv = Chunks(case, 1).run(q, k, v, grad)[3]
+    torch.testing.assert_close(dv[0, 0, 0].float(), torch.full((4,), 300.0), rtol=0.02, atol=0)

@@ -357,6 +357,25 @@ def test_streams(cli):
     assert result.code and "--stream 65536 is not offered with ring_dilated_fsdp" in result.err
 
 
+def test_stream_alone_is_of_all_settings():
+    sizes = ["--dim", "64", "--depth", "2", "--heads", "4", "--segments", "64", "--dilations", "1", "--gpus", "1"]
+    request = settled(parser().parse_args([*sizes, "--stream", "64K"]))
+    assert request.settings is None and request.stream == 65536
+    request = settled(parser().parse_args([*sizes, "--stream", "64K", "--policy", "block"]))
+    assert request.settings == MemorySettings("block", stream=65536)
+
+
+@pytest.mark.slow
+def test_stream_alone_compares_settings(cli):
+    """Of one pass over a chunk everything may be kept; where that does not fit, what is computed again does."""
+    sizes = ["--dim", "1024", "--depth", "8", "--heads", "8", "--segments", "2048", "--dilations", "1", "--no-compile"]
+    result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M")
+    assert result.code == 0, result.err
+    rows = [line for line in result.out.splitlines() if "stream=1048576  " in line]
+    assert len(rows) >= 4 and all("stream=" in line for line in rows)
+    assert "all kept, stream=1048576" in rows[0] and rows[0].endswith("!") and any(x.startswith("* ") for x in rows[1:])
+
+
 def test_data_of_streams(cli, tmp_path):
     pattern = DilatedPattern.longnet([64, 128], [1, 2]).to_dict()
     sizes = {"pattern": pattern, "dim": 64, "depth": 2, "num_heads": 4}

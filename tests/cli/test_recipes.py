@@ -120,6 +120,20 @@ def test_every_recipe_has_a_tiny_run():
     assert {path.stem for path in RECIPES} == {*TINY_RUNS, "quickstart", "ring_4gpu"}
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "chunked"])
+def test_a_billion_on_several_gpus(cli, layout):
+    """The two lines of options in the head of the recipe are options."""
+    head = (RECIPES[0].parent / "billion.yaml").read_text()
+    lines = [line.removeprefix("#").split() for line in head.splitlines() if line.startswith("#   --trainer.devices")]
+    assert len(lines) == 2
+    options = lines[layout == "chunked"]
+    found = printed(cli("fit", "--config", "billion.yaml", *options, "--print_config"))["trainer"]
+    strategy = found["strategy"]
+    assert found["devices"] in (4, "4") and strategy["class_path"].endswith("RingDilatedStrategy")
+    assert strategy["init_args"]["layout"] == layout
+    assert strategy["init_args"]["sequence_size"] == (1 if layout == "contiguous" else None)
+
+
 def write_pairs(folder, chosen):
     """Two strains of two species, and two versions of a tree as `pairs` writes them."""
     for one, two in ("ab", "cd"):

@@ -13,7 +13,8 @@ from .runs import Data, Run, launched, make
 
 pytestmark = pytest.mark.full
 
-WAYS = {"2": (2, {}), "4": (4, {}), "4, data 2": (4, {"sequence_size": 2})}
+CHUNKS = {"layout": "chunked"}
+WAYS = {"2": (2, {}), "4": (4, {}), "4, data 2": (4, {"sequence_size": 2}), "2, chunks": (2, CHUNKS)}
 RUN = Run(seq_len=37, masked=0.3, model={"depth": 1})
 
 
@@ -28,7 +29,7 @@ class Everything(Data):
 
 def evaluated(rank, group, settings, samples, folder):
     """(test_loss, whether predictions.csv exists under each name) of an untrained model."""
-    run = RUN.but(strategy=settings, batch_size=4)
+    run = RUN.but(strategy=settings, batch_size=4, memory={"stream": 11} if settings == CHUNKS else None)
     writer = PredictionWriter(f"{folder}/predictions.csv")
     built, model, _, _ = make(run, launched(rank), callbacks=[writer])
     with mock.patch("tests.strategy.runs.Tokens.__len__", lambda self: samples):

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_dilated import LongNetLM, RingDilatedStrategy
+from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.data import StreamDataModule
 
@@ -97,3 +97,18 @@ def test_ranks_that_share_a_sequence(pools, tmp_path):
         "2 ranks share a sequence, but each stream is read by one rank: set sequence_size=1" in a.message
         for a in answers
     )
+
+
+def sharded_weights(rank, group, text):
+    """The message of a fit that is refused."""
+    data = StreamDataModule(text, 16, 4, val_fraction=0, test_fraction=0)
+    built = trainer(RingDilatedFSDPStrategy(**ALONE), launched(rank), max_steps=1, precision="32-true")
+    try:
+        built.fit(LongNetLM(pattern=PATTERN, dim=16, depth=1), data)
+    except ValueError as error:
+        return str(error)
+
+
+def test_sharded_weights_are_refused(pools, tmp_path):
+    for found in pools(2).run(2, sharded_weights, written(tmp_path)):
+        assert "stream=16 is not offered with FSDP" in found
