@@ -131,7 +131,7 @@ def test_a_billion_on_several_gpus(cli, layout):
     strategy = found["strategy"]
     assert found["devices"] in (4, "4") and strategy["class_path"].endswith("RingDilatedStrategy")
     assert strategy["init_args"]["layout"] == layout
-    assert strategy["init_args"]["sequence_size"] == (1 if layout == "contiguous" else None)
+    assert strategy["init_args"]["sequence_size"] == (1 if layout == "contiguous" else "auto")
 
 
 def write_pairs(folder, chosen):
