@@ -425,12 +425,6 @@ def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
     ]
 
 
-def test_ranks_that_share_a_sequence(replayed, monkeypatch):
-    group = type("Group", (), {"ranks": 2})()
-    monkeypatch.setattr(cuda_graphs, "active_sequence", lambda: group)
-    assert "ranks share" in CudaGraphs(0.1).why_not(nn.ModuleList(), torch.ones(1, requires_grad=True))
-
-
 def test_copies_record_for_themselves():
     graphs = CudaGraphs(0.2)
     graphs._records[1] = 2
