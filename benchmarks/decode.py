@@ -9,7 +9,8 @@
     python benchmarks/decode.py --device cpu --context 256 --dim 64 --depth 2 --heads 2 --tokens 8
 
 Prints a row for each context: milliseconds a token (the median of `--rounds` calls, less the time of a call that draws one),
-tokens a second of all samples, and tokens a second of reading the prompt in the first call and in the second.
+tokens a second of all samples, tokens a second of reading the prompt in the first call and in the second, and of one forward
+pass over the prompt without a cache (the median of `--rounds` passes after one more).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -96,14 +98,26 @@ def seconds(device: str, call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], Any], context: int) -> list[str]:
-    """[ms a token, tokens a second, prompt tokens a second in the first call, in the second]."""
+@torch.no_grad()
+def forward_seconds(o: argparse.Namespace, forward: Callable[[torch.Tensor], Any], prompt: torch.Tensor) -> float:
+    """Of a pass over the prompt that has run before."""
+    forward(prompt)  # compiles
+    return statistics.median(seconds(o.device, lambda: forward(prompt)) for _ in range(o.rounds))
+
+
+def measure(
+    o: argparse.Namespace,
+    generate: Callable[[torch.Tensor, int], Any],
+    forward: Callable[[torch.Tensor], Any],
+    context: int,
+) -> list[str]:
+    """[ms a token, tokens a second, prompt tokens a second in the first call, in the second, in a forward pass]."""
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     first, second = (seconds(o.device, lambda: generate(prompt, 1)) for _ in range(2))
     generate(prompt, 1 + o.tokens)  # captures, or compiles
     both = [[seconds(o.device, lambda n=n: generate(prompt, n)) for n in (1, 1 + o.tokens)] for _ in range(o.rounds)]
     each = statistics.median((many - one) / o.tokens for one, many in both)
-    speeds = (o.batch * context / s for s in (first, second))
+    speeds = (o.batch * context / s for s in (first, second, forward_seconds(o, forward, prompt)))
     return [f"{1e3 * each:.2f}", f"{o.batch / each:,.0f}", *(f"{x:,.0f}" for x in speeds)]
 
 
@@ -148,14 +162,15 @@ def main() -> None:
         print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
         reason = "--plain" if o.plain else token_step.why_not(model, torch.device(o.device))
         print("every token by a call" if reason else "captured token steps", reason or "")
-    print("| model | pattern | context | batch | ms a token | tok/s | prompt tok/s, first call | second call |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| model | pattern | context | batch | ms a token | tok/s | prompt tok/s, first call | second call | forward tok/s |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     plain = mock.patch.object(token_step, "why_not", lambda *given: "--plain") if o.plain else mock.MagicMock()
     with plain:
         for context in o.context:
-            print(
-                row(o, model, "LongNetLM" + ", int8" * o.int8, pattern, context, measure(o, drawn, context)), flush=True
-            )
+            numbers = measure(o, drawn, model, context)
+            print(row(o, model, "LongNetLM" + ", int8" * o.int8, pattern, context, numbers), flush=True)
             if o.profile:
                 show_profile(o, drawn, context)
             token_step.forget(model)
@@ -170,7 +185,8 @@ def main() -> None:
             )  # fmt: skip
 
         for context in o.context:
-            print(row(o, peer, "Llama (static cache)", "dense", context, measure(o, of_peer, context)), flush=True)
+            numbers = measure(o, of_peer, partial(peer, use_cache=False), context)
+            print(row(o, peer, "Llama (static cache)", "dense", context, numbers), flush=True)
 
 
 if __name__ == "__main__":

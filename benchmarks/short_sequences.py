@@ -2,6 +2,8 @@
 
     python benchmarks/short_sequences.py                          # GigaPath's encoder (12 x 768) and a 125M language model
     python benchmarks/short_sequences.py --tiles 2000 --tokens --ways plain graphs
+    python benchmarks/short_sequences.py --hybrid                 # one dense head in one layer of 4 of the language model
+    python benchmarks/short_sequences.py --torchscale path/to/torchscale      # and the encoder with torchscale's op
 
 Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW; the mean of
 ten steps, the least of five series, after warming up. `through fit`: the same by `Trainer.fit`, the median step. Prints
@@ -13,12 +15,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from peers import Torchscale
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
@@ -47,15 +50,34 @@ def text(tokens: int) -> dict[str, Any]:
     return {"tokens": values, "labels": values.roll(-1, 1)}
 
 
-def encoder(**options: Any) -> ld.SlideEncoder:
-    """GigaPath's sizes, with the five branches of the table or the release's own pattern."""
-    return ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, **options)
+def encoder(torchscale: str | None = None, **options: Any) -> ld.SlideEncoder:
+    """GigaPath's sizes and pattern, built; with torchscale's op in each block, of a checkout in the folder `torchscale`."""
+    model = ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, **options)
+    model.configure_model()
+    for block in model.transformer.blocks if torchscale else ():
+        layer = block.attention
+        causal, pattern = layer.attention.causal, layer.attention.pattern
+        layer.attention = Torchscale(torchscale, pattern, layer.num_heads, layer.head_dim)
+        layer.attention.causal = causal
+    return model
 
 
-def language(**options: Any) -> ld.LongNetLM:
-    """125M parameters."""
-    pattern = options.pop("pattern", None) or ld.DilatedPattern.longnet(*FIVE)
-    return ld.LongNetLM(pattern, 256, 768, 12, 12, max_seq_len=8192, residual_dtype="bfloat16", **options)
+def language(hybrid: bool = False, **options: Any) -> ld.LongNetLM:
+    """125M parameters, built; five branches, or one dense head in one layer of 4 and local segments."""
+    pattern = ld.DilatedPattern.hybrid(12, 12) if hybrid else ld.DilatedPattern.longnet(*FIVE)
+    model = ld.LongNetLM(pattern, 256, 768, 12, 12, max_seq_len=8192, residual_dtype="bfloat16", **options)
+    model.configure_model()
+    return model
+
+
+def cases(a: argparse.Namespace) -> Iterator[tuple[str, str, Callable[..., pl.LightningModule], list[dict[str, Any]]]]:
+    """(name, way, how the model is made, its batches) of the rows."""
+    slides, texts = [slide(n) for n in a.tiles], [text(n) for n in a.tokens]
+    for way in a.ways:
+        yield "encoder", way, encoder, slides
+        yield "language, hybrid" if a.hybrid else "language", way, partial(language, a.hybrid), texts
+    if a.torchscale:
+        yield "encoder, torchscale's op", "plain", partial(encoder, a.torchscale), slides
 
 
 def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> None:
@@ -115,28 +137,24 @@ def main() -> None:
     p.add_argument("--tiles", type=int, nargs="*", default=[500, 2000, 10000])
     p.add_argument("--tokens", type=int, nargs="*", default=[8192])
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    p.add_argument("--hybrid", action="store_true", help="the recommended pattern for text")
+    p.add_argument("--hybrid", action="store_true", help="text with one dense head in one layer of 4")
+    p.add_argument("--torchscale", help="folder of a checkout: the encoder with torchscale's op, plain, too")
     p.add_argument("--fit", action="store_true", help="through Trainer.fit, too")
     a = p.parse_args()
     torch.manual_seed(0)
     print("| model | tokens | way | ms a step | kernels' ms | kernels | tokens/s | ms through fit |")
-    for way in a.ways:
-        for make, batches in ((encoder, map(slide, a.tiles)), (language, map(text, a.tokens))):
-            options = dict(WAYS[way])
-            if make is language and a.hybrid:
-                options["pattern"] = ld.DilatedPattern.hybrid(12, 12)
-            model = make(**options, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
-            model.configure_model()
-            model.cuda().train()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-            for batch in batches:
-                on_gpu = {k: v if k in model.host_entries else v.cuda() for k, v in batch.items()}
-                ms, busy, kernels = timed(partial(step, model, optimizer, on_gpu))
-                tokens = next(iter(batch.values())).shape[1]
-                through = f"{fitted(model, batch):.2f}" if a.fit else ""
-                cells = make.__name__, f"{tokens:,}", way, f"{ms:.2f}", f"{busy:.2f}", kernels, f"{tokens / ms:.1f}K"
-                print("| " + " | ".join(map(str, (*cells, through))) + " |", flush=True)
-                model.cuda()
+    for name, way, make, batches in cases(a):
+        model = make(**WAYS[way], optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
+        model.cuda().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        for batch in batches:
+            on_gpu = {k: v if k in model.host_entries else v.cuda() for k, v in batch.items()}
+            ms, busy, kernels = timed(partial(step, model, optimizer, on_gpu))
+            tokens = next(iter(batch.values())).shape[1]
+            through = f"{fitted(model, batch):.2f}" if a.fit else ""
+            cells = name, f"{tokens:,}", way, f"{ms:.2f}", f"{busy:.2f}", kernels, f"{tokens / ms:.1f}K"
+            print("| " + " | ".join(map(str, (*cells, through))) + " |", flush=True)
+            model.cuda()
 
 
 if __name__ == "__main__":

@@ -205,10 +205,12 @@ class CudaGraphs:
     """Records a stack of blocks when a shape first comes, and replays it from then on.
 
     Args:
-        padding: the most padding of a batch with lengths or documents, as a share of its tokens.
+        padding: the most padding of a batch with lengths or documents, as a share of its tokens; less than `STEP` tokens
+            a row are always allowed.
 
     Attributes:
-        tokens, padded: of all calls so far: tokens of batches, and of the lengths that they were padded to.
+        tokens, padded: of all replayed calls since the last `free`: tokens of batches, and of the lengths that they were
+            padded to.
     """
 
     def __init__(self, padding: float) -> None:
@@ -267,9 +269,8 @@ class CudaGraphs:
         key = batch, length, documents, places, *options, *cast
         if key in self._refused:
             return compute(inputs)
-        self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
         padded = inputs.padded_to(length)
-        if key not in self._records:
+        if new := key not in self._records:
             size = f"{batch} x {length} tokens" + (f" in up to {documents} documents" if documents else "")
             try:
                 recorded = self._record(compute, blocks, padded, length)
@@ -280,7 +281,12 @@ class CudaGraphs:
             self._records[key] = recorded
             if len(self._records) > KEPT:
                 self._records.popitem(last=False)
-            _log.info("recorded CUDA graphs of %s (%d of them)", size, len(self._records))
+        self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
+        if new:
+            kept, share = len(self._records), self._padding_percent()
+            _log.info(
+                "recorded CUDA graphs of %s (%d of them); padding so far is %.1f %% of the tokens", size, kept, share
+            )
         self._records.move_to_end(key)
         return _Replay.apply(self, self._records[key], padded, x, *parameters)
 
@@ -312,10 +318,17 @@ class CudaGraphs:
             self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
 
     def free(self) -> None:
-        """Forget all records: their memory serves no other call. No backward may be waiting."""
+        """Forget all records: their memory serves no other call. No backward may be waiting. Log how much was padded."""
+        if self.tokens:
+            share = self._padding_percent()
+            _log.info("CUDA graphs replayed %d tokens; padding was %.1f %% of them", self.tokens, share)
+        self.tokens = self.padded = 0
         self._records.clear()
         self._refused.clear()
         self._weights, self._shared = (), Shared([])
+
+    def _padding_percent(self) -> float:
+        return 100 * (self.padded - self.tokens) / max(1, self.tokens)
 
     def begin(self, token: Any) -> int:
         """A replay of a forward: its number. Until the token dies or its `backward`, no other begins."""

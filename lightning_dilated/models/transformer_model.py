@@ -178,11 +178,12 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             nested segments leave (see `pattern.explain`).
         shift_below: tokens; only segments shorter than this are shifted, None: every finite one.
         compile_blocks: compile every block, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
-            when it is first run; generation stays uncompiled.
+            when it is first run; in generation, of each block what follows attention.
         cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
             them: for short sequences, where launching kernels takes longer than the kernels. For one rank a sequence,
             without recomputation and attention dropout.
-        graph_padding: the most padding that batches with `lengths` get so that few graphs serve them, as a share.
+        graph_padding: the most padding that batches with `lengths`, and packed rows, get so that few graphs serve them, as a
+            share of their tokens; or less than 64 tokens a row, where that is more. The log says how much it was.
         linear_dtype: "float8" multiplies in float8 in the linear layers of the blocks (not in the projection to q, k and v),
             on an H100 or later, by torchao; for wide models, with `compile_blocks`. None: in the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.

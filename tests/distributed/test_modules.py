@@ -1,4 +1,4 @@
-"""Layers, torch.compile and FLOP counts within an active sequence: the same as one rank's."""
+"""Layers, torch.compile, CUDA graphs and FLOP counts within an active sequence: the same as one rank's."""
 
 from contextlib import nullcontext
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dilated import LongNetLM
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
+from lightning_dilated.models import cuda_graphs
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..attention.strategies import Case
@@ -205,3 +207,29 @@ def test_a_compiled_function_follows_the_active_sequence(pool):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
         assert not torch.equal(found[0][1], found[1][1]) and not torch.equal(found[0][1], found[2][1])
         assert torch.equal(found[0][1], found[3][1])
+
+
+def with_graphs_and_without(rank, group):
+    """[out, dx and the gradients of all parameters] of a model's stack without CUDA graphs and with; what it says."""
+    found, said = [], []
+    with sequence(group) as ours, ours.active():
+        for graphs in (False, True):
+            torch.manual_seed(0)
+            model = LongNetLM(PATTERN, 11, WIDTH, 2, 4, max_seq_len=N, cuda_graphs=graphs)
+            model.configure_model()
+            stack = model.double().transformer
+            x = tokens()[:, positions(ours, N)].requires_grad_()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cuda_graphs._log, "warning", lambda message, *values: said.append(message % values))
+                for _ in range(2):
+                    out = stack(x)
+                    grads = torch.autograd.grad(out.square().sum(), (x, *stack.parameters()))
+            found.append([out.detach(), *grads])
+    return found, said
+
+
+def test_cuda_graphs(pool):
+    """Ranks that share a sequence say once why nothing is replayed, and compute plainly."""
+    for (want, got), said in pool.run(2, with_graphs_and_without):
+        assert all(map(torch.equal, got, want)) and len(got) == len(want)
+        assert len(said) == 1 and "are not used for a stack, since ranks share its sequence" in said[0]

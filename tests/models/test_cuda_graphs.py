@@ -104,6 +104,11 @@ def same(want, got, tol=1e-12):
         assert (a - b).abs().max() <= tol * a.abs().max().clamp(min=1)
 
 
+def messages(caplog):
+    """Of cuda_graphs."""
+    return [r.getMessage() for r in caplog.records if r.name == cuda_graphs.__name__]
+
+
 def test_padded_lengths():
     assert [padded_length(n, 0.125) for n in (1, 64, 65, 500, 513, 10000)] == [64, 64, 128, 512, 576, 10368]
     for most in (0.0, 0.05, 0.5):
@@ -113,13 +118,19 @@ def test_padded_lengths():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_ragged_batches(replayed, causal):
-    """Twenty lengths by few records, in any order."""
-    made = stack(causal)
-    for tokens in (50, 64, 33, 90, 17, 100, 64, 128, 70):
-        same(*both(made, (tokens, tokens // 2 + 1), tokens))
+def test_ragged_batches(replayed, causal, caplog):
+    """Many lengths by few records, in any order; the log says how much they were padded."""
+    made, sizes = stack(causal), (50, 64, 33, 90, 17, 100, 64, 128, 70)
+    with caplog.at_level(logging.INFO, cuda_graphs.__name__):
+        for tokens in sizes:
+            same(*both(made, (tokens, tokens // 2 + 1), tokens))
     assert replayed == [(2, 64, 16), (2, 128, 16)]
-    assert 0 < made.graphs.tokens < made.graphs.padded
+    assert (made.graphs.tokens, made.graphs.padded) == (2 * sum(sizes), 2 * (5 * 64 + 4 * 128))
+    # 64 / 50, and (3 * 64 + 128) / (50 + 64 + 33 + 90)
+    assert messages(caplog) == [
+        "recorded CUDA graphs of 2 x 64 tokens (1 of them); padding so far is 28.0 % of the tokens",
+        "recorded CUDA graphs of 2 x 128 tokens (2 of them); padding so far is 35.0 % of the tokens",
+    ]
 
 
 def test_sequences_without_lengths_are_not_padded(replayed):
@@ -322,8 +333,8 @@ def test_gradients_that_users_hold(replayed, by):
     same(*kept)
 
 
-def test_a_fit_frees_them(replayed):
-    """Their memory is there for what comes after it."""
+def test_a_fit_frees_them(replayed, caplog):
+    """Their memory is there for what comes after it; the log says once how much the fit padded."""
     model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
     tokens = torch.arange(40)[None] % 16
     trainer = pl.Trainer(
@@ -331,11 +342,18 @@ def test_a_fit_frees_them(replayed):
         enable_model_summary=False,
     )  # fmt: skip
     data = [{"tokens": tokens, "labels": tokens}] * 2
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+    with caplog.at_level(logging.INFO, cuda_graphs.__name__):
+        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
     graphs = model.transformer.graphs
+    assert messages(caplog)[1:] == ["CUDA graphs replayed 80 tokens; padding was 0.0 % of them"]
     assert replayed == [(1, 40, 16)] and graphs._turn == 2 and not graphs._records and not graphs._shared.grads
-    model.loss_terms(data[0])[0].backward()
-    assert len(graphs._records) == 1
+    packed = {"tokens": tokens, "labels": tokens, "cu_seqlens": torch.tensor([0, 30, 40], dtype=torch.int32)}
+    with caplog.at_level(logging.INFO, cuda_graphs.__name__):
+        model.loss_terms(packed)[0].backward()
+        assert len(graphs._records) == 1
+        graphs.free()
+        graphs.free()
+    assert messages(caplog)[3:] == ["CUDA graphs replayed 40 tokens; padding was 60.0 % of them"]
 
 
 def test_lengths_are_checked(replayed):
@@ -405,12 +423,6 @@ def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "CUDA graphs are not used for a stack, since 2 x 128 tokens cannot be recorded: no kernel reads these lengths."
     ]
-
-
-def test_ranks_that_share_a_sequence(replayed, monkeypatch):
-    group = type("Group", (), {"ranks": 2})()
-    monkeypatch.setattr(cuda_graphs, "active_sequence", lambda: group)
-    assert "ranks share" in CudaGraphs(0.1).why_not(nn.ModuleList(), torch.ones(1, requires_grad=True))
 
 
 def test_copies_record_for_themselves():
@@ -677,7 +689,9 @@ def test_packed_rows_on_a_gpu(compiled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [False, True])
 def test_reduce_overhead(whole):
-    """torch.compile's own CUDA graphs take blocks, and a whole model."""
+    """torch.compile's own CUDA graphs take blocks, and a whole model; Inductor leaves none out."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = ld.LongNetLM(ld.DilatedPattern.geometric(64, 512), 256, 64, 2, 4, max_seq_len=512)
     model.configure_model()
@@ -699,3 +713,5 @@ def test_reduce_overhead(whole):
     assert (out - want).abs().max() < 1e-3 * want.abs().max()
     for a, b in zip(wanted, found, strict=True):
         assert (a - b).norm() <= 1e-3 * a.norm()
+    inductor = torch._dynamo.utils.counters["inductor"]
+    assert inductor and not inductor["cudagraph_skips"]

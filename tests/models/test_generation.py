@@ -8,6 +8,7 @@ import weakref
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.models.longnet import int8, token_step
@@ -539,15 +540,21 @@ def test_refused(name):
 
 @pytest.mark.full
 def test_compiled_blocks(captured):
-    """Everything but attention is compiled, once for one token and once for prompts; hooks run as ever."""
+    """What follows attention is compiled: for a token, for the first length of a prompt, and for all others; hooks run as
+    ever."""
     torch._dynamo.reset()
     model, want = lively(kv_conv=3), []
+    counter = CompileCounterWithBackend("aot_eager")
     for compiled in (False, True):
         for block in model.transformer.blocks if compiled else ():
-            block.compile(fullgraph=True, backend="aot_eager")
-        outs = [model.generate(torch.cat([PROMPT] * n, 1), 30, temperature=0) for n in (1, 2, 5)]
+            block.compile(fullgraph=True, backend=counter)
+        outs, graphs = [], []
+        for n in (1, 2, 5, 4, 1):
+            outs.append(model.generate(torch.cat([PROMPT] * n, 1), 30, temperature=0))
+            graphs.append(counter.frame_count)
         want = want or outs
         assert all(map(torch.equal, outs, want))
+        assert graphs == ([2, 3, 3, 3, 3] if compiled else [0] * 5)
     with pytest.raises(ValueError, match="no lengths, no cu_seqlens"):
         model(PROMPT, caches=model.transformer.new_caches(), lengths=torch.tensor([3, 2]))
     calls = []

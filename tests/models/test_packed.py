@@ -1,13 +1,16 @@
 """Samples packed into one row: loss, every gradient and every prediction are those of the samples one by one, in float64."""
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM, SlidePretrainer
+from lightning_dilated.data import ByteDataModule, GenomeDataModule
 from lightning_dilated.memory.block_memory import set_memory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longvit.model import LongViT
 
+from . import loader, trainer
 from .rows import packed, slides, texts
 from .slides import batch, encoder
 
@@ -91,6 +94,48 @@ def test_a_row_is_its_samples_one_by_one(name):
         for key, value in together.items():
             each = torch.cat([x[key] for x in alone])
             torch.testing.assert_close(value, each, rtol=0, atol=1e-11, equal_nan=True)
+
+
+SIZES = (25, 4, 10, 21, 33, 9, 40, 17)
+HELD = {"seq_len": 10, "pack_tokens": 30, "val_fraction": 0.6, "test_fraction": 0}
+
+
+def genome(folder):
+    rng = np.random.default_rng(1)
+    records = [f">r{i}\n{''.join(rng.choice(list('ACGT'), n))}\n" for i, n in enumerate(SIZES)]
+    (folder / "genome.fa").write_text("".join(records))
+    return GenomeDataModule(
+        str(folder / "genome.fa"), short="skip", reverse_complement=0.5, cache_dir=str(folder), **HELD
+    )
+
+
+def files_of_bytes(folder):
+    rng = np.random.default_rng(1)
+    for i, n in enumerate(SIZES):
+        (folder / f"{i}.txt").write_bytes(rng.bytes(n))
+    return ByteDataModule(str(folder), **HELD)
+
+
+@pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM])
+@pytest.mark.parametrize("make", [genome, files_of_bytes])
+def test_metrics_of_a_data_modules_packs(tmp_path, make, cls):
+    """Validation by a Trainer: loss and metrics of packed genomes and bytes are those of the samples one by one."""
+    module = make(tmp_path)
+    model, data = built(cls, PATTERN, module.vocab_size), module.dataset("val")
+    alone = [
+        {k: v[None] if isinstance(v, torch.Tensor) else torch.tensor([v]) for k, v in data[i].items()}
+        for i in range(len(data))
+    ]
+    found = []
+    for batches in (loader(*alone), module.val_dataloader()):
+        validation = trainer(precision="64-true")
+        validation.validate(model, batches, verbose=False)
+        found.append({k: float(v) for k, v in validation.callback_metrics.items()})
+    assert 1 < len(batches) < len(alone)
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and len(found[0]) == 3
+    assert found[0]["val_loss"] > 0 and (
+        found[0].get("val_accuracy") != 0 or make is files_of_bytes
+    )  # of 256, 0 is right
 
 
 def test_stochastic_depth_drops_documents_as_samples():
