@@ -258,18 +258,22 @@ def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int =
 
 def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
     """Bytes of the second stack's block inputs that are on the host only at a moment: all that `memory.offload.Host` sends,
-    except the last one sent, the one in use, and the one being fetched."""
+    except the one in use, the one being fetched, and where all are sent the last one."""
     decoder, settings = footprint.subject.decoder, footprint.subject.memory
     if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
         return 0
     size = footprint.inner * tokens
-    inputs = offloaded(settings, decoder.depth, size) - 1
+    sent = offloaded(settings, decoder.depth, size)
+    inputs = sent - (sent == -(-decoder.depth // settings.every))  # else the next block frees the last one sent
     if moment.decoding:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
-        back, fetched = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
-        inputs = min(inputs, group - fetched) if back else min(inputs, group) - 1
+        if moment.phase == "backward":  # a group fetches the input before its own; a single block where its own was sent
+            fetched = within == 0 and (settings.every > 1 or group < sent)
+            inputs = min(sent, group - fetched)
+        else:  # the first one is the stack's argument
+            inputs = min(sent, group) - 1
     return max(0, inputs) * size
 
 
