@@ -1,4 +1,4 @@
-"""Pools of one to three gloo ranks for the folder; a Trainer takes all ranks of its process group."""
+"""Pools of one to four gloo ranks for the folder; a Trainer takes all ranks of its process group."""
 
 from collections.abc import Callable, Iterator
 

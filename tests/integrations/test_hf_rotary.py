@@ -110,6 +110,46 @@ def test_longer_than_the_config_is_warned_of_once():
         short({**batch(), "cu_seqlens": torch.tensor([0, 9, N], dtype=torch.int32)})  # no document is longer
 
 
+YARN = {**KINDS["yarn"], "factor": 1.25}
+LONGROPE = {**KINDS["longrope"], "factor": 1.25}
+LLAMA3 = {**KINDS["llama3"], "factor": 1.25}
+
+
+@pytest.mark.parametrize("family, rope, message", [
+    ("llama", YARN, r"23 tokens goes beyond the rotary scaling of llama: rope_type yarn with factor=1.25 and "
+     r"original_max_position_embeddings=16 serves 20 tokens. Set factor .* to 1.44 or more, and train"),
+    ("llama", LONGROPE, r"rope_type longrope .* serves 20 tokens. .* 1.44 or more \(and long_factor to match\)"),
+    ("gemma3", {"sliding_attention": KINDS["theta"], "full_attention": YARN}, "gemma3_text: rope_type yarn with"),
+], ids=["yarn", "longrope", "a kind of layers"])  # fmt: skip
+def test_longer_than_the_rotary_scaling_is_warned_of_once(family, rope, message):
+    sizes = {"max_position_embeddings": 128, "rope_parameters": rope}
+    model = HFCausalLM(config(family, **sizes))
+    with pytest.warns(UserWarning, match=message):
+        model(batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch())
+        short = HFCausalLM(config(family, **sizes))
+        short({**batch(), "cu_seqlens": torch.tensor([0, 9, N], dtype=torch.int32)})
+
+
+@pytest.mark.parametrize(
+    "rope", [KINDS["yarn"], {**YARN, "factor": 1.44}, LLAMA3], ids=["longer", "as advised", "llama3"]
+)
+def test_rotary_scaling_that_reaches_is_not_warned_of(rope):
+    """The factor of llama3 is no ratio of lengths."""
+    model = HFCausalLM(config("llama", max_position_embeddings=128, rope_parameters=rope))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch())
+
+
+def test_factor_is_that_of_the_original_length():
+    model = HFCausalLM(config("llama", max_position_embeddings=20, rope_parameters=YARN))
+    with pytest.warns(UserWarning, match=r"max_position_embeddings=20 of llama.*a factor of 1.44 or more"):
+        model(batch())
+
+
 def test_config_replaces_values(tmp_path):
     HFCausalLM(config("llama", max_position_embeddings=MOST)).save_pretrained(tmp_path)
     changes = {"max_position_embeddings": 64, "rope_parameters": KINDS["yarn"]}

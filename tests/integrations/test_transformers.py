@@ -359,6 +359,54 @@ def test_a_pattern_list_needs_the_layers_number():
     assert own_pattern(layer) == ld.DilatedPattern.dense()
 
 
+# -- on a GPU ------------------------------------------------------------------------------------------------------------
+#: a CPU serves, too
+DEVICE = "cuda"
+LONG = 509
+
+
+def made_in_16_bits(family, implementation, dtype=torch.bfloat16):
+    """The decoder with weights that are rounded to bfloat16, in `dtype`."""
+    sizes = {"head_dim": 64, "hidden_size": 256, "max_position_embeddings": 1024, "eos_token_id": None}
+    sizes |= {"initializer_range": 0.08}  # scores that differ
+    sizes |= {} if family == "llama" else {"sliding_window": 100}
+    return decoder(family, implementation, torch.bfloat16, **sizes).to(DEVICE, dtype)
+
+
+def distance(got, want):
+    """The norm of the difference over that of `want`."""
+    return float((got.float() - want).norm() / want.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_16_bits_on_a_gpu(family):
+    """Logits, loss and gradients are as near to float32 of equal weights as those of sdpa; greedy tokens are equal while
+    the first choice leads by more than what rounding changes."""
+    inputs = tokens(1, LONG).to(DEVICE)
+    exact = step(made_in_16_bits(family, "sdpa", torch.float32), inputs)
+    models = [made_in_16_bits(family, implementation) for implementation in ("sdpa", "ring_dilated")]
+    want, got = (step(model, inputs) for model in models)
+    assert set(want) == set(got) == set(exact)
+    for name, value in exact.items():
+        assert distance(got[name], value) <= 1.5 * distance(want[name], value) + 2**-7, name
+
+    prompts = tokens(8, LONG).to(DEVICE)
+    options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 8, "do_sample": False}
+    for use_cache in (True, False):
+        first, second = (
+            model.eval().generate(
+                prompts, use_cache=use_cache, output_logits=True, return_dict_in_generate=True, **options
+            )
+            for model in models
+        )
+        logits = torch.stack(first.logits, 1).float()
+        best = logits.topk(2).values
+        sure = (best[..., 0] - best[..., 1] > 0.15 * logits.std(-1)).cummin(1).values
+        assert sure.sum() > len(prompts)
+        assert torch.equal(second.sequences[:, LONG:][sure], first.sequences[:, LONG:][sure])
+
+
 # -- without transformers ------------------------------------------------------------------------------------------------
 SCRIPT = """
 import sys

@@ -20,12 +20,16 @@ MODELS = {
     **{name: (name, {}) for name in FAMILIES},
     "hybrid": ("llama", {"pattern": {"hybrid": {"local": 4, "global_every": 2}}}),
     "dilated": ("gemma3", {"pattern": [ld.DilatedPattern.longnet([4, 16], [1, 2]), ld.DilatedPattern([ld.Window(6)])]}),
+    "longnet": ("qwen3", {"pattern": ld.DilatedPattern.longnet([8, 32], [1, 2])}),
+    "dropout": ("llama", {"attention_dropout": 0.5}),
 }
 KINDS = ("whole", "packed", "cu_seq_lens", "padded", "rows")
 
 
 def data(kind):
     """(tokens, labels, global options) of a batch; options (B, N) are cut for ranks."""
+    if kind == "even":
+        return tokens(1, 32), tokens(1, 32), {"position_ids": torch.arange(32)[None]}, {"use_cache": False}
     if kind == "padded":
         inputs, lengths = tokens(2, N), torch.tensor([[N - 9], [N]])
         mask = (torch.arange(N) < lengths).long()
@@ -44,16 +48,19 @@ def part(rank, group, name, kind, settings):
     family, options = MODELS[name]
     inputs, labels, cut, whole = data(kind)
     with sequence(group, **settings) as ours, ours.active():
-        at = positions(ours, N)
-        model = decoder(family, **options)
+        at = positions(ours, inputs.shape[1])
+        model = decoder(family, **options).train()
         cut = {key: value[:, at] for key, value in cut.items()}
+        torch.manual_seed(1)
         return step(model, inputs[:, at], labels[:, at], **cut, **whole)
 
 
 def check(pools, ranks, name, kind, **settings):
     family, options = MODELS[name]
     inputs, labels, cut, whole = data(kind)
-    want = step(decoder(family, "sdpa" if not options else "ring_dilated", **options), inputs, labels, **cut, **whole)
+    model = decoder(family, "sdpa" if not options else "ring_dilated", **options).train()
+    torch.manual_seed(1)
+    want = step(model, inputs, labels, **cut, **whole)
     parts = pools(ranks).run(ranks, part, name, kind, settings)
     got = {key: sum(p[key] for p in parts) for key in want if key != "logits"}
     if settings.get("layout", "contiguous") == "contiguous" and kind not in (
@@ -66,16 +73,30 @@ def check(pools, ranks, name, kind, **settings):
     close(got, want, 1e-10)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(r, marks=pytest.mark.slow) for r in (1, 2, 4)), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_equal_one(pools, name, ranks):
     check(pools, ranks, name, "whole")
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "hybrid"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "hybrid", "dropout"])
 def test_documents_and_padding(pools, name, kind):
     check(pools, 3, name, kind)
+
+
+@pytest.mark.parametrize("settings", [{"layout": "zigzag"}, {"exchange": "ring"}, {"head_size": 2}], ids=str)
+def test_dropout_in_layouts_and_exchanges(pools, settings):
+    check(pools, 2, "dropout", "whole", **settings)
+
+
+def test_dropout_drops():
+    """What the tests above compare is no model without dropout."""
+    family, options = MODELS["dropout"]
+    model = decoder(family, **options)
+    torch.manual_seed(1)
+    losses = [float(step(model.train(training), tokens(1, N))["loss"]) for training in (True, True, False)]
+    assert len(set(losses)) == 3
 
 
 SETTINGS = {
@@ -100,6 +121,29 @@ CI |= {("head 2", "whole"), ("head 2", "rows")}
 )
 def test_layouts_and_exchanges(pools, name, kind):
     check(pools, 2, "gemma3", kind, **SETTINGS[name])
+
+
+#: an exchange, and the models that it refuses, saying why
+EXCHANGES = {
+    "gather": {},
+    "ring": {},
+    "switch": {},
+    "butterfly": {
+        "mistral": r"needs segments, and branches\[0\] is Window\(5\)",
+        "hybrid": "needs branches without a shift",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "hybrid", "longnet"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_every_exchange_on_four_ranks(pools, exchange, name):
+    """A butterfly takes dense layers of equal shards."""
+    if reason := EXCHANGES[exchange].get(name):
+        for answer in pools(4).answers(4, part, name, "even", {"exchange": exchange}):
+            assert answer.error == "ValueError" and re.search(f"exchange='butterfly' cannot.*{reason}", answer.message)
+    else:
+        check(pools, 4, name, "even", exchange=exchange)
 
 
 LLAMA4 = {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 32}

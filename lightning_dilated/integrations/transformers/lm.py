@@ -43,7 +43,12 @@ from lightning_dilated.integrations.transformers.lora import add_adapters, check
 from lightning_dilated.integrations.transformers.masks import known_documents
 from lightning_dilated.integrations.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.integrations.transformers.registration import NAME, dilated_cache, register
-from lightning_dilated.integrations.transformers.rotary import check_rope, furthest_position, whole_lengths
+from lightning_dilated.integrations.transformers.rotary import (
+    check_rope,
+    furthest_position,
+    length_warning,
+    whole_lengths,
+)
 from lightning_dilated.integrations.transformers.sources import Source, changed_config, with_depth
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
@@ -255,17 +260,9 @@ class HFCausalLM(DilatedModule):
     def _check_length(self, length: int) -> None:
         """Refuse sequences that are longer than the positions that the model has, warn of more than it was trained for."""
         check_positions(self.decoder, length)
-        text = self.config.get_text_config(decoder=True)
-        most = getattr(text, "max_position_embeddings", None)
-        if self._length_checked or most is None or length <= most:
-            return
-        self._length_checked = True
-        rank_zero_warn(
-            f"a sequence of {length:,} tokens goes beyond max_position_embeddings={most} of {self.config.model_type}, whose "
-            "positions beyond it were not trained. Set model.config to {max_position_embeddings: "
-            f"{length}, rope_parameters: {{...}}}}, the latter with another rope_type (yarn, and a factor of "
-            f"{length / most:.3g} or more) or a larger rope_theta, and train on at that length."
-        )
+        if not self._length_checked and (warning := length_warning(self.config, length)) is not None:
+            self._length_checked = True
+            rank_zero_warn(warning)
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """(tokens, what else the decoder's forward takes)."""

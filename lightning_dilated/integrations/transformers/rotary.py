@@ -1,4 +1,4 @@
-"""Rotary positions: their options, and frequencies that follow the length of a sequence ("dynamic", "longrope") on ranks.
+"""Rotary positions: their options and the lengths that they serve; on ranks, frequencies that follow the length.
 
 transformers takes the length from the positions that it is given, which on ranks are a part of them. The furthest position
 of the whole is therefore appended to those of a rank, and its angles are removed again.
@@ -9,6 +9,7 @@ Shape letters: B batch, L tokens of this rank.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 #: kinds of `rope_parameters` whose frequencies follow the length
 BY_LENGTH = ("dynamic", "longrope")
+#: kinds whose factor is a ratio of lengths; that of llama3 is not: Llama 3.1 has 8 for 16 times as many tokens
+BY_RATIO = ("yarn", "longrope")
 #: the furthest position of the sequence that is computed, where a caller knows it
 _furthest: list[int] = []
 
@@ -51,6 +54,41 @@ def check_rope(config: Any) -> None:
                     f"rope_parameters has {len(x[name])} numbers as {name}, and this model takes {pairs}, one for each "
                     "pair of rotated features of a head."
                 )
+
+
+def length_warning(config: Any, length: int) -> str | None:
+    """What to say of a sequence that goes beyond the positions that a config was made for; None where it does not."""
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    stretched = min((x for x in _each_parameters(text) if _stretched_to(x)), key=_stretched_to, default=None)
+    original: Any = most if stretched is None else stretched["original_max_position_embeddings"]
+    if most is not None and length > most:
+        return (
+            f"a sequence of {length:,} tokens goes beyond max_position_embeddings={most} of {config.model_type}, whose "
+            "positions beyond it were not trained. Set model.config to {max_position_embeddings: "
+            f"{length}, rope_parameters: {{...}}}}, the latter with another rope_type (yarn, and a factor of "
+            f"{_factor(length, original)} or more) or a larger rope_theta, and train on at that length."
+        )
+    if stretched is not None and length > _stretched_to(stretched):
+        lists = " (and long_factor to match)" if stretched["rope_type"] == "longrope" else ""
+        return (
+            f"a sequence of {length:,} tokens goes beyond the rotary scaling of {config.model_type}: rope_type "
+            f"{stretched['rope_type']} with factor={stretched['factor']:g} and original_max_position_embeddings={original} "
+            f"serves {_stretched_to(stretched):,} tokens. Set factor in model.config.rope_parameters to "
+            f"{_factor(length, original)} or more{lists}, and train on at that length."
+        )
+    return None
+
+
+def _stretched_to(parameters: dict[str, Any]) -> int:
+    """Tokens that rotary parameters stretch positions to; 0 where they say none."""
+    factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
+    return round(factor * original) if parameters.get("rope_type") in BY_RATIO and factor and original else 0
+
+
+def _factor(length: int, original: int) -> str:
+    """The factor that serves a length, rounded up."""
+    return f"{math.ceil(100 * length / original) / 100:.12g}"
 
 
 @contextlib.contextmanager
