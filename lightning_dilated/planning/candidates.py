@@ -97,9 +97,9 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
         options |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
         options |= {"stream": settings.stream, "truncate": settings.truncate}
         defaults = MemorySettings("block")
-        options = {name: value for name, value in options.items() if value != getattr(defaults, name)}
-        if options:
-            yield "      init_args:"
+        # the policy is always named: another callback of a recipe may have set it
+        options = {name: value for name, value in options.items() if name == "policy" or value != getattr(defaults, name)}
+        yield "      init_args:"
         for name, value in options.items():
             yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"
     if residual is not None or setup.optimizer == "adamw8bit":
