@@ -2,12 +2,13 @@
 
     python benchmarks/step_parts.py --output h200.json
     python benchmarks/step_parts.py --output cpu.json --device cpu --precision 32-true --no-compile --tokens 1024 2048
-      --dim 64 --depth 2 --heads 4 --first 256 --repeats 1
+      --dim 64 --depth 2 --heads 4 --first 256 --long 4096 --repeats 1
 
 Every part is this package's own code: a rank's own attention, alone and with branches wider than the rank; a compiled
-TransformerBlock less that; embedding, head and loss of a LongNetLM; AdamW (fused on a GPU); batches of arriving rows, as
-cuDNN or the first engine that serves runs them; packing rows, summing gradients that come home, and what is done to the few
-rows that get anything from others. Each length is compiled for itself, and memory is given back in between.
+TransformerBlock less that; embedding, head and loss of a LongNetLM; dense attention; AdamW (fused on a GPU); batches of
+arriving rows, as cuDNN or the first engine that serves runs them; packing rows, summing gradients that come home, and
+what is done to the few rows that get anything from others. Each length is compiled for itself, and memory is given back
+in between.
 """
 
 from __future__ import annotations

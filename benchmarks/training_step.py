@@ -75,7 +75,8 @@ def options() -> argparse.Namespace:
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--steps", type=int, default=5, help="measured together, after two for warming up")
     p.add_argument("--profile", action="store_true", help="one more step, and its kernels by kind")
-    return p.parse_args()
+    args = p.parse_args()
+    return args if args.steps > 0 else p.error("--steps must be at least 1")
 
 
 class Clock(pl.Callback):

@@ -314,11 +314,12 @@ def in_numbers(n: int) -> str:
 
 def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
     at = f"at {tokens:,} tokens" if tokens else "at the longest"
-    head = f"  {'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}"
-    lines = [f"{'':<63}   {at}", head]
+    wide = max(46, *(len(in_words(row.settings)) + 1 for row in rows))
+    head = f"  {'setting':<{wide}}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}"
+    lines = [f"{'':<{wide + 17}}   {at}", head]
     for row in rows:
         mark = "* " if row.settings == best else "  "
-        name = f"{mark}{in_words(row.settings):<46}{row.longest:>15,}"
+        name = f"{mark}{in_words(row.settings):<{wide}}{row.longest:>15,}"
         if row.memory is None or row.time is None:
             lines.append(f"{name}   nothing fits")
             continue
@@ -474,9 +475,10 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
             f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
         )
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
+    shorter = "" if request.stream is None else "a shorter --stream, "
     return (
-        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
-        f"GPUs, {narrow}or --host_memory to offload to."
+        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {shorter}about "
+        f"{need:,} GPUs, {narrow}or --host_memory to offload to."
     )
 
 

@@ -121,7 +121,9 @@ def _memory(p: Any) -> None:
     p.add_argument("--offload", type=float, help="fraction of block inputs up to 1, GiB of a rank above 1")
     p.add_argument("--tile", type=number, help="tokens")
     p.add_argument("--head_chunks", "--head-chunks", type=number, help="windows of heads")
-    p.add_argument("--stream", type=number, help="tokens of a chunk; longer sequences are computed chunk by chunk")
+    p.add_argument(
+        "--stream", type=number, help="tokens of a chunk of longer sequences; without other settings all are compared"
+    )
 
 
 #: strategies that can be planned, by their names for the Trainer
@@ -383,12 +385,10 @@ def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None
     that is given."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
-    if not options:
+    if not options.keys() - {"stream"}:
         return None
     for callback in callbacks if isinstance(callbacks, list) else []:
         if isinstance(callback, dict) and str(callback.get("class_path", "")).endswith(CALLBACK):
-            options = {**(callback.get("init_args") or {}), **options}
-    if options.keys() == {"stream"}:
-        return None
+            options = {"policy": "block", **(callback.get("init_args") or {}), **options}
     defaults = {"policy": "block"} if {"every", "offload"} & set(options) else {}
     return MemorySettings(**{**defaults, **options})

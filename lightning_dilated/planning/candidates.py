@@ -39,9 +39,11 @@ def candidates_of(facts: Facts, host: float = 0.0) -> list[MemorySettings]:
 
 
 def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
-    """Settings for sequences that do not fit, chunk by chunk: the fastest first; R ranks share chunks R times as long."""
-    sizes = [("none", 1 << 18), ("attention-kept", 1 << 20), ("block", 1 << 20)]
-    chunked = [MemorySettings(policy, stream=size * ranks) for policy, size in sizes]
+    """Settings for sequences that do not fit, chunk by chunk: the fastest first; R ranks share chunks R times as long. In
+    tiles where those compared before have some."""
+    sizes = [("none", 1 << 18, None), ("attention-kept", 1 << 20, None), ("block", 1 << 20, None)]
+    sizes += [("block", 1 << 20, TILE)] * any(x.tile for x in settings)
+    chunked = [MemorySettings(policy, tile=tile, stream=size * ranks) for policy, size, tile in sizes]
     return [x for x in chunked if x not in settings]
 
 
@@ -98,7 +100,9 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
         options |= {"stream": settings.stream, "truncate": settings.truncate}
         defaults = MemorySettings("block")
         # the policy is always named: another callback of a recipe may have set it
-        options = {name: value for name, value in options.items() if name == "policy" or value != getattr(defaults, name)}
+        options = {
+            name: value for name, value in options.items() if name == "policy" or value != getattr(defaults, name)
+        }
         yield "      init_args:"
         for name, value in options.items():
             yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"

@@ -471,13 +471,16 @@ class Case:
             further_work(call, depth, tokens, size),
             *attention_seconds(machine, parts.tokens),
         )
-        forwards = 1 + (not settings.truncate) + (settings.policy == "block") + (settings.every > 1)
-        crossing = (forwards * of_forward.of(*further) + of_backward.of(*further)) / setup.ranks
+        forwards = 1 + (settings.policy == "block") + (depth - -(-depth // settings.every)) / depth
+        crossing = forwards * of_forward.of(*further) + of_backward.of(*further)
+        if not settings.truncate:
+            before = (chunk_count(tokens, size) - 1) * size
+            crossing += of_forward.of(*further_work(call, depth, before, size))
         optimizer = one.optimizer or one.step.compute.get("optimizer", 0.0)
         seconds = tokens / size * (one.seconds - optimizer) + (chunk_count(tokens, size) - 1) * forward + optimizer
         exchange = Exchange.of(lighter(call, setup.ranks), depth, tokens, settings, setup.ranks)
         waits = exchange.seconds(setup.links, setup.ranks, setup.per_node) if setup.ranks > 1 else 0.0
-        seconds += crossing + waits
+        seconds += crossing / setup.ranks + waits
         chunks = tokens / size
         return replace(
             one,

@@ -10,7 +10,7 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.cli.plan_request import number, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.candidates import yaml_lines
+from lightning_dilated.planning.candidates import candidates, yaml_lines
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
@@ -363,6 +363,8 @@ def test_stream_alone_is_of_all_settings():
     assert request.settings is None and request.stream == 65536
     request = settled(parser().parse_args([*sizes, "--stream", "64K", "--policy", "block"]))
     assert request.settings == MemorySettings("block", stream=65536)
+    recipe = ["--config", "recipes/billion.yaml", "--gpus", "1", "--stream", "64K"]
+    assert settled(parser().parse_args(recipe)).settings is None, "as without --stream"
 
 
 @pytest.mark.slow
@@ -371,8 +373,9 @@ def test_stream_alone_compares_settings(cli):
     sizes = ["--dim", "1024", "--depth", "8", "--heads", "8", "--segments", "2048", "--dilations", "1", "--no-compile"]
     result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M")
     assert result.code == 0, result.err
-    rows = [line for line in result.out.splitlines() if "stream=1048576  " in line]
-    assert len(rows) >= 4 and all("stream=" in line for line in rows)
+    table = result.out.partition("tokens/s")[2].partition("  *: recommended")[0].splitlines()[1:]
+    rows = [line for line in table if not line.startswith("  !:")]
+    assert len(rows) == len(candidates(8, depth=8)) and all("stream=1048576" in line for line in rows)
     assert "all kept, stream=1048576" in rows[0] and rows[0].endswith("!") and any(x.startswith("* ") for x in rows[1:])
 
 

@@ -94,7 +94,9 @@ def test_seconds(row):
     "dense"."""
     name, pattern, sizes, settings, tokens, seconds = SECONDS[row]
     case = case_of(name, pattern, sizes, tokens)
-    assert case.time(settings, tokens).seconds == pytest.approx(seconds, rel=0.12)
+    assert case.time(settings, tokens).seconds == pytest.approx(
+        seconds, rel=0.03 if row == "hybrid stream of 4M" else 0.12
+    )
     if row in PEAKS:
         assert case.memory(settings, tokens).peak / GIB == pytest.approx(PEAKS[row], rel=0.025)
 
@@ -107,10 +109,8 @@ def test_streams(line):
     """Chunks of 1,048,576 tokens; wanted: seconds within 10 %, memory within 5 %; told: memory within 0.5 %."""
     row = json.loads(line)
     depth, dim = map(int, row["model"].split(" x "))
-    case, tokens = (
-        case_of(row["gpu"], None, {"dim": dim, "depth": depth, "num_heads": dim // 64}, row["tokens"]),
-        row["tokens"],
-    )
+    tokens = row["tokens"]
+    case = case_of(row["gpu"], None, {"dim": dim, "depth": depth, "num_heads": dim // 64}, tokens)
     settings = MemorySettings(KEPT, stream=STREAM)
     assert case.time(settings, tokens).seconds == pytest.approx(row["seconds"], rel=0.1)
     assert case.memory(settings, tokens).peak / GIB == pytest.approx(row["gib"], rel=0.005)
