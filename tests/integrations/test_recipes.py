@@ -90,3 +90,11 @@ def test_says_how_to_run_it(folder, recipe):
     assert config["trainer"]["max_steps"] > config["model"]["init_args"]["lr_scheduler"]["init_args"]["warmup_steps"]
     result = run_in(folder, "fit", "--config", recipe.name, "--print_config")
     assert result.code == 0, result.err[-2000:]
+
+
+def test_a_printed_config_has_the_values_of_a_mapping(folder):
+    """So `plan`, which reads the file itself, takes the config of a run."""
+    result = run_in(folder, "fit", "--config", "sft_long.yaml", *MODEL, "--print_config")
+    assert result.code == 0, result.err[-2000:]
+    printed = yaml.safe_load(result.out)["model"]["init_args"]["model"]
+    assert isinstance(printed, dict) and printed["model_type"]

@@ -107,7 +107,7 @@ class HFCausalLM(DilatedModule):
 
     def __init__(
         self,
-        model: str | Path | dict[str, Any] | Any,
+        model: dict[str, Any] | str | Path | Any,
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         *,
         config: dict[str, Any] | None = None,
