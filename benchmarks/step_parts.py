@@ -146,11 +146,8 @@ class Bench:
 
     def long(self, tokens: int) -> tuple[float, float]:
         """Seconds of a pair of dense attention."""
-        rows, pattern, args = (
-            [x.requires_grad_() for x in self.qkv(tokens)],
-            DilatedPattern([Branch(tokens, 1)]),
-            self.args,
-        )
+        args, pattern = self.args, DilatedPattern([Branch(tokens, 1)])
+        rows = [x.requires_grad_() for x in self.qkv(tokens)]
         call = lambda: dilated_attention(*rows, pattern, causal=args.causal, engine=args.engine)  # noqa: E731
         until = time.perf_counter() + SUSTAINED * (self.device.type == "cuda")
         while time.perf_counter() < until:

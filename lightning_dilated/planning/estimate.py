@@ -467,10 +467,8 @@ class Case:
         parts = machine.at(-(-size // setup.ranks))
         whole = depth * parts.rest_forward * (1 - machine.again)  # of a forward, what a recomputed one leaves out
         forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + whole + parts.edge_forward
-        further, of_forward, of_backward = (
-            further_work(call, depth, tokens, size),
-            *attention_seconds(machine, parts.tokens),
-        )
+        of_forward, of_backward = attention_seconds(machine, parts.tokens)
+        further = further_work(call, depth, tokens, size)
         forwards = 1 + (settings.policy == "block") + (depth - -(-depth // settings.every)) / depth
         crossing = forwards * of_forward.of(*further) + of_backward.of(*further)
         if not settings.truncate:

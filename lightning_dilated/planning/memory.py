@@ -269,9 +269,8 @@ def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
-        if (
-            moment.phase == "backward"
-        ):  # a group fetches the input before its own; a single block where its own was sent
+        if moment.phase == "backward":
+            # a group fetches the input before its own; a single block does where its own was sent
             fetched = within == 0 and (settings.every > 1 or group < sent)
             inputs = min(sent, group - fetched)
         else:  # the first one is the stack's argument

@@ -127,9 +127,9 @@ def test_a_billion_on_several_gpus(cli, layout):
     lines = [line.removeprefix("#").split() for line in head.splitlines() if line.startswith("#   --trainer.devices")]
     assert len(lines) == 2
     options = lines[layout == "chunked"]
-    found = printed(cli("fit", "--config", "billion.yaml", *options, "--print_config"))["trainer"]
-    strategy = found["strategy"]
-    assert found["devices"] in (4, "4") and strategy["class_path"].endswith("RingDilatedStrategy")
+    config = printed(cli("fit", "--config", "billion.yaml", *options, "--print_config"))["trainer"]
+    strategy = config["strategy"]
+    assert config["devices"] in (4, "4") and strategy["class_path"].endswith("RingDilatedStrategy")
     assert strategy["init_args"]["layout"] == layout
     assert strategy["init_args"]["sequence_size"] == (1 if layout == "contiguous" else "auto")
 

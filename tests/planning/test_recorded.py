@@ -106,7 +106,7 @@ STREAMS = (ROOT / "benchmarks" / "results" / "2026-11-26_streams.jsonl").read_te
 
 @pytest.mark.parametrize("line", STREAMS)
 def test_streams(line):
-    """Chunks of 1,048,576 tokens; wanted: seconds within 10 %, memory within 5 %; told: memory within 0.5 %."""
+    """Chunks of 1,048,576 tokens; wanted: seconds within 10 %, memory within 5 %; the plan's memory is within 0.5 %."""
     row = json.loads(line)
     depth, dim = map(int, row["model"].split(" x "))
     tokens = row["tokens"]
