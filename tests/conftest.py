@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from .examples import examples
 
 gc.disable()  # until tests run: a collection goes through all that torch and the test files make as they are imported
+# a process group that is garbage is freed before a fork: its threads are not in the fork, whose collection would abort
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=gc.collect)
 # torch and the package are imported below, where tests run: the process that hands them out needs neither
 # a job that a shell starts in the background ignores SIGINT, and so do the processes that it starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from lightning_dilated.data import (
     TokenDataModule,
     write_synthetic_slides,
 )
-from lightning_dilated.data.remote import BLOCK
+from lightning_dilated.data.remote import BLOCK, RemoteFile
 from lightning_dilated.data.slides.files import SlideReader
 
 from .runs import Recorder, run
@@ -269,3 +270,6 @@ def test_an_error_of_the_store_is_not_hidden_by_hdf5(
         ConnectionError, match=r"memory:///data/slide_\d+\.h5 could not be read in 5 tries .*reset by peer"
     ):
         samples[0]
+    # HDF5 that outlives Python with a source of Python's in it ends the process by a segmentation fault
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) is RemoteFile]

@@ -159,8 +159,13 @@ def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
         with h5py.File(source, "r") as file:
             yield file
     except Exception as error:
-        if source.error is not None:  # of the store; HDF5 hides it behind one of its own
-            raise source.error from error
+        # HDF5 holds the source while a frame of the traceback does; kept in the source, the error would hold both for good,
+        # and HDF5 would call into the source as the process ends, which crashes it
+        of_store, source.error = source.error, None
+        if of_store is error:
+            raise
+        if of_store is not None:  # HDF5 hides it behind one of its own
+            raise of_store from error
         if isinstance(error, OSError):
             raise _unreadable(path, error) from error
         raise
