@@ -475,9 +475,10 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
             f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
         )
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
-    shorter = "" if request.stream is None else "a shorter --stream, "
+    # shorter chunks hold less of themselves, and carry more rows from one to the next
+    another = "" if request.stream is None else "another --stream (without one, plan proposes chunks), "
     return (
-        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {shorter}about "
+        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {another}about "
         f"{need:,} GPUs, {narrow}or --host_memory to offload to."
     )
 

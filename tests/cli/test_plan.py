@@ -319,7 +319,9 @@ def test_says_what_to_do_where_nothing_fits(cli, tmp_path):
     result = cli("plan", *SIZES, "--tokens", "1G", *BLOCK)
     assert result.code == 0 and "1,073,741,824 tokens do not fit: the longest is" in result.out
     assert "in the recipe" not in result.out and "no setting fits" in result.out
-    assert "--residual_dtype bfloat16" in result.out
+    assert "--residual_dtype bfloat16" in result.out and "--stream" not in result.out
+    chunks = cli("plan", *SIZES, "--tokens", "1G", *BLOCK, "--stream", 1)
+    assert "Take another --stream (without one, plan proposes chunks), about" in chunks.out
     sizes = {"dim": 64, "depth": 1, "num_heads": 4, "decoder_depth": 1, "decoder_dim": 64}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": {"class_path": "SlidePretrainer", "init_args": sizes}}))
     slides = cli("plan", "--config", "x.yaml", "--tokens", "1G", *BLOCK)
