@@ -64,8 +64,10 @@ def main():
     )
     last = "ckpt/last.ckpt" if Path("ckpt/last.ckpt").exists() else None
     trainer.fit(model, ld.data.ByteDataModule(seq_len=256), ckpt_path=last)
-    print("ranks", trainer.world_size, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    print("loss", float(trainer.callback_metrics["train_loss"]), flush=True)
+    ranks, restarts = trainer.world_size, os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    # in one piece: ranks write to one pipe
+    sys.stdout.write(f"ranks {ranks} restarts {restarts}\nloss {float(trainer.callback_metrics['train_loss'])}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
