@@ -72,7 +72,9 @@ def random_cases(rank, group, number, examples):
         packed = chosen.random() < 0.5
         case = gated(documents, packed=packed, earlier=earlier, padding=0 if packed else chosen.randint(0, 2), **sizes)
         with grouped_from(chosen.choice([1, 2, 32])):
-            compare(run(case), case.by_definition(), 1e-5)
+            # q and k of one feature are a sign each: of their gradients rounding is left, times 1 / |q| or 1 / |k|, whoever
+            # computes them
+            compare(run(case), case.by_definition(), 1e-5 if case.dim > 1 else 1e-4)
 
 
 @pytest.mark.parametrize("number, examples", [(0, 2), pytest.param(1, 60, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ from lightning_dilated import Branch, DilatedPattern, dilated_attention
 from lightning_dilated.attention import resolve
 from lightning_dilated.attention.executors import grouped
 from lightning_dilated.attention.executors.tables import bits_of
-from lightning_dilated.pattern.rows import check_padding
+from lightning_dilated.pattern.rows import check_padding, without_global
 from lightning_dilated.sequence import SequenceGroup
 
 from ..attention.reference import GRADIENTS, close, gradients, leaves
@@ -68,9 +68,9 @@ def small_tiles(chosen):
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """How many of the random calls were grouped."""
+    """How many of the random calls were grouped, and how many are without global tokens, which are not."""
     torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
-    chosen = random.Random(number)
+    chosen, eligible = random.Random(number), 0
     with counted() as (_, plans):
         for _ in range(examples):
             small_tiles(chosen)
@@ -78,16 +78,24 @@ def random_calls(rank, group, number, examples):
             if case.batch == 1 and chosen.random() < 0.5:  # many documents, some of them empty
                 cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(5))
                 case = replace(case, documents=(0, *cuts, case.seq_len))
+            eligible += without_global(case.pattern) == case.pattern
             with pytest.MonkeyPatch.context() as patch:
                 if chosen.random() < 0.3:  # as where rows are 2**31 elements apart
                     patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
                 check(case, "triton", torch.float32, 1e-5)
-    return sum(plans) / 2
+    return sum(plans) / 2, eligible
 
 
 @pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 80, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
-    assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
+    grouped, eligible = interpreter.run(1, random_calls, number, examples)[0]
+    assert eligible > examples // 2 and grouped > eligible / 2
+
+
+def without_global_tokens(case):
+    """The call without global tokens, of which the kernels that read lengths on the device compute none."""
+    pattern = without_global(case.pattern)
+    return replace(case, pattern=DilatedPattern([(8, 1)]) if pattern is None else pattern)
 
 
 def lengths_on_the_device(patch, others=None):
@@ -116,7 +124,7 @@ def random_lengths(rank, group, number, examples):
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
         small_tiles(chosen)
-        case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS), documents=None)
+        case = replace(without_global_tokens(drawn(chosen)), layout=chosen.choice(LAYOUTS), documents=None)
         if chosen.random() < 0.5:
             branches = [
                 Branch(b.segment_length, b.dilation_rate, heads=b.heads, offset=b.offset) for b in case.pattern.branches
@@ -146,7 +154,7 @@ def random_documents(rank, group, number, examples):
     chosen, padded = random.Random(number), 0
     for _ in range(examples):
         small_tiles(chosen)
-        case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS), batch=1, lengths=None)
+        case = replace(without_global_tokens(drawn(chosen)), layout=chosen.choice(LAYOUTS), batch=1, lengths=None)
         if chosen.random() < 0.3:
             branches = [
                 Branch(b.segment_length, b.dilation_rate, heads=b.heads, offset=b.offset) for b in case.pattern.branches

@@ -443,11 +443,11 @@ def test_options_of_models():
 
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
-def gradients_of(model, batches):
+def gradients_of(model, batches, autocast=True):
     """All gradients of each batch by itself, at the weights as they are, as one vector."""
     vectors = []
     for batch in batches:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             total, count = model.loss_terms(batch)
         (total / count).backward()
         vectors.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
@@ -455,11 +455,11 @@ def gradients_of(model, batches):
     return vectors
 
 
-def losses_of(model, batches, steps=2, lr=1e-3):
+def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
     """Losses and parameters after a few steps of AdamW."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr, fused=True), []
     for batch in batches * steps:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             total, count = model.loss_terms(batch)
         (total / count).backward()
         optimizer.step()
@@ -471,7 +471,11 @@ def losses_of(model, batches, steps=2, lr=1e-3):
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_slides_on_a_gpu(compiled):
-    """Twenty lengths, GigaPath's pattern with attended padding: gradients and losses as without graphs."""
+    """Twenty lengths, GigaPath's pattern with attended padding: gradients and losses as without graphs.
+
+    Blocks compiled for one length round at other places than those for any length, so both are compared with fp32: with
+    graphs errors are at most twice those without.
+    """
     lengths = [200, 1000, 777, 345, 512, 903, 640, 288, 430, 555, 801, 210, 666, 999, 321, 456, 789, 222, 611, 940]
     batches = []
     for i, tiles in enumerate(lengths):
@@ -483,20 +487,24 @@ def test_slides_on_a_gpu(compiled):
             {"features": features.cuda(), "coords": coords.cuda(), "lengths": torch.tensor([tiles + 1]), "label": label}
         )
     found = []
-    for graphs in (False, True):
+    for precision, graphs in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         torch.manual_seed(0)
+        half = precision == "bfloat16"
         model = ld.SlideEncoder(
             64, 128, 3, 4, task="classification", num_classes=2, dropout=0.0, drop_path=0.0, padding="attended",
-            segment_lengths=[128, 256, 512], dilation_rates=[1, 2, 4], compile_blocks=compiled, cuda_graphs=graphs,
+            segment_lengths=[128, 256, 512], dilation_rates=[1, 2, 4], compile_blocks=compiled and half, cuda_graphs=graphs,
         )  # fmt: skip
         model.configure_model()
         # one slide a step and a rate of 1e-3 drive the loss up, and bfloat16's differences with it
-        found.append((gradients_of(model.cuda(), batches), losses_of(model, batches, lr=1e-4)[0]))
+        gradients = gradients_of(model.cuda(), batches, autocast=half)
+        found.append((gradients, losses_of(model, batches, lr=1e-4, autocast=half)[0]))
     assert len(model.transformer.graphs._records) > 5 and not model.transformer.graphs._said
-    for a, b in zip(*(x[0] for x in found), strict=True):
-        assert (a - b).norm() < 2e-2 * b.norm()
-    for a, b in zip(*(x[1] for x in found), strict=True):
-        assert a == pytest.approx(b, abs=5e-3)
+    distance = [lambda a, b: float((a - b).norm() / b.norm()), lambda a, b: abs(a - b)]  # of gradients, of losses
+    for far, tolerance, runs in zip(distance, (2e-2, 5e-3), zip(*found, strict=True), strict=True):
+        exact, plain, replayed = runs
+        error, other = (max(far(a, b) for a, b in zip(x, exact, strict=True)) for x in (plain, replayed))
+        assert error < 3e-2 and other < max(2 * error, tolerance)
+        assert compiled or all(far(a, b) < tolerance for a, b in zip(replayed, plain, strict=True))
 
 
 @pytest.mark.gpu
