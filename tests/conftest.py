@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from .examples import examples
 
 gc.disable()  # until tests run: a collection goes through all that torch and the test files make as they are imported
-# a process group that is garbage is freed before a fork: its threads are not in the fork, whose collection would abort
+# A fork has no threads of its parent's process groups: collecting such a group there aborts. So garbage is collected before.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=gc.collect)
 # torch and the package are imported below, where tests run: the process that hands them out needs neither

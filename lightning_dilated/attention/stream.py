@@ -8,6 +8,7 @@ Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -106,7 +107,7 @@ class Store:
 
     They lie in slabs of `SLAB` bytes: torch rounds each piece of pinned memory up to a power of two and takes about a
     millisecond to make one, and there are thousands.
-    A copy runs in the order of the computing stream: a chunk takes seconds, its rows milliseconds.
+    Copies run beside what is computed: a row that comes back waits only for the copies before it.
 
     Args:
         budget: bytes on the device; None: `ON_GPU` of a GPU's memory, and everything on a CPU.
@@ -128,8 +129,17 @@ class Store:
         else:
             self.on_host += rows.nbytes
         parts = self.room(rows, rows.device if here else torch.device("cpu"))
-        for part, source in zip(parts, rows.split([len(part) for part in parts]), strict=True):
-            part.copy_(source, non_blocking=True)
+        sources = zip(parts, rows.split([len(part) for part in parts]), strict=True)
+        if here:
+            for part, source in sources:
+                part.copy_(source)
+            return parts
+        copies = copy_stream(rows.device)
+        copies.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(copies):
+            for part, source in sources:
+                part.copy_(source, non_blocking=True)
+        rows.record_stream(copies)  # freed, their memory serves nothing else before they are copied
         return parts
 
     def room(self, rows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
@@ -152,10 +162,28 @@ class Store:
         size = sum(part.nbytes for part in parts)
         if parts[0].device == device:
             self.on_device -= size
+            found = list(parts)
         else:
             self.on_host -= size
-        on_device = [part.to(device, non_blocking=True) for part in parts]
-        return on_device[0] if len(parts) == 1 else torch.cat(on_device)
+            found = _fetched(parts, device)
+        return found[0] if len(parts) == 1 else torch.cat(found)
+
+
+@functools.lru_cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies between a GPU and the host, in which a row is read after it was written."""
+    return torch.cuda.Stream(device)
+
+
+def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Rows of the host on a GPU."""
+    copies, computing = copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        found = [part.to(device, non_blocking=True) for part in parts]
+    computing.wait_stream(copies)
+    for rows in found:
+        rows.record_stream(computing)  # freed, their memory serves no copy before what reads them is done
+    return found
 
 
 class LayerRows:

@@ -476,7 +476,7 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
         )
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
     # shorter chunks hold less of themselves, and carry more rows from one to the next
-    another = "" if request.stream is None else "another --stream (without one, plan proposes chunks), "
+    another = "" if request.stream is None else "another --stream (without --stream and --policy, plan proposes one), "
     return (
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {another}about "
         f"{need:,} GPUs, {narrow}or --host_memory to offload to."

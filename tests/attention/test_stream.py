@@ -1,6 +1,7 @@
 """A sequence chunk by chunk: output and gradients are those of one pass, from no other rows than the integer plan's."""
 
 import math
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -209,6 +210,37 @@ def test_stored_rows_share_memory(monkeypatch):
     slabs = {x.data_ptr(): x.nbytes() for x in storages}
     assert sum(slabs.values()) < 1.5 * sum(x.nbytes for x in rows) + 4096 and set(slabs.values()) == {4096}
     assert max(map(len, kept)) > 1
+
+
+@pytest.mark.gpu
+def test_stored_rows_are_copied_beside_the_computation():
+    """Both ways while the GPU computes on; rows have arrived where they are read, and are written before they are reused."""
+    store, device = Store(0), torch.device("cuda", torch.cuda.current_device())
+    shape, kept, copies = (4096, 2, 64), [], streams.copy_stream(device)
+    want = [torch.randn(shape, device=device) for _ in range(100)]
+    for x in want:
+        torch.cuda._sleep(100_000)
+        rows = x + 0  # after the wait
+        kept.append(store.put(rows))
+        del rows
+        torch.full(shape, torch.nan, device=device)  # in its place, were it free
+    assert store.on_host == 100 * want[0].nbytes and not store.on_device
+    same = []
+    for i, x in enumerate(reversed(want)):
+        rows = store.take(kept.pop(), device)
+        if i % 2:  # while what reads them waits, the rows before them are free for the next copies
+            torch.cuda._sleep(1_000_000)
+        same.append((rows == x).all())  # no wait for the GPU
+        del rows
+    assert torch.stack(same).all()
+    computing = torch.cuda.current_stream()
+    parts = store.put(want[0])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # two seconds
+    rows = store.take(parts, device)
+    time.sleep(0.2)
+    assert copies.query() and not computing.query()
+    assert torch.equal(rows, want[0]) and store.on_host == 0
 
 
 def test_parameter_gradients_are_summed_in_fp32():

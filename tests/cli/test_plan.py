@@ -321,7 +321,7 @@ def test_says_what_to_do_where_nothing_fits(cli, tmp_path):
     assert "in the recipe" not in result.out and "no setting fits" in result.out
     assert "--residual_dtype bfloat16" in result.out and "--stream" not in result.out
     chunks = cli("plan", *SIZES, "--tokens", "1G", *BLOCK, "--stream", 1)
-    assert "Take another --stream (without one, plan proposes chunks), about" in chunks.out
+    assert "Take another --stream (without --stream and --policy, plan proposes one), about" in chunks.out
     sizes = {"dim": 64, "depth": 1, "num_heads": 4, "decoder_depth": 1, "decoder_dim": 64}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": {"class_path": "SlidePretrainer", "init_args": sizes}}))
     slides = cli("plan", "--config", "x.yaml", "--tokens", "1G", *BLOCK)

@@ -68,9 +68,9 @@ def small_tiles(chosen):
 
 @sizes_put_back()
 def random_calls(rank, group, number, examples):
-    """How many of the random calls were grouped, and how many are without global tokens, which are not."""
+    """How many of the random calls were grouped."""
     torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
-    chosen, eligible = random.Random(number), 0
+    chosen = random.Random(number)
     with counted() as (_, plans):
         for _ in range(examples):
             small_tiles(chosen)
@@ -78,18 +78,16 @@ def random_calls(rank, group, number, examples):
             if case.batch == 1 and chosen.random() < 0.5:  # many documents, some of them empty
                 cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(5))
                 case = replace(case, documents=(0, *cuts, case.seq_len))
-            eligible += without_global(case.pattern) == case.pattern
             with pytest.MonkeyPatch.context() as patch:
                 if chosen.random() < 0.3:  # as where rows are 2**31 elements apart
                     patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
                 check(case, "triton", torch.float32, 1e-5)
-    return sum(plans) / 2, eligible
+    return sum(plans)
 
 
 @pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 80, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
-    grouped, eligible = interpreter.run(1, random_calls, number, examples)[0]
-    assert eligible > examples // 2 and grouped > eligible / 2
+    assert interpreter.run(1, random_calls, number, examples)[0] > 0.9 * examples
 
 
 def without_global_tokens(case):

@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import pickle
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,16 +160,17 @@ def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
         with h5py.File(source, "r") as file:
             yield file
     except Exception as error:
-        # HDF5 holds the source while a frame of the traceback does; kept in the source, the error would hold both for good,
-        # and HDF5 would call into the source as the process ends, which crashes it
         of_store, source.error = source.error, None
+        if of_store is None:
+            if isinstance(error, OSError):
+                raise _unreadable(path, error) from error
+            raise
+        # Frames of h5py keep the file open, and so HDF5 the source: closed after Python has ended, it crashes the process.
+        for x in (error, of_store):
+            traceback.clear_frames(x.__traceback__)
         if of_store is error:
             raise
-        if of_store is not None:  # HDF5 hides it behind one of its own
-            raise of_store from error
-        if isinstance(error, OSError):
-            raise _unreadable(path, error) from error
-        raise
+        raise of_store from error  # HDF5 hides it behind one of its own
 
 
 def _unreadable(path: str, error: OSError) -> ValueError:
