@@ -162,11 +162,11 @@ class Store:
         size = sum(part.nbytes for part in parts)
         if parts[0].device == device:
             self.on_device -= size
-            found = list(parts)
+            pieces = list(parts)
         else:
             self.on_host -= size
-            found = _fetched(parts, device)
-        return found[0] if len(parts) == 1 else torch.cat(found)
+            pieces = _fetched(parts, device)
+        return pieces[0] if len(parts) == 1 else torch.cat(pieces)
 
 
 @functools.lru_cache
@@ -179,11 +179,11 @@ def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Rows of the host on a GPU."""
     copies, computing = copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
-        found = [part.to(device, non_blocking=True) for part in parts]
+        fetched = [part.to(device, non_blocking=True) for part in parts]
     computing.wait_stream(copies)
-    for rows in found:
+    for rows in fetched:
         rows.record_stream(computing)  # freed, their memory serves no copy before what reads them is done
-    return found
+    return fetched
 
 
 class LayerRows:
