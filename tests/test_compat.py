@@ -83,7 +83,6 @@ def test_names_that_ours_override(cls, name):
 
 
 SIGNATURES = {
-    "_setup_model": ["self", "model"],
     "_configure_launcher": ["self"],
     "_setup_distributed": ["self"],
     "_get_process_group_backend": ["self"],
@@ -420,6 +419,21 @@ def test_what_selective_checkpointing_saves():
     with forward:
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert torchs.saved_by_op(backward), "the second context has no storage of what was saved: offload finds nothing"
+
+
+def test_modules_and_tensors_without_names():
+    """What is shared comes once; what is not there, not at all."""
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)]))
+    module[1].append(module[0])
+    module[1][0].weight = module[0].weight
+    module.register_module("none", None)
+    module.register_buffer("again", module[1][1].running_mean)
+    modules = torchs.modules_of(module)
+    words = "CUDA graphs would be replayed for a changed module"
+    assert len(modules) == len(set(modules)) == 5 and set(modules) == set(module.modules()), words
+    for got, want in zip(torchs.tensors_of(modules), (module.parameters(), module.buffers()), strict=True):
+        got, want = [id(x) for x in got], [id(x) for x in want]
+        assert len(got) == len(set(got)) and set(got) == set(want), words
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

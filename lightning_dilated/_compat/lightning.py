@@ -31,7 +31,7 @@ from torch import nn
 #: refuse sizes before processes start, to take DDP's process group and buckets, to set up without Lightning's own mesh, or
 #: to time batches without waiting for the GPU
 OVERRIDDEN: dict[type, tuple[str, ...]] = {
-    DDPStrategy: ("_configure_launcher", "_get_process_group_backend", "_setup_model", "_ddp_kwargs"),
+    DDPStrategy: ("_configure_launcher", "_get_process_group_backend", "_ddp_kwargs"),
     ModelParallelStrategy: (
         *("_configure_launcher", "_get_process_group_backend", "_setup_distributed", "_device_mesh"),
         "_save_distributed_checkpoint",

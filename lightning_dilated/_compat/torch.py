@@ -195,6 +195,28 @@ def uncompiled(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all below it, each once, as `modules()` has them, but in another order and in a third of the time; uses
+    `Module._modules`. Known to hold for torch 2.11 to 2.13."""
+    met, modules = {module}, [module]
+    for each in modules:  # which grows meanwhile
+        for child in each._modules.values():
+            if child is not None and child not in met:
+                met.add(child)
+                modules.append(child)
+    return modules
+
+
+def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The parameters and buffers that these modules hold themselves, each once; uses `Module._parameters` and `_buffers`.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    parameters = {id(x): x for m in modules for x in m._parameters.values() if x is not None}
+    buffers = {id(x): x for m in modules for x in m._buffers.values() if x is not None}
+    return list(parameters.values()), list(buffers.values())
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook runs around the module's forward or backward; uses its four dicts of hooks. Known for 2.11 to 2.13."""
     forward = module._forward_hooks or module._forward_pre_hooks

@@ -141,7 +141,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
         notes.append(
             "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
-            "the strategy), and only gradients move: --gpus 1 plans a GPU."
+            "the strategy), and only gradients move: --gpus 1 plans a GPU, without DDP's copy of the gradients."
         )
         hints = layout_hint(request, time, _only_windows(request.model)), head_size_note(request)
         notes += [hint for hint in hints if hint]

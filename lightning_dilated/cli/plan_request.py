@@ -201,6 +201,8 @@ def settled(args: argparse.Namespace) -> Request:
     offload = recipe.cpu_offload and chosen == recipe.name if args.cpu_offload is None else args.cpu_offload
     if chosen is None and (offload or ranks == 1):
         chosen = "ring_dilated_fsdp" if offload else "single"
+    if chosen == "ring_dilated" and ranks == 1 and not offload:  # which wraps nothing around the module on one GPU
+        chosen = "single"
     if offload and chosen != "ring_dilated_fsdp":
         raise ValueError(f"--cpu_offload goes with --strategy ring_dilated_fsdp only, not with {chosen}.")
     if chosen == "single" and ranks > 1:

@@ -408,7 +408,7 @@ def detached(batch: Any) -> Any:
         new = {name: detached(x) for name, x in batch.items()}
         if all(new[name] is x for name, x in batch.items()):
             return batch
-        return new if type(batch) is dict else _rebuilt(batch, new)
+        return new if type(batch) is dict else rebuilt(batch, new)
     if isinstance(batch, list | tuple):
         parts = [detached(x) for x in batch]
         if all(new is old for new, old in zip(parts, batch, strict=True)):
@@ -417,7 +417,7 @@ def detached(batch: Any) -> Any:
     return batch
 
 
-def _rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+def rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     """A mapping of the batch's class; a plain dict if that class cannot be made from one."""
     try:
         return type(batch)(entries)  # type: ignore[call-arg]

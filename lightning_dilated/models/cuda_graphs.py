@@ -26,7 +26,9 @@ from lightning_dilated._compat.torch import (
     is_fake,
     is_traced,
     memory_users,
+    modules_of,
     packs_saved_tensors,
+    tensors_of,
     with_parameters,
 )
 from lightning_dilated._device import send
@@ -233,9 +235,10 @@ class CudaGraphs:
             return ""
         if group is not None and group.ranks > 1:
             return "ranks share its sequence, and what they exchange is planned on the host"
-        if any(has_hooks(m) for m in blocks.modules()):
+        modules = modules_of(blocks)
+        if any(map(has_hooks, modules)):
             return "a module of it has hooks, which a replay would leave out"
-        if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
+        if self._open() is not None or not any(p.requires_grad for p in tensors_of(modules)[0]):
             return ""  # tensors of the last replay wait for a backward; or there is no backward
         if packs_saved_tensors():
             return "hooks pack the tensors that it saves, of a checkpoint or an offload around it"
@@ -256,13 +259,13 @@ class CudaGraphs:
             ValueError: for `lengths` beyond the tokens, and `cu_seqlens` that are not bounds of documents of the row.
         """
         inputs = _checked(inputs)
-        parameters = [p for p in blocks.parameters() if p.requires_grad]
-        self._check_weights(blocks, parameters)
+        modules = modules_of(blocks)
+        parameters = self._trained(modules)
         x, documents = inputs.x, inputs.documents
         batch, tokens = x.shape[:2]
         length = tokens if inputs.lengths is None and not documents else padded_length(tokens, self.padding)
         cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        modes = tuple(m.training for m in blocks.modules())
+        modes = tuple(m.training for m in modules)
         options = x.dtype, x.requires_grad, inputs.lengths is None, inputs.drops is None, modes, environment(x.device)
         at = inputs.positions
         places = None if at is None else (at.dtype, *at.shape[:-1], at.shape[-1] - tokens)
@@ -273,7 +276,7 @@ class CudaGraphs:
         if new := key not in self._records:
             size = f"{batch} x {length} tokens" + (f" in up to {documents} documents" if documents else "")
             try:
-                recorded = self._record(compute, blocks, padded, length)
+                recorded = self._record(compute, blocks, parameters, padded, length)
             except ValueError as error:  # no kernel that can be recorded serves the call
                 self._refused.add(key)
                 self.say(f"{size} cannot be recorded: {error}")
@@ -290,11 +293,13 @@ class CudaGraphs:
         self._records.move_to_end(key)
         return _Replay.apply(self, self._records[key], padded, x, *parameters)
 
-    def _record(self, compute: Compute, blocks: nn.Module, inputs: Inputs, length: int) -> Recorded:
+    def _record(
+        self, compute: Compute, blocks: nn.Module, parameters: list[nn.Parameter], inputs: Inputs, length: int
+    ) -> Recorded:
         x = inputs.x
         shape = x.shape[0], length, x.shape[2]
         own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-        own_leaf = {p: nn.Parameter(p.detach()) for p in blocks.parameters() if p.requires_grad}
+        own_leaf = {p: nn.Parameter(p.detach()) for p in parameters}
         every = blocks.named_parameters(remove_duplicate=False)  # a shared one by each of its names
         leaves = {name: own_leaf[p] for name, p in every if p.requires_grad}
 
@@ -306,16 +311,18 @@ class CudaGraphs:
         copies = (None if value is None else value.clone() for value in inputs[1:])
         return record(alone, Inputs(own, *copies), list(own_leaf.values()), self._shared)
 
-    def _check_weights(self, blocks: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Forget all records where the tensors that they read are gone, others are trained, or settings are others."""
-        tensors = itertools.chain(blocks.parameters(), blocks.buffers())
-        held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in tensors]
-        settings = [[m.__dict__.get(name) for name in SETTINGS] for m in blocks.modules()]
-        weights = held, settings
+    def _trained(self, modules: list[nn.Module]) -> list[nn.Parameter]:
+        """The trained parameters; forgets all records where the tensors that they read are gone, others are trained, or
+        settings are others."""
+        parameters, buffers = tensors_of(modules)
+        held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in (*parameters, *buffers)]
+        settings = [[m.__dict__.get(name) for name in SETTINGS] for m in modules]
+        weights, trained = (held, settings), [p for p in parameters if p.requires_grad]
         if weights != self._weights:
             self._records.clear()
             self._refused.clear()
-            self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
+            self._weights, self._shared = weights, Shared.of(trained, trained[0].device)
+        return trained
 
     def free(self) -> None:
         """Forget all records: their memory serves no other call. No backward may be waiting. Log how much was padded."""

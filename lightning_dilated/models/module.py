@@ -35,6 +35,7 @@ from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
 from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.data.module import rebuilt
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.learning_rate import LearningRate
@@ -308,13 +309,12 @@ class DilatedModule(Pretrained, LearningRate):
         return super(DilatedModule, self._built_outside())._apply(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning's, but `host_entries` of a mapping stay on the CPU."""
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        if isinstance(batch, Mapping):
-            for name in self.host_entries:
-                if name in batch:
-                    moved[name] = batch[name]
-        return moved
+        """Lightning's, but `host_entries` of a mapping stay where they are."""
+        if not (isinstance(batch, Mapping) and batch.keys() & set(self.host_entries)):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        rest = {name: x for name, x in batch.items() if name not in self.host_entries}
+        moved = super().transfer_batch_to_device(rest, device, dataloader_idx)
+        return rebuilt(batch, {name: moved.get(name, x) for name, x in batch.items()})
 
     def _shifted(self, batch: Any) -> Any:
         """The batch, with the entries shifted that `sequence_spec` wants shifted, unless a strategy has done so."""

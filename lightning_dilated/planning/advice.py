@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dilated.data import StreamDataModule
 from lightning_dilated.memory.settings import MemorySettings
@@ -271,7 +272,7 @@ def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
     shares = hasattr(type(trainer.strategy), "sequence")
     ranks = sequence.ranks if sequence is not None else trainer.world_size if shares else 1
     deals = getattr(trainer.strategy, "shards_parameters", False)
-    ddp = isinstance(trainer.strategy, pl.strategies.DDPStrategy)
+    ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
     optimizers = [type(x).__name__.lower() for x in trainer.optimizers or ()]
     return Setup(
         "ring_dilated_fsdp" if deals else "ring_dilated" if ddp or ranks > 1 else "single",

@@ -44,7 +44,7 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
     count = scalar(count, total.device).detach().to(torch.float64, copy=True)
     if group is not None:
         group.shares += 1
-        dist.all_reduce(count, group=group.loss_group)
+        _add(count, group.loss_group)
     return total / count.clamp(min=1).to(total.dtype)
 
 
@@ -68,7 +68,7 @@ def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     group = _group(sequence)
     loss = share.detach().to(torch.promote_types(share.dtype, torch.float32), copy=True)
     if group is not None:
-        dist.all_reduce(loss, group=group.loss_group)
+        _add(loss, group.loss_group)
     return loss
 
 
@@ -79,11 +79,17 @@ def _group(sequence: SequenceGroup | None) -> SequenceGroup | None:
     return group
 
 
+def _add(x: Tensor, ranks: dist.ProcessGroup) -> None:
+    """The sum over the ranks of a process group, in place; one rank has it."""
+    if dist.get_world_size(ranks) > 1:
+        dist.all_reduce(x, group=ranks)
+
+
 def _all_reduce(x: Tensor, group: SequenceGroup) -> Tensor:
     """The sum over ranks, taken in fp32 (fp64 for float64, int64 for integers)."""
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() or x.is_complex() else torch.int64)
     total = x.to(wide, copy=True, memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group.group)
+    _add(total, group.group)
     return total.to(x.dtype)
 
 

@@ -178,6 +178,10 @@ class Consensus:
         check: Callable[[Agreement], None],
     ) -> Agreement:
         """The agreement, or the expected one if its check is deferred; `check` raises for lengths that cannot be."""
+        if self.control.ranks == 1:
+            agreed = Agreement((length,), seed, self._next_number())
+            check(agreed)
+            return agreed
         key = (repr(facts), length)
         digest = int.from_bytes(hashlib.blake2b(repr((key[0], turn)).encode(), digest_size=8).digest(), "big") >> 1
         facts = facts if turn is None else {**facts, "turn": turn}

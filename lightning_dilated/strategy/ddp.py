@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dilated._compat.torch import whole_graphs_in_ddp
@@ -115,12 +113,9 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             )
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
-        """Lightning's; on GPUs with a communicator of its own for the gradients; see `parallelize`."""
-        wrapped = parallelize(self, "_setup_model", super()._setup_model, model)
-        # else DDP would send all that it is called with to the GPU, also a stream's tokens, which wait on the host
-        wrapped.device_ids = None
-        return wrapped
+    def configure_ddp(self) -> None:
+        """Lightning's, which wraps the module; see `parallelize`."""
+        parallelize(self, "configure_ddp", super().configure_ddp)
 
     @override
     @contextmanager
@@ -130,7 +125,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         Within DDP's forward torch.compile cuts graphs wherever a bucket is full, so that gradients can be sent in between.
         A block is short enough to wait for, and a cut through it would keep kernels from fusing and buffers from reuse.
         """
-        with whole_graphs_in_ddp(), super()._within(*args):
+        with whole_graphs_in_ddp() if self.sizes.region_size > 1 else nullcontext(), super()._within(*args):
             yield
 
     @override

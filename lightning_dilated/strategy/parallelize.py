@@ -49,7 +49,7 @@ from lightning_dilated.strategy.preemption import Preemption
 if TYPE_CHECKING:
     from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
-Hook = Literal["setup_environment", "setup", "_setup_model", "process_dataloader", "training_step"]
+Hook = Literal["setup_environment", "setup", "configure_ddp", "process_dataloader", "training_step"]
 
 
 def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[..., Any], *args: Any) -> Any:
@@ -95,10 +95,16 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
                 lightning(trainer)  # moves what is not sharded, makes the optimizers
             check_optimizers(strategy)
 
-        case "_setup_model", (model,):  # DDP, in a fit
+        case "configure_ddp", ():  # in a fit
+            strategy._copy_first_region(module)
+            if (
+                strategy.sizes.region_size == 1
+            ):  # no rank to average with: no wrapper, and no second copy of the gradients
+                return None
             set_gradient_options(strategy)
-            strategy._copy_first_region(model)
-            return lightning(model)
+            lightning()  # wraps the module in DDP
+            # else DDP would send all that it is called with to the GPU, also a stream's tokens, which wait on the host
+            strategy.model.device_ids = None
 
         # Lightning loads a checkpoint: of DDP before `setup`, of FSDP here
 

@@ -278,9 +278,10 @@ def test_a_second_fit_begins_anew(tmp_path):
 
 
 def test_a_language_model(tmp_path):
-    """On one rank nothing is exchanged but DDP's buckets, as large as the gradients."""
+    """On one rank nothing is exchanged, and gradients are there once."""
     profiler = MemoryProfiler(1, folder=tmp_path)
     trainer = quiet(max_steps=2, callbacks=[profiler], strategy="ring_dilated", devices=1)
     model = tiny(dtype=torch.float32, vocab_size=256).train()
     trainer.fit(model, datamodule=text(tmp_path))
-    assert profiler.top.kinds[EXCHANGE] == sum(4 * p.numel() for p in model.parameters()) and len(profiler.rows) == 8
+    assert profiler.top.kinds[EXCHANGE] == 0 and len(profiler.rows) == 8
+    assert profiler.top.kinds[GRADIENTS] <= sum(4 * p.numel() for p in model.parameters())

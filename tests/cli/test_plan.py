@@ -163,6 +163,14 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     assert asked("--config", tmp_path / "x.yaml", "--gpus", 6).shared_by == shared_by
 
 
+def test_one_gpu_holds_gradients_once(tmp_path):
+    """There ring_dilated has no other rank to average with, and no buckets."""
+    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"strategy": "ring_dilated"}}))
+    assert asked("--config", tmp_path / "x.yaml").strategy == "single"
+    assert asked("--config", tmp_path / "x.yaml", "--gpus", 2).strategy == "ring_dilated"
+
+
 def test_regions_of_a_recipe_are_named(cli):
     """Two nodes of eight: a sequence lies on one; what outer steps take is said, as it is not counted."""
     result = cli("plan", "--config", "regions.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K")

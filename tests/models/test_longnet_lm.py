@@ -1,7 +1,9 @@
 """LongNetLM: causal, exact with padding and packing, honest in its loss, and whole again from a checkpoint."""
 
 import math
+from collections import OrderedDict
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -124,9 +126,12 @@ def test_derived_metrics():
 
 def test_lightning_leaves_document_bounds_on_the_cpu():
     """The op reads cu_seqlens on the CPU and refuses it elsewhere, but Lightning moves every tensor of a batch."""
-    data = {**batch(1, 20), "cu_seqlens": torch.tensor([0, 5, 20], dtype=torch.int32)}
+    data = OrderedDict(cu_seqlens=torch.tensor([0, 5, 20], dtype=torch.int32), **batch(1, 20))
+    data["lengths"] = mock.Mock(spec=["to"])
     moved = tiny().transfer_batch_to_device(data, torch.device("meta"), 0)
-    assert (moved["tokens"].device.type, moved["cu_seqlens"].device.type) == ("meta", "cpu")
+    assert type(moved) is OrderedDict and list(moved) == list(data)
+    assert moved["tokens"].device.type == "meta" and moved["cu_seqlens"] is data["cu_seqlens"]
+    assert moved["lengths"] is data["lengths"] and not data["lengths"].to.called  # nor there and back
 
 
 def test_predict_step():

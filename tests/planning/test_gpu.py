@@ -73,11 +73,15 @@ def alone(ranks):
         pytest.skip(f"needs {ranks} GPUs")
 
 
+#: bytes of tokens and labels of a rank, and of small tables, in page-locked memory
+BATCH = 2 * 8 * TOKENS + 4096
+
+
 def agrees(found, want):
-    """On the GPU; and on the host, beside which libraries have up to 5 GiB."""
+    """On the GPU; and on the host, where up to four batches wait as well, and beside which libraries have up to 5 GiB."""
     print(f"{found}; planned {want.peak / GIB:.1f} GiB, {want.host / GIB:.1f} of the host")
     assert found.allocated == pytest.approx(want.peak, rel=0.03)
-    assert found.pinned == pytest.approx(want.host, rel=0.01) and found.host < want.host + 5 * GIB
+    assert 0 <= found.pinned - want.host <= 4 * BATCH and found.host < want.host + 5 * GIB
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "pattern"), WAYS, ids=["one", "ddp", "fsdp", "ddp, rows"])

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 
 from lightning_dilated import RingDilatedStrategy
 from lightning_dilated.strategy import parallelize
@@ -91,9 +90,13 @@ def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside
     """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
     made = []
     monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: made.append(overlapped) or "a group")
-    monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: SimpleNamespace(**self._ddp_kwargs))
+    monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))
+    monkeypatch.setattr(
+        DDPStrategy, "configure_ddp", lambda self: setattr(self, "model", SimpleNamespace(**self._ddp_kwargs))
+    )
     strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
     strategy.num_nodes, strategy._lightning_module = nodes, SimpleNamespace(trainer=None)
-    settings = vars(strategy._setup_model(nn.Linear(1024, 512, bias=False)))
+    strategy.configure_ddp()
+    settings = vars(strategy.model)
     assert settings.get("bucket_cap_mb") == bucket
     assert made == ([] if beside is None else [beside]) and ("process_group" in settings) == (beside is not None)

@@ -7,6 +7,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dilated import OuterSteps
 from lightning_dilated.strategy import ddp, parallelize, sequence_strategy
 
 from .runs import Run, launched, make
@@ -28,7 +29,7 @@ def hooks(rank, group, fsdp):
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_order_of_hooks(pools, fsdp):
-    want = [hook for hook in get_args(parallelize.Hook) if not (fsdp and hook == "_setup_model")]
+    want = [hook for hook in get_args(parallelize.Hook) if not (fsdp and hook == "configure_ddp")]
     for calls in pools(2).run(2, hooks, fsdp):
         assert list(dict.fromkeys(calls)) == want
         assert calls.count("training_step") == 1  # before the first step only
@@ -36,12 +37,11 @@ def test_order_of_hooks(pools, fsdp):
 
 def moved_to(rank, group):
     """The devices to which DDP moves what it is called with, where Lightning names one, as it does on GPUs."""
-    devices, setup, forward = [], DDPStrategy._setup_model, DistributedDataParallel._pre_forward
+    devices, configure, forward = [], DDPStrategy.configure_ddp, DistributedDataParallel._pre_forward
 
-    def on_gpu(strategy, model):
-        wrapped = setup(strategy, model)
-        wrapped.device_ids = [0]
-        return wrapped
+    def on_gpu(strategy):
+        configure(strategy)
+        strategy.model.device_ids = [0]
 
     def recorded(wrapped, *args, **options):
         devices.append(wrapped.device_ids)
@@ -49,7 +49,7 @@ def moved_to(rank, group):
 
     built, model, data, _ = make(Run(steps=1), launched(rank))
     with (
-        mock.patch.object(DDPStrategy, "_setup_model", on_gpu),
+        mock.patch.object(DDPStrategy, "configure_ddp", on_gpu),
         mock.patch.object(DistributedDataParallel, "_pre_forward", recorded),
     ):
         built.fit(model, data)
@@ -60,3 +60,21 @@ def test_ddp_leaves_batches_where_they_are(pools):
     """A stream's tokens wait on the host: `transfer_batch_to_device` of the module decides."""
     for devices in pools(2).run(2, moved_to):
         assert devices == [None]
+
+
+def wrapped(rank, group, strategy):
+    """Whether each step's module is within DDP."""
+    built, model, data, _ = make(Run(steps=2, batch_size=2, strategy=strategy), launched(rank))
+    kinds = []
+    model.on_train_batch_start = lambda *_: kinds.append(isinstance(built.strategy.model, DistributedDataParallel))
+    built.fit(model, data)
+    assert built.strategy.model is model  # as Lightning leaves it
+    return kinds
+
+
+@pytest.mark.parametrize("ranks, regions, want", [(1, 1, False), (2, 2, False), (2, 1, True)])
+def test_a_rank_that_averages_with_no_other_is_not_wrapped(pools, ranks, regions, want):
+    """DDP would copy each gradient twice and hold all of them once more."""
+    strategy = {"regions": regions, "outer": OuterSteps(every=1)} if regions > 1 else {}
+    for kinds in pools(ranks).run(ranks, wrapped, strategy):
+        assert kinds == [want, want]
