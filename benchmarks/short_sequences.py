@@ -4,6 +4,7 @@
     python benchmarks/short_sequences.py --tiles 2000 --tokens --ways plain graphs
     python benchmarks/short_sequences.py --hybrid                 # one dense head in one layer of 4 of the language model
     python benchmarks/short_sequences.py --torchscale path/to/torchscale      # and the encoder with torchscale's op
+    python benchmarks/short_sequences.py --host                   # the host's part of a step, on a CPU: replays do nothing
 
 Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW; the mean of
 ten steps, the least of five series, after warming up. `through fit`: the same by `Trainer.fit`, the median step. Prints
@@ -15,9 +16,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +28,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
+from lightning_dilated.models import cuda_graphs
+from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs, Recorded
 
 FIVE = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 WAYS = {
@@ -82,7 +86,7 @@ def cases(a: argparse.Namespace) -> Iterator[tuple[str, str, Callable[..., pl.Li
 
 def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> None:
     """Forward, backward, update."""
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         total, count = model.loss_terms(batch)
     (total / count).backward()
     optimizer.step()
@@ -119,17 +123,49 @@ class Clock(pl.Callback):
         self.times.append(time.perf_counter())
 
 
-def fitted(model: pl.LightningModule, batch: Mapping[str, Any], steps: int = 60) -> float:
+def fitted(
+    model: pl.LightningModule, batch: Mapping[str, Any], strategy: str = "ring_dilated", steps: int = 60
+) -> float:
     """Milliseconds of a step through `Trainer.fit`."""
-    clock = Clock()
+    clock, on_gpu = Clock(), torch.cuda.is_available()
     trainer = pl.Trainer(
-        strategy="ring_dilated", devices=1, accelerator="gpu", precision="bf16-mixed", max_steps=steps, callbacks=[clock],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, devices=1, accelerator="gpu" if on_gpu else "cpu", precision="bf16-mixed", max_steps=steps,
+        callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    waiting = {name: x.pin_memory() for name, x in batch.items()}
+    waiting = {name: x.pin_memory() for name, x in batch.items()} if on_gpu else dict(batch)
     trainer.fit(model, DataLoader([waiting] * steps, batch_size=None))
     parts = [(clock.times[i + 10] - clock.times[i]) * 100 for i in range(10, len(clock.times) - 10, 10)]
     return statistics.median(parts)
+
+
+def idle(compute: Any, inputs: Inputs, parameters: Sequence[torch.Tensor], shared: Any) -> Recorded:
+    """A record whose replays do nothing."""
+    x = inputs.x
+    zeros = [torch.zeros_like(x) for _ in range(3)]
+    return Recorded(inputs, *zeros, (True,) * len(parameters), lambda: None, lambda: None)
+
+
+def host() -> None:
+    """Print what a step of the encoder with narrow layers takes beside its blocks, alone and through `Trainer.fit`."""
+    torch.set_num_threads(1)
+    why_not = CudaGraphs.why_not
+    able = lambda *call: None if (why := why_not(*call)) == "it runs on cpu" else why  # noqa: E731
+    with mock.patch.object(cuda_graphs, "record", idle), mock.patch.object(CudaGraphs, "why_not", able):
+        model = encoder(
+            dim=32, num_heads=4, cuda_graphs=True, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True)
+        )
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
+        batch, series = slide(50), []
+        given = model.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+        for _ in range(20):
+            begin = time.perf_counter()
+            for _ in range(30):
+                step(model, optimizer, given)
+            series.append((time.perf_counter() - begin) / 30)
+        through = {name: fitted(model, batch, name, 620) for name in ("ring_dilated", "auto")}
+    print(f"a step: {1e3 * statistics.median(series):.2f} ms")
+    for name, ms in through.items():
+        print(f"through Trainer.fit, strategy {name}: {ms:.2f} ms")
 
 
 def main() -> None:
@@ -141,8 +177,11 @@ def main() -> None:
     p.add_argument("--hybrid", action="store_true", help="text with one dense head in one layer of 4")
     p.add_argument("--torchscale", help="folder of a checkout: the encoder with torchscale's op, plain, too")
     p.add_argument("--fit", action="store_true", help="through Trainer.fit, too")
+    p.add_argument("--host", action="store_true", help="only the host's part, on a CPU")
     a = p.parse_args()
     torch.manual_seed(0)
+    if a.host:
+        return host()
     print("| model | tokens | way | ms a step | kernels' ms | kernels | tokens/s | ms through fit |")
     for name, way, make, batches in cases(a):
         model = make(**WAYS[way], optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))

@@ -66,7 +66,8 @@ SECONDS = {
     # 2026-11-26_h100_recurrence.md
     "H100": ("H100", FIVE, {}, MemorySettings(KEPT), 262144, 0.609),
     "three recurrences": ("H100", FIVE, RECUR, MemorySettings(KEPT), 262144, 0.667),
-    # 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
+    # 2026-11-26_h200_streams.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
+    "kept stream": ("H200", None, {}, MemorySettings(stream=STREAM // 4), 64 * STREAM, 174.6),
     "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
     "hybrid stream of 4M": (
         *("H100", DilatedPattern.hybrid(12, 12, global_every=12), {}),
@@ -76,7 +77,7 @@ SECONDS = {
 
 
 #: GiB of them, of the same files
-PEAKS = {"H100": 17.4, "three recurrences": 19.4}
+PEAKS = {"H100": 17.4, "three recurrences": 19.4, "kept stream": 85.6}
 
 
 def case_of(name, pattern, sizes, tokens):
