@@ -150,6 +150,7 @@ class Request:
         outer: whether the recipe's strategy takes outer steps, which are only named.
         head_size: of the strategy; "auto" is chosen and printed, and others than 1 are only named.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
+        data_ranks: of `Setup`: the recipe's GPUs, by those that are planned.
     """
 
     model: DilatedModule
@@ -176,12 +177,13 @@ class Request:
     head_size: int | str = 1
     exchange_memory: int | None = None
     stream: int | None = None
+    data_ranks: int = 1
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
         return Setup(
             strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket,
-            self.exchange_memory,
+            self.exchange_memory, self.data_ranks,
         )  # fmt: skip
 
 
@@ -201,8 +203,6 @@ def settled(args: argparse.Namespace) -> Request:
     offload = recipe.cpu_offload and chosen == recipe.name if args.cpu_offload is None else args.cpu_offload
     if chosen is None and (offload or ranks == 1):
         chosen = "ring_dilated_fsdp" if offload else "single"
-    if chosen == "ring_dilated" and ranks == 1 and not offload:  # which wraps nothing around the module on one GPU
-        chosen = "single"
     if offload and chosen != "ring_dilated_fsdp":
         raise ValueError(f"--cpu_offload goes with --strategy ring_dilated_fsdp only, not with {chosen}.")
     if chosen == "single" and ranks > 1:
@@ -225,6 +225,7 @@ def settled(args: argparse.Namespace) -> Request:
         _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
         recipe.head_size if args.head_size is None else args.head_size,
         check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), args.stream,
+        max(1, _own_ranks(trainer) // ranks),
     )  # fmt: skip
 
 
@@ -372,14 +373,19 @@ def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
     """(R, ranks of a node)."""
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    nodes = launched_nodes() if nodes == "auto" else nodes
-    local = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1
-    ranks = args.gpus or local * (nodes if isinstance(nodes, int) else 1)
+    ranks = args.gpus or _own_ranks(trainer)
     nodes = args.nodes or -(-ranks // NODE)
     if ranks % nodes:
         raise ValueError(f"--nodes {nodes} must divide --gpus {ranks}, which counts the GPUs of all nodes.")
     return ranks, ranks // nodes
+
+
+def _own_ranks(trainer: dict[str, Any]) -> int:
+    """GPUs of the recipe; 1 where it does not say."""
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    nodes = launched_nodes() if nodes == "auto" else nodes
+    local = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1
+    return local * (nodes if isinstance(nodes, int) else 1)
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:

@@ -280,6 +280,7 @@ def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
         max(1, ranks // max(1, trainer.num_nodes)),
         "adamw8bit" if any("8bit" in x for x in optimizers) else "adamw",
         cpu_offload=deals and getattr(trainer.strategy, "_offload", None) is not None,
+        data_ranks=max(1, trainer.world_size // ranks) if ddp else 1,
     )
 
 

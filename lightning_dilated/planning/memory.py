@@ -149,6 +149,8 @@ class Setup:
         bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
             as large as the gradients, so memory does not depend on it.
         exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
+        data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
+            there is another GPU to average them with.
     """
 
     strategy: str = "single"
@@ -160,6 +162,7 @@ class Setup:
     cpu_offload: bool = False
     bucket_cap_mb: int | None = None
     exchange_memory: int | None = None
+    data_ranks: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
@@ -363,7 +366,8 @@ def _static(
     trained = footprint.trained(depth)
     states = _states(trained, footprint.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
-        buckets = trained if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
+        averaged = setup.strategy == "ring_dilated" and setup.ranks * setup.data_ranks > 1
+        buckets = trained if averaged else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
     used = set(footprint.kinds(depth))
     decoder = footprint.subject.decoder

@@ -26,6 +26,8 @@ from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     """Every sequence on several ranks, all parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
 
+    A rank that averages gradients with no other, alone or as a region, trains the module as it is, without DDP.
+
     Args:
         sequence_size: ranks that share a sequence; "auto": all of them; [8, 4, 2]: the largest of these that divides the
             ranks that there are. The others hold other samples (data parallel).
@@ -40,7 +42,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         process_group_backend: "nccl" or "gloo"; None: by the device.
         start_method: how further processes are started: "popen" runs the script again.
         check_first_batch: compare one rank with all on the head of the first batch (see `strategy.checks`).
-        find_unused_parameters: for models some of whose parameters take no part in a step.
+        find_unused_parameters: for models some of whose parameters take no part in a step; one rank does not need it.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
         global_batch: sequences of an optimizer step over all ranks, whatever their number: gradients accumulate over
             global_batch / (sequences at a time x the loader's batch size) batches, and an epoch ends with a whole step.

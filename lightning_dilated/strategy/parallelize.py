@@ -97,9 +97,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 
         case "configure_ddp", ():  # in a fit
             strategy._copy_first_region(module)
-            if (
-                strategy.sizes.region_size == 1
-            ):  # no rank to average with: no wrapper, and no second copy of the gradients
+            # without another rank to average with, no wrapper, and no second copy of the gradients
+            if strategy.sizes.region_size == 1:
                 return None
             set_gradient_options(strategy)
             lightning()  # wraps the module in DDP

@@ -163,12 +163,16 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     assert asked("--config", tmp_path / "x.yaml", "--gpus", 6).shared_by == shared_by
 
 
-def test_one_gpu_holds_gradients_once(tmp_path):
-    """There ring_dilated has no other rank to average with, and no buckets."""
+@pytest.mark.parametrize(
+    "devices, gpus, beside", [(1, [], 1), (8, [], 1), (8, ["--gpus", 1], 8), ("auto", ["--gpus", 1], 1)]
+)
+def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
+    """Of one GPU of a recipe that has several, DDP's copies of the gradients are counted; one GPU alone has none."""
     model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"strategy": "ring_dilated"}}))
-    assert asked("--config", tmp_path / "x.yaml").strategy == "single"
-    assert asked("--config", tmp_path / "x.yaml", "--gpus", 2).strategy == "ring_dilated"
+    trainer = {"strategy": "ring_dilated", "devices": devices}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
+    setup = asked("--config", tmp_path / "x.yaml", *gpus).setup("ring_dilated")
+    assert setup.data_ranks == beside and setup.strategy == "ring_dilated"
 
 
 def test_regions_of_a_recipe_are_named(cli):

@@ -107,7 +107,7 @@ def test_states_and_buckets_are_of_what_is_trained():
     planned = model(lora=LORA)
     counted = footprint(subject_of(planned, "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(model(lora=LORA), True)
-    one, two = (memory(counted, 4, 4096, Setup(x)) for x in ("single", "ring_dilated"))
+    one, two = (memory(counted, 4, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
     assert one.kinds[OPTIMIZER] == 2 * own and own < 0.5 * counted.parameters(4)
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
     assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", 4, 4)).kinds[OPTIMIZER] == -(-2 * own // 4)

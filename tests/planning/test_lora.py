@@ -88,7 +88,7 @@ def test_a_real_step_keeps_what_was_planned(make, batch, policy):
 def test_states_and_buckets_are_of_what_is_trained():
     found = footprint(subject_of(encoder(), "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(built(encoder()), True)
-    one, two = (memory(found, 4, 4096, Setup(x)) for x in ("single", "ring_dilated"))
+    one, two = (memory(found, 4, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
     assert one.kinds[OPTIMIZER] == 2 * own
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
     dealt = memory(found, 4, 4096, Setup("ring_dilated_fsdp", 4, 4))

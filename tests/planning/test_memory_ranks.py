@@ -38,7 +38,8 @@ def counted():
 
 
 def test_ddp_has_buckets(counted):
-    one, two = (memory(counted, 8, 1 << 14, Setup(s, 1)) for s in ("single", "ring_dilated"))
+    one, two = (memory(counted, 8, 1 << 14, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
+    assert memory(counted, 8, 1 << 14, Setup("ring_dilated")) == one  # alone it averages with no other
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == one.kinds[PARAMETERS]
     assert {k: v for k, v in one.kinds.items() if k != GRADIENTS} == {
         k: v for k, v in two.kinds.items() if k != GRADIENTS

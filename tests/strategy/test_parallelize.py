@@ -4,10 +4,12 @@ from typing import get_args
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dilated import OuterSteps
+from lightning_dilated.sequence.consensus import ControlGroup
 from lightning_dilated.strategy import ddp, parallelize, sequence_strategy
 
 from .runs import Run, launched, make
@@ -78,3 +80,18 @@ def test_a_rank_that_averages_with_no_other_is_not_wrapped(pools, ranks, regions
     strategy = {"regions": regions, "outer": OuterSteps(every=1)} if regions > 1 else {}
     for kinds in pools(ranks).run(ranks, wrapped, strategy):
         assert kinds == [want, want]
+
+
+def alone(rank, group):
+    """A step of one rank in which no message to other ranks can be sent."""
+    built, model, data, record = make(Run(steps=2), launched(rank))
+    refused = mock.Mock(side_effect=AssertionError("a rank alone waits for nobody"))
+    model.on_train_start = lambda: [patch.start() for patch in patches]
+    model.on_train_end = lambda: [patch.stop() for patch in patches]
+    patches = mock.patch.object(dist, "all_reduce", refused), mock.patch.object(ControlGroup, "start_gather", refused)
+    built.fit(model, data)
+    return len(record.losses), refused.called
+
+
+def test_steps_of_one_rank_send_nothing(pools):
+    assert pools(1).run(1, alone) == [(2, False)]
