@@ -57,7 +57,8 @@ def test_measured(case):
     model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
     found = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
     for tokens, ranks, gib in MEASURED[case]:
-        peak = memory(found, 12, tokens, Setup(strategy, ranks)).peak / GIB
+        beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a GPU alone, too
+        peak = memory(found, 12, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
         assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
 
 
