@@ -15,6 +15,7 @@ time of a step by the profiler.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,6 +151,7 @@ def idle(compute: Any, inputs: Inputs, parameters: Sequence[torch.Tensor], share
 def host() -> None:
     """Print what a step of the encoder with narrow layers takes beside its blocks, alone and through `Trainer.fit`."""
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning takes more threads for strategies of several processes
     why_not = CudaGraphs.why_not
     able = lambda *call: None if (why := why_not(*call)) == "it runs on cpu" else why  # noqa: E731
     with mock.patch.object(cuda_graphs, "record", idle), mock.patch.object(CudaGraphs, "why_not", able):
@@ -158,11 +160,11 @@ def host() -> None:
         )
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
         batch, series = slide(50), []
-        given = model.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+        checked = model.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         for _ in range(20):
             begin = time.perf_counter()
             for _ in range(30):
-                step(model, optimizer, given)
+                step(model, optimizer, checked)
             series.append((time.perf_counter() - begin) / 30)
         through = {name: fitted(model, batch, name, 620) for name in STRATEGIES}
     print(f"a step: {1e3 * statistics.median(series):.2f} ms")

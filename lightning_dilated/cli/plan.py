@@ -141,8 +141,8 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
         notes.append(
             "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
-            "the strategy), and only gradients move: --gpus 1 plans a GPU, without DDP's copy of the gradients where "
-            "no recipe names several."
+            "the strategy), and only gradients move: --gpus 1 plans a GPU, without DDP's copy of the gradients unless a "
+            "recipe names several."
         )
         hints = layout_hint(request, time, _only_windows(request.model)), head_size_note(request)
         notes += [hint for hint in hints if hint]
@@ -158,11 +158,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
         notes.append(
             f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
             f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those"
-            + (
-                ", without DDP's copy of the gradients where the recipe's devices are not as many."
-                if size == 1
-                else "."
-            )
+            + (", without DDP's copy of the gradients unless the recipe names its devices." if size == 1 else ".")
         )
     if request.outer:
         notes.append(

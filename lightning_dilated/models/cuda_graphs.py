@@ -235,10 +235,9 @@ class CudaGraphs:
             return ""
         if group is not None and group.ranks > 1:
             return "ranks share its sequence, and what they exchange is planned on the host"
-        modules = modules_of(blocks)
-        if any(map(has_hooks, modules)):
+        if any(map(has_hooks, modules_of(blocks))):
             return "a module of it has hooks, which a replay would leave out"
-        if self._open() is not None or not any(p.requires_grad for p in tensors_of(modules)[0]):
+        if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
             return ""  # tensors of the last replay wait for a backward; or there is no backward
         if packs_saved_tensors():
             return "hooks pack the tensors that it saves, of a checkpoint or an offload around it"
