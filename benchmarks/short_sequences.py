@@ -6,15 +6,16 @@
     python benchmarks/short_sequences.py --torchscale path/to/torchscale      # and the encoder with torchscale's op
     python benchmarks/short_sequences.py --host                   # the host's part of a step, on a CPU: replays do nothing
 
-Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW; the mean of
-ten steps, the least of five series, after warming up. `through fit`: the same by `Trainer.fit`, the median step,
-with strategy ring_dilated and with auto; batches wait in page-locked memory. Prints rows of a table, with the kernels' own
-time of a step by the profiler.
+Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time is the
+mean of ten steps, the least of sixty such series after warming up, and in brackets their median. `through fit`: the same
+by `Trainer.fit`, with strategy ring_dilated and with auto, in turn with the former; batches wait in page-locked memory.
+Prints rows of a table, with the kernels' own time of a step by the profiler, which comes last: later steps are slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -97,38 +98,54 @@ def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Map
     optimizer.zero_grad()
 
 
-def timed(run: Callable[[], None]) -> tuple[float, float, int]:
-    """(milliseconds of a step, of its kernels, number of kernels)."""
-    for _ in range(5):
+def shown(means: Sequence[float]) -> str:
+    """The least of the series, and their median."""
+    return f"{min(means):.2f} ({statistics.median(means):.2f})"
+
+
+def timed(run: Callable[[], None]) -> list[float]:
+    """Milliseconds of a step, by series."""
+    for _ in range(10):
         run()
     means = []
-    for _ in range(5):
+    for _ in range(20):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(10):
             run()
         torch.cuda.synchronize()
         means.append((time.perf_counter() - begin) * 100)
+    return means
+
+
+def kernels(run: Callable[[], None]) -> tuple[float, int]:
+    """(milliseconds of a step's kernels, their number)."""
+    run()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         run()
         torch.cuda.synchronize()
     events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return min(means), sum(e.self_device_time_total for e in events) / 1000, len(events)
+    return sum(e.self_device_time_total for e in events) / 1000, len(events)
 
 
 class Clock(pl.Callback):
-    """Milliseconds between the ends of steps."""
+    """When each tenth step has ended, in seconds."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Look at the clock; steps run ahead of the GPU, so the mean over many counts."""
-        self.times.append(time.perf_counter())
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, out: Any, batch: Any, idx: int
+    ) -> None:
+        """Wait for the GPU and look at the clock."""
+        if idx % 10 == 9:
+            if module.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
 
 
-def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, steps: int = 60) -> str:
-    """Milliseconds of a step through `Trainer.fit`."""
+def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, steps: int = 220) -> list[float]:
+    """Milliseconds of a step through `Trainer.fit`, by series."""
     clock, on_gpu = Clock(), torch.cuda.is_available()
     trainer = pl.Trainer(
         strategy=strategy, devices=1, accelerator="gpu" if on_gpu else "cpu", precision="bf16-mixed", max_steps=steps,
@@ -136,9 +153,8 @@ def fitted(model: pl.LightningModule, batch: Mapping[str, Any], strategy: str, s
     )  # fmt: skip
     waiting = {name: x.pin_memory() for name, x in batch.items()} if on_gpu else dict(batch)
     trainer.fit(model, DataLoader([waiting] * steps, batch_size=None))
-    parts = [(clock.times[i + 10] - clock.times[i]) * 100 for i in range(10, len(clock.times) - 10, 10)]
     model.to("cuda" if on_gpu else "cpu")  # Lightning leaves it on the host
-    return f"{statistics.median(parts):.2f}"
+    return [(end - begin) * 100 for begin, end in itertools.pairwise(clock.times[1:])]
 
 
 def idle(compute: Any, inputs: Inputs, parameters: Sequence[torch.Tensor], shared: Any) -> Recorded:
@@ -158,18 +174,18 @@ def host() -> None:
         model = encoder(
             dim=32, num_heads=4, cuda_graphs=True, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True)
         )
-        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
+        optimizer = model.train().configure_optimizers()
         batch, series = slide(50), []
         checked = model.transfer_batch_to_device(batch, torch.device("cpu"), 0)
         for _ in range(20):
             begin = time.perf_counter()
             for _ in range(30):
                 step(model, optimizer, checked)
-            series.append((time.perf_counter() - begin) / 30)
+            series.append((time.perf_counter() - begin) * 1e3 / 30)
         through = {name: fitted(model, batch, name, 620) for name in STRATEGIES}
-    print(f"a step: {1e3 * statistics.median(series):.2f} ms")
-    for name, ms in through.items():
-        print(f"through Trainer.fit, strategy {name}: {ms} ms")
+    print(f"a step: {shown(series)} ms")
+    for name, means in through.items():
+        print(f"through Trainer.fit, strategy {name}: {shown(means)} ms")
 
 
 def main() -> None:
@@ -186,18 +202,25 @@ def main() -> None:
     torch.manual_seed(0)
     if a.host:
         return host()
-    print("| model | tokens | way | ms a step | kernels' ms | kernels | tokens/s | ms through fit | strategy auto |")
+    through = " | ms through fit | strategy auto" if a.fit else ""
+    print(f"| model | tokens | way | kernels' ms | kernels | tokens/s | ms a step{through} |")
     for name, way, make, batches in cases(a):
         model = make(**WAYS[way], optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
         model.cuda().train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        optimizer = model.configure_optimizers()
+        rows: list[tuple[int, list[str], Callable[[], None]]] = []
         for batch in batches:
             on_gpu = model.transfer_batch_to_device(batch, torch.device("cuda"), 0)  # labels are checked before
-            ms, busy, kernels = timed(partial(step, model, optimizer, on_gpu))
+            run = partial(step, model, optimizer, on_gpu)
+            times: dict[str, list[float]] = {"": [], **{strategy: [] for strategy in STRATEGIES if a.fit}}
+            for _ in range(3):
+                for strategy, means in times.items():
+                    means += fitted(model, batch, strategy) if strategy else timed(run)
             tokens = next(iter(batch.values())).shape[1]
-            through = [fitted(model, batch, name) if a.fit else "" for name in STRATEGIES]
-            cells = name, f"{tokens:,}", way, f"{ms:.2f}", f"{busy:.2f}", kernels, f"{tokens / ms:.1f}K"
-            print("| " + " | ".join(map(str, (*cells, *through))) + " |", flush=True)
+            rows.append((tokens, [f"{tokens / min(times['']):.1f}K", *map(shown, times.values())], run))
+        for tokens, cells, run in rows:
+            busy, number = kernels(run)
+            print(f"| {name} | {tokens:,} | {way} | {busy:.2f} | {number} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -257,6 +257,23 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+    """Record a CUDA graph on a stream, as `torch.cuda.graph` does; other threads may use the GPU meanwhile.
+
+    What cuBLAS writes to lies in the graph's own memory. Torch keeps such a workspace for each thread and stream, and frees
+    all of them where somebody asks for it, as Lightning's Trainer does at its start and end: a graph that was recorded with
+    one of them would then write to memory of others. So there is none when a graph begins, and none stays:
+    `torch._C._cuda_clearCublasWorkspaces`, the only way, which builds without CUDA lack.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 # -- dense attention with its log-sum-exp ------------------------------------------------------------------------------
 # The public scaled_dot_product_attention returns no log-sum-exp, without which branches cannot be merged. The aten ops below
 # do, and their backward takes a merged output and log-sum-exp. All known to hold for torch 2.11 to 2.13.

@@ -28,6 +28,7 @@ from lightning_dilated._compat.torch import (
     memory_users,
     modules_of,
     packs_saved_tensors,
+    recording,
     tensors_of,
     with_parameters,
 )
@@ -189,11 +190,10 @@ def record(
             del out
     current.wait_stream(stream)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    options = {"pool": shared.pool, "stream": stream, "capture_error_mode": "thread_local"}
-    with autocast(), torch.cuda.graph(forward, **options):
+    with autocast(), recording(forward, stream, shared.pool):
         out = compute(inputs)
     grad = torch.zeros_like(out)
-    with torch.cuda.graph(backward, **options):
+    with recording(backward, stream, shared.pool):
         gradients = torch.autograd.grad(out, trained, grad, allow_unused=True)
         of_parameters = gradients[len(gradients) - len(parameters) :]
         pairs = [(to, value) for to, value in zip(shared.grads, of_parameters, strict=True) if value is not None]

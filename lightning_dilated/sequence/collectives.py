@@ -144,13 +144,13 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
 
     Args:
         x: any shape, equal on all ranks.
-        sequence: the ranks; None: the active group, or x itself without one.
+        sequence: the ranks; None: the active group. Without one, and on one rank, the result is x itself.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
     """
     group = active_sequence() if sequence is None else sequence
-    if group is None:
+    if group is None or group.ranks == 1:
         return x
     agreed = group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype, "requires grad": _grad(x)})
     return _Sum.apply(x, group, agreed.number)
@@ -216,7 +216,7 @@ def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = No
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        sequence: the ranks; None: the active group, or x itself without one.
+        sequence: the ranks; None: the active group. Without one, and on one rank, the result is x itself.
 
     Returns:
         x's shape with N along `dim`.

@@ -457,6 +457,8 @@ class SequenceSpec:
 
 def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
     """The positions along a dimension, in storage of their own, so that a worker hands over only these bytes."""
+    if ranges == (range(x.shape[dim]),) and x.untyped_storage().nbytes() == x.nbytes:
+        return x  # a copy would take milliseconds, and page-locked memory with it
     parts = [x.narrow(dim, r.start, len(r)) if r.step == 1 else _strided(x, dim, r) for r in ranges]
     if not parts:
         return x.narrow(dim, 0, 0).clone()

@@ -308,7 +308,8 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             )
         # the wrapper averages gradients over all ranks of a region, and the ranks' shares sum to the loss
         with self.sequence.active(), self._trusting():
-            super().backward(closure_loss * self.sizes.region_size, optimizer, *args, **kwargs)
+            loss = closure_loss if (ranks := self.sizes.region_size) == 1 else closure_loss * ranks
+            super().backward(loss, optimizer, *args, **kwargs)
         self.sequence.settle()  # before gradients are used
         return closure_loss
 

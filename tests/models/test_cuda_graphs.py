@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dilated as ld
+from lightning_dilated._compat.torch import recording
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import cuda_graphs
 from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs, Recorded, padded_length
@@ -724,3 +725,35 @@ def test_reduce_overhead(whole):
         assert (a - b).norm() <= 1e-3 * a.norm()
     inductor = torch._dynamo.utils.counters["inductor"]
     assert inductor and not inductor["cudagraph_skips"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True])
+def test_graphs_keep_their_workspaces(own):
+    """Lightning's Trainer frees cuBLAS's workspaces at its start: no replay of ours writes to what lies there then.
+
+    Replays of graphs that torch alone records do, which shows that these products have workspaces.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    pairs = [
+        [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, n), (n, m))]
+        for m, n in ((64, 65536), (256, 16384), (768, 10240))
+    ]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    run = lambda: [a @ b for a, b in pairs]  # noqa: E731
+    with torch.cuda.stream(stream):
+        want = run()
+    torch.cuda.synchronize()
+    with recording(graph, stream) if own else torch.cuda.graph(graph, stream=stream):
+        out = run()
+    with torch.cuda.stream(stream):
+        run()  # as anything else on that stream would, it has a workspace
+        before = torch.cuda.memory_allocated()
+        torch._C._cuda_clearCublasWorkspaces()
+        size = before - torch.cuda.memory_allocated()
+        others = [torch.full((size,), 77, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert size > 0 and all(map(torch.equal, out, want))
+    assert all(bool((x == 77).all()) for x in others) == own

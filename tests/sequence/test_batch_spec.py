@@ -26,6 +26,17 @@ def test_parts_make_the_whole(n, ranks, layout, stream):
         assert part["tokens"].untyped_storage().nbytes() == part["tokens"].numel() * 8
 
 
+def test_one_rank_copies_nothing():
+    """But for an entry in a larger storage, which a worker would send whole."""
+    tokens, features = torch.arange(8).view(2, 4), torch.randn(4, 2, 3).transpose(0, 1)
+    for layout in LAYOUTS:
+        place = Place(1, 0, layout, 4 if layout == "chunked" else None)
+        part = SPEC.cut({"tokens": tokens, "features": features, "index": 1}, place)
+        assert part["tokens"] is tokens and part["features"] is features
+        part = SPEC.cut({"tokens": tokens[:1], "index": 1}, place)
+        assert torch.equal(part["tokens"], tokens[:1]) and part["tokens"].untyped_storage().nbytes() == 32
+
+
 def test_tuples():
     Pair = namedtuple("Pair", "x y")
     x, y = torch.arange(6).view(1, 6), torch.tensor([1])

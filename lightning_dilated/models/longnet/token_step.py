@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_dilated import kernels
 from lightning_dilated._compat.lightning import attached_trainer
-from lightning_dilated._compat.torch import has_hooks
+from lightning_dilated._compat.torch import has_hooks, recording
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.models.longnet.int8 import call
 from lightning_dilated.models.longnet.sampling import Sampling
@@ -94,8 +94,8 @@ def capture(run: Callable[[], None], generator: torch.Generator | None, device: 
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    # a stream of this device: torch's own is that of the first device that ever captured; loaders may use the GPU meanwhile
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+    # a stream of this device: torch's own is that of the first device that ever captured
+    with recording(graph, torch.cuda.Stream(device)):
         run()
     return graph.replay
 
