@@ -86,7 +86,10 @@ def test_random_attended(engine, share):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_low_precision(engine, dtype, share):
-    """No less exact than twice the error of a plain softmax in the same dtype (and the rounding of the result)."""
+    """No less exact than twice the error of a plain softmax in the same dtype, and the rounding of what is returned.
+
+    Gradients have that of the result, too: an engine's backward reads it in the call's dtype, and a softmax's does not.
+    """
 
     @seed(ENGINES.index(engine))
     @settings(max_examples=examples(share * 80))
@@ -105,7 +108,7 @@ def test_random_low_precision(engine, dtype, share):
         truth = (want, *gradients(want, exact, grad.double()))
         theirs = (rounded, *gradients(rounded, rough, grad))
         for name, a, b, c in zip(names, ours, truth, theirs, strict=True):
-            allowed = 2 * error(c, b, 1.0) + torch.finfo(dtype).eps
+            allowed = 2 * error(c, b, 1.0) + (1 if name == "out" else 2) * torch.finfo(dtype).eps
             close(f"{name} of {case}", a, b, allowed, 1.0)
 
     random()
