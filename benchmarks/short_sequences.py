@@ -9,7 +9,7 @@
 Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time is the
 mean of ten steps, the least of sixty such series after warming up, and in brackets their median. `through fit`: the same
 by `Trainer.fit`, with strategy ring_dilated and with auto, in turn with the former; batches wait in page-locked memory.
-Prints rows of a table, with the kernels' own time of a step by the profiler, which comes last: later steps are slower.
+Prints rows of a table, and then the kernels' own time of a step by the profiler, after which steps would be slower.
 """
 
 from __future__ import annotations
@@ -103,19 +103,23 @@ def shown(means: Sequence[float]) -> str:
     return f"{min(means):.2f} ({statistics.median(means):.2f})"
 
 
-def timed(run: Callable[[], None]) -> list[float]:
-    """Milliseconds of a step, by series."""
-    for _ in range(10):
-        run()
-    means = []
-    for _ in range(20):
+def wait() -> None:
+    """For the GPU, if there is one."""
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], None], series: int = 20) -> list[float]:
+    """Milliseconds of a step, by series."""
+    means = []
+    for _ in range(series + 2):
+        wait()
         begin = time.perf_counter()
         for _ in range(10):
             run()
-        torch.cuda.synchronize()
+        wait()
         means.append((time.perf_counter() - begin) * 100)
-    return means
+    return means[2:]
 
 
 def kernels(run: Callable[[], None]) -> tuple[float, int]:
@@ -139,8 +143,7 @@ class Clock(pl.Callback):
     ) -> None:
         """Wait for the GPU and look at the clock."""
         if idx % 10 == 9:
-            if module.device.type == "cuda":
-                torch.cuda.synchronize()
+            wait()
             self.times.append(time.perf_counter())
 
 
@@ -175,13 +178,9 @@ def host() -> None:
             dim=32, num_heads=4, cuda_graphs=True, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True)
         )
         optimizer = model.train().configure_optimizers()
-        batch, series = slide(50), []
+        batch = slide(50)
         checked = model.transfer_batch_to_device(batch, torch.device("cpu"), 0)
-        for _ in range(20):
-            begin = time.perf_counter()
-            for _ in range(30):
-                step(model, optimizer, checked)
-            series.append((time.perf_counter() - begin) * 1e3 / 30)
+        series = timed(partial(step, model, optimizer, checked), 60)
         through = {name: fitted(model, batch, name, 620) for name in STRATEGIES}
     print(f"a step: {shown(series)} ms")
     for name, means in through.items():
@@ -203,12 +202,12 @@ def main() -> None:
     if a.host:
         return host()
     through = " | ms through fit | strategy auto" if a.fit else ""
-    print(f"| model | tokens | way | kernels' ms | kernels | tokens/s | ms a step{through} |")
+    print(f"| model | tokens | way | tokens/s | ms a step{through} |")
+    runs: dict[str, Callable[[], None]] = {}
     for name, way, make, batches in cases(a):
         model = make(**WAYS[way], optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
         model.cuda().train()
         optimizer = model.configure_optimizers()
-        rows: list[tuple[int, list[str], Callable[[], None]]] = []
         for batch in batches:
             on_gpu = model.transfer_batch_to_device(batch, torch.device("cuda"), 0)  # labels are checked before
             run = partial(step, model, optimizer, on_gpu)
@@ -217,10 +216,13 @@ def main() -> None:
                 for strategy, means in times.items():
                     means += fitted(model, batch, strategy) if strategy else timed(run)
             tokens = next(iter(batch.values())).shape[1]
-            rows.append((tokens, [f"{tokens / min(times['']):.1f}K", *map(shown, times.values())], run))
-        for tokens, cells, run in rows:
-            busy, number = kernels(run)
-            print(f"| {name} | {tokens:,} | {way} | {busy:.2f} | {number} | {' | '.join(cells)} |", flush=True)
+            row = f"| {name} | {tokens:,} | {way} |"
+            print(f"{row} {tokens / min(times['']):.1f}K | {' | '.join(map(shown, times.values()))} |", flush=True)
+            runs[row] = run
+    print("| model | tokens | way | kernels' ms | kernels |")
+    for row, run in runs.items():
+        busy, number = kernels(run)
+        print(f"{row} {busy:.2f} | {number} |", flush=True)
 
 
 if __name__ == "__main__":

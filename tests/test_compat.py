@@ -605,6 +605,11 @@ def test_history_of_memory():
     has(torch.cuda, "_sleep", "occupy_gpu keeps no GPU busy, and kernels are timed with their launches")
 
 
+@pytest.mark.gpu
+def test_workspaces_of_graphs():
+    has(torch._C, "_cuda_clearCublasWorkspaces", "CUDA graphs write to memory that is freed: see `recording`")
+
+
 def test_graphs_and_traced_tensors():
     x = torch.ones(2)
     with FakeTensorMode() as mode:

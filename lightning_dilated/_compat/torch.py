@@ -259,12 +259,12 @@ def version_of(x: Tensor) -> int:
 
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
-    """Record a CUDA graph on a stream, as `torch.cuda.graph` does; other threads may use the GPU meanwhile.
+    """Record a CUDA graph on a stream, by `torch.cuda.graph`, with workspaces of cuBLAS of its own; torch 2.11 to 2.13.
 
-    What cuBLAS writes to lies in the graph's own memory. Torch keeps such a workspace for each thread and stream, and frees
-    all of them where somebody asks for it, as Lightning's Trainer does at its start and end: a graph that was recorded with
-    one of them would then write to memory of others. So there is none when a graph begins, and none stays:
-    `torch._C._cuda_clearCublasWorkspaces`, the only way, which builds without CUDA lack.
+    Torch keeps a workspace for each thread and stream. `torch._C._cuda_clearCublasWorkspaces` frees all of them, and
+    Lightning's Trainer calls it at its start and end. A graph recorded with such a workspace would then write to freed
+    memory. It is called before recording, so that the graph allocates its own, and after, so that nothing else uses the
+    graph's. Other threads may copy to the GPU meanwhile. Graphs that were recorded without this lose their workspaces.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

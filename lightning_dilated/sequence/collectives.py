@@ -144,14 +144,16 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
 
     Args:
         x: any shape, equal on all ranks.
-        sequence: the ranks; None: the active group. Without one, and on one rank, the result is x itself.
+        sequence: the ranks; None: the active group, or x itself without one.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
     """
     group = active_sequence() if sequence is None else sequence
-    if group is None or group.ranks == 1:
+    if group is None:
         return x
+    if group.ranks == 1:
+        return x.clone()  # which the caller may change, as on several ranks
     agreed = group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype, "requires grad": _grad(x)})
     return _Sum.apply(x, group, agreed.number)
 
@@ -216,7 +218,7 @@ def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = No
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        sequence: the ranks; None: the active group. Without one, and on one rank, the result is x itself.
+        sequence: the ranks; None: the active group, or x itself without one.
 
     Returns:
         x's shape with N along `dim`.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.sequence.ranges import clip, intersect, join, size
@@ -456,13 +457,25 @@ class SequenceSpec:
 
 
 def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
-    """The positions along a dimension, in storage of their own, so that a worker hands over only these bytes."""
-    if ranges == (range(x.shape[dim]),) and x.untyped_storage().nbytes() == x.nbytes:
-        return x  # a copy would take milliseconds, and page-locked memory with it
+    """The positions along a dimension, in storage of their own, so that a worker hands over only these bytes.
+
+    What is page-locked already, and whole, goes on as it is: a copy would lie in ordinary memory, from which a GPU copies
+    slowly while the host waits.
+    """
+    if ranges == (range(x.shape[dim]),) and _page_locked(x):
+        return x
     parts = [x.narrow(dim, r.start, len(r)) if r.step == 1 else _strided(x, dim, r) for r in ranges]
     if not parts:
         return x.narrow(dim, 0, 0).clone()
     return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _page_locked(x: Tensor) -> bool:
+    """Whether x is a plain tensor that fills its page-locked memory; False in a worker, which does not ask the GPU."""
+    if get_worker_info() is not None or type(x) is not Tensor or x.device.type != "cpu" or x.layout != torch.strided:
+        return False
+    plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    return plain and x.is_pinned() and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _strided(x: Tensor, dim: int, r: range) -> Tensor:

@@ -77,6 +77,19 @@ def test_corners(pool, layout):
         assert (count, hole, none) == (2**24 + 1, 1.0, (0, N, 5))
 
 
+def changed(rank, group):
+    """A leaf after its sum was changed in place, and the sum."""
+    with sequence(group) as ours:
+        x = torch.tensor([0.0, 2.0], requires_grad=True)
+        total = sequence_sum(x, ours).clamp_(min=1)
+        return x.tolist(), total.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sum_may_be_changed(pool, ranks):
+    assert pool.run(ranks, changed) == [([0, 2], [1, 2 * ranks])] * ranks
+
+
 def test_one_rank_without_a_group():
     x = torch.randn(2, 5, 3)
     assert sequence_sum(x) is x and sequence_gather(x) is x

@@ -732,7 +732,8 @@ def test_reduce_overhead(whole):
 def test_graphs_keep_their_workspaces(own):
     """Lightning's Trainer frees cuBLAS's workspaces at its start: no replay of ours writes to what lies there then.
 
-    Replays of graphs that torch alone records do, which shows that these products have workspaces.
+    Replays of graphs that torch alone records do, which shows that these products have workspaces. Where that fails, torch
+    keeps them elsewhere: then see whether `recording` still has to clear them.
     """
     torch._C._cuda_clearCublasWorkspaces()
     pairs = [
@@ -746,8 +747,10 @@ def test_graphs_keep_their_workspaces(own):
     torch.cuda.synchronize()
     with recording(graph, stream) if own else torch.cuda.graph(graph, stream=stream):
         out = run()
+    before = torch.cuda.memory_allocated()
     with torch.cuda.stream(stream):
-        run()  # as anything else on that stream would, it has a workspace
+        run()  # as anything else on that stream would, it has a workspace: one of its own
+        assert (torch.cuda.memory_allocated() > before) == own
         before = torch.cuda.memory_allocated()
         torch._C._cuda_clearCublasWorkspaces()
         size = before - torch.cuda.memory_allocated()

@@ -26,15 +26,29 @@ def test_parts_make_the_whole(n, ranks, layout, stream):
         assert part["tokens"].untyped_storage().nbytes() == part["tokens"].numel() * 8
 
 
-def test_one_rank_copies_nothing():
-    """But for an entry in a larger storage, which a worker would send whole."""
-    tokens, features = torch.arange(8).view(2, 4), torch.randn(4, 2, 3).transpose(0, 1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_part_is_a_copy(ranks):
+    """A loader may use its memory again, and a step may change its batch, on one rank as on many."""
+    signs = torch.view_as_complex(torch.ones(2, 4, 2)).conj()
+    entries = [torch.ones(2, 4), torch.ones(4, 2).t(), torch.arange(4.0)[:2, None].expand(2, 4), signs, signs.imag]
+    for x in entries:
+        part = SPEC.cut({"tokens": x}, Place(ranks, 0))["tokens"]
+        assert (
+            torch.equal(part, x[:, : 4 // ranks]) and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+        )
+        assert part.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@pytest.mark.gpu
+def test_what_is_page_locked_is_not_copied():
+    """But what lies in a larger storage, and whatever two ranks share."""
+    whole = torch.arange(8).view(2, 4).pin_memory()
     for layout in LAYOUTS:
         place = Place(1, 0, layout, 4 if layout == "chunked" else None)
-        part = SPEC.cut({"tokens": tokens, "features": features, "index": 1}, place)
-        assert part["tokens"] is tokens and part["features"] is features
-        part = SPEC.cut({"tokens": tokens[:1], "index": 1}, place)
-        assert torch.equal(part["tokens"], tokens[:1]) and part["tokens"].untyped_storage().nbytes() == 32
+        assert SPEC.cut({"tokens": whole}, place)["tokens"] is whole
+        part = SPEC.cut({"tokens": whole[:1]}, place)["tokens"]
+        assert torch.equal(part, whole[:1]) and part.untyped_storage().nbytes() == 32
+        assert SPEC.cut({"tokens": whole}, Place(2, 0))["tokens"].tolist() == [[0, 1], [4, 5]]
 
 
 def test_tuples():
