@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _load
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
@@ -20,8 +21,11 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.core.saving import _default_map_location, _load_state
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.migration import pl_legacy_patch
+from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import nn
 
@@ -265,12 +269,56 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
     return module._trainer
 
 
-def read_remote(address: Any) -> Any:
-    """A checkpoint at an address that fsspec can open, on the CPU and with `weights_only=True`.
+#: a storage's device in a checkpoint where this machine has it, else the CPU: Lightning's own `map_location`; 2.6.6
+map_to_known_devices = _default_map_location
+
+
+def read_remote(address: Any, map_location: Any = "cpu") -> Any:
+    """A checkpoint at an address that fsspec can open, with `weights_only=True`.
 
     Uses `lightning.fabric.utilities.cloud_io._load`. Known to hold for lightning 2.6.6.
     """
-    return _load(address, map_location="cpu", weights_only=True)
+    return _load(address, map_location=map_location, weights_only=True)
+
+
+def read_trusted(source: Any, map_location: Any) -> Any:
+    """A checkpoint with `weights_only=False`, which may run any code; by `_load` as above, and `pl_legacy_patch`."""
+    with pl_legacy_patch():
+        return _load(source, map_location=map_location, weights_only=False)
+
+
+def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
+    """A checkpoint of an older Lightning in today's form, by `_pl_migrate_checkpoint`; 2.6.6."""
+    path = source if isinstance(source, (str, Path)) else None
+    return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
+
+
+def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
+    """The module of a checkpoint's hyperparameters, with `changes` over them, and its weights, on their device; in all of
+    a checkpoint's forms, by `_load_state`; 2.6.6.
+
+    `hyper_parameters` name no `_instantiator`, so that the constructor takes the values, and no parser reads them.
+    """
+    older = ("hparams", "module_arguments", "hparams_type")  # the last may be any function
+    kept = {name: value for name, value in checkpoint.items() if name not in older}
+    kept["hyper_parameters"] = {**checkpoint["hyper_parameters"], **changes}
+    model = _load_state(cls, kept, strict=strict, **changes)
+    device = next((x.device for x in checkpoint["state_dict"].values() if isinstance(x, torch.Tensor)), None)
+    return model if device is None else model.to(device)
+
+
+def argument_types(cls: Any) -> dict[str, list[Any]]:
+    """The annotations that a command line's parser reads each argument of a class by; several for a dataclass.
+
+    Uses `_typehint` of jsonargparse's actions. Known to hold for jsonargparse 4.44 to 4.53.
+    """
+    parser, types = ArgumentParser(exit_on_error=False), dict[str, list[Any]]()
+    parser.add_class_arguments(cls, "of", fail_untyped=False)
+    for action in parser._actions:
+        section, _, name = action.dest.partition(".")
+        if section == "of" and name and not name.endswith(".help"):
+            types.setdefault(name.partition(".")[0], []).append(getattr(action, "_typehint", action.type))
+    return types
 
 
 def load_to_cpu_by_name(strategy: Any) -> None:

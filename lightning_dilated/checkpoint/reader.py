@@ -33,14 +33,15 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 _CAUSE = re.compile(r"WeightsUnpickler error: (.{,200})")
 
 
-def load_file(source: str | Path | IO[bytes], mapped: bool = False) -> Any:
-    """What a file of torch.save holds: plain values, and tensors on the CPU.
+def load_file(source: str | Path | IO[bytes], mapped: bool = False, map_location: Any = "cpu") -> Any:
+    """What a file of torch.save holds: plain values, and tensors, on the CPU by default.
 
     It is read with `weights_only=True`, whatever the environment says. Each tensor is compared with the size of the file.
 
     Args:
         source: a path, or an open file.
         mapped: leave the tensors of a path on disk until they are used.
+        map_location: as of torch.load.
 
     Raises:
         FileNotFoundError: for a path that is no regular file.
@@ -51,23 +52,25 @@ def load_file(source: str | Path | IO[bytes], mapped: bool = False) -> Any:
         raise FileNotFoundError(f"{source}: no such file.")
     size = _check_archive(source)
     try:
-        stored = _load(source, mapped and zipfile.is_zipfile(source))  # torch before 1.6 wrote no archives
+        stored = _load(
+            source, mapped and zipfile.is_zipfile(source), map_location
+        )  # torch before 1.6 wrote no archives
     except UnpicklingError as error:
         raise UnpicklingError(words_of(error)) from None
     check_sizes(stored, size)
     return stored
 
 
-def _load(source: Any, mapped: bool) -> Any:
+def _load(source: Any, mapped: bool, map_location: Any) -> Any:
     try:
-        return torch.load(source, weights_only=True, map_location="cpu", mmap=mapped)
+        return torch.load(source, weights_only=True, map_location=map_location, mmap=mapped)
     except UnpicklingError as error:
         if "torchao.optim" not in str(error):
             raise
     importlib.import_module("torchao.optim")  # registers its states of 8 bits with torch
     if not isinstance(source, (str, Path)):
         source.seek(0)
-    return torch.load(source, weights_only=True, map_location="cpu", mmap=mapped)
+    return torch.load(source, weights_only=True, map_location=map_location, mmap=mapped)
 
 
 def words_of(error: UnpicklingError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_dilated.data.text.tokenizer_files import checked_files, write_fil
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.pretrained import (
     config_of,
+    imported,
     library_of,
     made_of,
     plain_arguments,
@@ -70,12 +70,11 @@ def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> t
         ValueError: for tensors that do not fit the model.
         TypeError: for hyperparameters that JSON cannot hold.
     """
-    config = model_config(meta)
-    module, _, name = config["class_path"].rpartition(".")
-    config["init_args"] = plain_arguments(config["init_args"], name)
+    config = model_config(meta, str(path))
+    config["init_args"] = plain_arguments(config["init_args"], config["class_path"].rpartition(".")[2])
     if meta.get("classes") is not None:
         config["classes"] = meta["classes"]
-    cls = getattr(sys.modules.get(module), name, None)
+    cls = imported(config["class_path"])
     if isinstance(cls, type) and issubclass(cls, DilatedModule):
         model = made_of(cls, config, tensors, f"the weights of {path} do not fit", {})
         return config_of(model), tensors_of(model)

@@ -19,16 +19,19 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated.callbacks import BootstrapIntervals, PredictionWriter
 from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.cli.explain import class_of, with_length
-from lightning_dilated.cli.load_model import model_config, read_checkpoint
+from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.cli.parsing import Parser
+from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule, TokenModel
+from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pooled_model import PooledModule
-from lightning_dilated.models.pretrained import check_classes, without_training
+from lightning_dilated.models.pretrained import file_arguments, imported
 from lightning_dilated.strategy import launched_nodes
 
 #: keywords that Lightning itself understands in place of a path
@@ -55,29 +58,56 @@ def with_checkpoint(argv: list[str]) -> list[str]:
             f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
             "The config.yaml in its run folder does." + _recipe_of_run(path)
         )
-    return [argv[0], *configs, *checkpoint_settings(path, class_name, named_modules(configs, rest)), *rest]
+    return [argv[0], *configs, *checkpoint_settings(path, class_name, model_arguments(configs, rest)), *rest]
 
 
-def checkpoint_settings(path: str, class_name: str | None, known: set[str]) -> list[str]:
+def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
     """The model of a checkpoint as arguments, without its training options, which are the recipe's.
 
     Args:
         path: of a .ckpt.
         class_name: the model's class in recipe and arguments; None takes the checkpoint's.
-        known: modules that they name, from which a checkpoint may name classes.
+        own: arguments of the model that they name; they replace the checkpoint's where that are no plain values.
     """
-    model = model_config(read_checkpoint(path))
-    stored, settings = model["class_path"], without_training(model["init_args"])
-    if class_name is not None and stored.rpartition(".")[2] != class_name.rpartition(".")[2]:
+    stored = read_checkpoint(path)
+    named = stored_class(stored)
+    if class_name is not None and named.rpartition(".")[2] != class_name.rpartition(".")[2]:
         fail(
-            f"--ckpt_path {path} holds a {stored}, but the recipe or --model names {class_name}. Use one class for both."
+            f"--ckpt_path {path} holds a {named}, but the recipe or --model names {class_name}. Use one class for both."
         )
-    try:
-        check_classes(settings if class_name else {**settings, "class_path": stored}, path, known=known)
-    except ValueError as error:
-        fail(error)
+    cls = imported(named) if class_name is None else _class_of_recipe(class_name)
+    if class_name is None and not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
+        fail(
+            f"--ckpt_path {path} names {named} (the model's class), which is no DilatedModule that is imported here, and "
+            "files do not decide what is. If you trust it, name it in your own recipe or as --model, or import "
+            f"{named.rpartition('.')[0]} before."
+        )
+    types = {} if cls is None else argument_types(cls)  # without a class the parser fails, and says why
+    settings: dict[str, Any] = {}
+    for name, value in stored_hparams(stored).items() if cls is not None else ():
+        try:
+            plain = file_arguments({name: value}, f"--ckpt_path {path}")
+            check_texts(plain, types, f"--ckpt_path {path}")
+        except ValueError as error:
+            if name not in own:
+                fail(error)
+        else:
+            settings |= plain
     arguments = [f"--model.{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in settings.items()]
-    return arguments if class_name else [f"--model={stored}", *arguments]
+    return arguments if class_name else [f"--model={named}", *arguments]
+
+
+def _class_of_recipe(name: str) -> Any:
+    """The class that a recipe or argument names, as a parser reads it; None where there is none."""
+    with contextlib.suppress(ValueError):
+        return class_of(Path("the recipe"), name, "lightning_dilated")
+    todo: list[type] = [DilatedModule]
+    while todo:
+        cls = todo.pop()
+        if cls.__name__ == name:
+            return cls
+        todo += cls.__subclasses__()
+    return None
 
 
 def model_class(configs: list[str], rest: list[str]) -> str | None:
@@ -113,10 +143,12 @@ def chosen_classes(argv: list[str]) -> dict[str, str | None]:
     }
 
 
-def named_modules(configs: list[str], rest: list[str]) -> set[str]:
-    """The modules of all classes that the recipes and arguments name."""
-    words = re.findall(r"[\w.]+\.\w+", " ".join([json.dumps(read(configs), default=str), *rest]))
-    return {word.rpartition(".")[0] for word in words}
+def model_arguments(configs: list[str], rest: list[str]) -> set[str]:
+    """Names of the model's arguments in recipes and arguments."""
+    models = [model for config in read(configs) if isinstance(model := config.get("model"), dict)]
+    inner = [x for model in models if isinstance(x := model.get("init_args"), dict)]
+    words = [match[1] for word in rest if (match := re.match(r"--model\.(?:init_args\.)?(\w+)", word))]
+    return {*words, *(str(name) for mapping in (*models, *inner) for name in mapping)}
 
 
 def read(configs: list[str]) -> list[dict[str, Any]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,8 @@ from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.integrations.transformers.adapter_folders import is_folder, stored_config
 from lightning_dilated.integrations.transformers.lm import PLAIN_HEADS
 from lightning_dilated.models import DilatedModule, LongNetLM
-from lightning_dilated.models.pretrained import TRAINING, current_class_path
+from lightning_dilated.models.module import stored_hparams
+from lightning_dilated.models.pretrained import current_class_path, file_arguments, imported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,11 +49,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return stored
 
 
-def model_config(stored: dict[str, Any]) -> dict[str, Any]:
-    """{"class_path", "init_args"} of the model in a checkpoint; LongNetLM where an older one does not name its class."""
-    hparams = {k: v for k, v in stored.get("hyper_parameters", {}).items() if not k.startswith("_")}
-    class_path = stored.get("hyper_parameters", {}).get("_class_path") or stored.get("class_path")
-    return {"class_path": current_class_path(class_path or "lightning_dilated.LongNetLM"), "init_args": hparams}
+def stored_class(stored: dict[str, Any]) -> str:
+    """The dotted name of the model's class in a checkpoint; LongNetLM where an older one does not name its class."""
+    named = stored_hparams(stored).get("_class_path") or stored.get("class_path")
+    return current_class_path(str(named or "lightning_dilated.LongNetLM"))
+
+
+def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
+    """{"class_path", "init_args"} of the model in a checkpoint.
+
+    Raises:
+        ValueError: for arguments that are not plain values, as `file_arguments`; `where` is the file, for messages.
+    """
+    return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
 
 
 def load_module(path: str | Path) -> DilatedModule:
@@ -69,19 +76,14 @@ def load_module(path: str | Path) -> DilatedModule:
     """
     if (Path(path) / "config.json").is_file():
         return DilatedModule.from_pretrained(path).eval()
-    config = model_config(read_checkpoint(path))
-    class_path = config["class_path"]
-    module, _, name = class_path.rpartition(".")
-    cls = getattr(sys.modules.get(module), name, None)
+    class_path = stored_class(read_checkpoint(path))
+    cls = imported(class_path)
     if not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
         raise ValueError(
             f"ckpt_path {path} holds a {class_path}, which is not imported here. Import it and call its "
             "load_from_checkpoint in Python."
         )
-    defaults = inspect.signature(DilatedModule.__init__).parameters
-    parameters = inspect.signature(cls.__init__).parameters
-    overrides = {name: parameters.get(name, defaults[name]).default for name in TRAINING if name in config["init_args"]}
-    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **overrides).eval()
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True).eval()
 
 
 def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from lightning_dilated._compat.lightning import restricted_classmethod
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.remote import Opener
@@ -55,6 +56,11 @@ class SplitDataModule(pl.LightningDataModule):
     shuffles = True
     #: of training sequences; None where all have the same length
     schedule: SeqLenSchedule | None = None
+
+    @restricted_classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, but no parser reads the file's hyperparameters: the constructor takes them as they are."""
+        return super().load_from_checkpoint(checkpoint_path, *args, **{**kwargs, "_instantiator": None})
 
     def __init__(
         self,

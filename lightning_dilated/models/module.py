@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.core.saving import load_hparams_from_tags_csv
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
@@ -28,7 +30,11 @@ from lightning_dilated._compat.lightning import (
     attached_trainer,
     checkpoint_after_optimizer_steps,
     load_to_cpu_by_name,
+    made_from_checkpoint,
+    map_to_known_devices,
+    migrated,
     read_remote,
+    read_trusted,
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
@@ -40,7 +46,7 @@ from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.learning_rate import LearningRate
 from lightning_dilated.models.metrics import Newest, TokenMean
-from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
+from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
 from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
@@ -171,19 +177,25 @@ class DilatedModule(Pretrained, LearningRate):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Lightning's, for files whose hyperparameters name only classes that are imported, or torch's, lightning's or ours.
+        """Lightning's, but a file's hyperparameters are plain values, which no parser reads.
 
-        `weights_only=False` declares the file trusted, and lets it import any class.
+        The file's class is taken where it is imported and a subclass of this one; its optimizer and scheduler are not.
+
+        Args:
+            map_location, strict: as of Lightning.
+            hparams_file: a csv or YAML of hyperparameters, in place of the checkpoint's, under the same rules.
+            weights_only: False declares the pickle trusted.
+            kwargs: arguments of the class, in place of the file's.
 
         Raises:
             ValueError: naming file and class.
         """
-        if hparams_file is None and weights_only is not False:
-            hparams = stored_hparams(checkpoint_path)
-            check_classes({k: v for k, v in hparams.items() if k not in kwargs}, checkpoint_path)
-        return super().load_from_checkpoint(
-            checkpoint_path, map_location, hparams_file, strict, weights_only=weights_only, **kwargs
-        )
+        stored = read_model(checkpoint_path, map_location, weights_only)
+        where = checkpoint_path if hparams_file is None else hparams_file
+        hparams = stored_hparams(stored) if hparams_file is None else read_hparams(Path(hparams_file))
+        which = class_in_file(cls, hparams.get("_class_path") or cls.__name__, where, "load_from_checkpoint")
+        arguments = {k: made_values(v) for k, v in file_arguments(hparams, where, kwargs).items()}
+        return made_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
 
     def build(self) -> None:
         """Make the layers; called once, under the strategy's device and dtype."""
@@ -527,17 +539,55 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def stored_hparams(checkpoint_path: Any) -> dict[str, Any]:
-    """The model's hyperparameters in a checkpoint: a path, an open file, or an address that Lightning can read."""
-    if hasattr(checkpoint_path, "read"):
-        stored = load_file(checkpoint_path)
-        checkpoint_path.seek(0)
-    elif Path(checkpoint_path).is_file():
-        stored = load_file(checkpoint_path, mapped=True)
-    elif "://" in str(checkpoint_path):
-        stored = read_remote(checkpoint_path)
+def read_model(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """A Lightning checkpoint: of a path, an open file, or an address that Lightning can read.
+
+    Raises:
+        ValueError: for a file of something else.
+    """
+    map_location = map_to_known_devices if map_location is None else map_location
+    if weights_only is False:
+        stored = read_trusted(source, map_location)
+    elif not hasattr(source, "read") and "://" in str(source):
+        stored = read_remote(source, map_location)
     else:
-        return {}  # Lightning reports what is missing
+        stored = load_file(source, map_location=map_location)
+    if not isinstance(stored, Mapping) or "state_dict" not in stored:
+        raise ValueError(f"{source} is a torch file, but not a Lightning checkpoint: it has no state_dict.")
+    return migrated(dict(stored), source)
+
+
+def stored_hparams(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's hyperparameters in a checkpoint."""
     names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions
-    parts = [stored.get(name) for name in names] if isinstance(stored, Mapping) else []
-    return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
+    parts = [part for name in names if isinstance(part := stored.get(name), Mapping)]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """yaml's, with tuples, as Lightning writes them."""
+
+
+_PlainLoader.add_constructor(
+    "tag:yaml.org,2002:python/tuple", lambda loader, node: tuple(loader.construct_sequence(node))
+)
+
+
+def read_hparams(path: Path) -> dict[str, Any]:
+    """The hyperparameters of a csv or YAML that Lightning's loggers wrote, of plain values.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: for other suffixes, and YAML of something else.
+    """
+    if path.suffix.lower() == ".csv":
+        return dict(load_hparams_from_tags_csv(path))
+    if path.suffix.lower() not in (".yml", ".yaml"):
+        raise ValueError(f"hparams_file {path} must be a .csv, .yml or .yaml.")
+    try:
+        values = yaml.load(path.read_text(), _PlainLoader) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"hparams_file {path} is not YAML of plain values ({error}).") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"hparams_file {path} holds {type(values).__name__} in place of hyperparameters by name.")
+    return values

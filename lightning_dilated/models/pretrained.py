@@ -4,14 +4,15 @@ checks that all loaders share: of classes that a file names, and of names, layer
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import itertools
 import json
 import re
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated.attention.recurrent_branch import names_in_fp32
 from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
+from lightning_dilated.recurrence import Recurrence
 
 if TYPE_CHECKING:
     from typing import Self
@@ -32,103 +34,142 @@ if TYPE_CHECKING:
 
 #: hyperparameters of training, which are not part of a model; those in a file are not read
 TRAINING = ("optimizer", "lr_scheduler")
-#: packages whose classes a file may name without their being imported
-TRUSTED = ("lightning_dilated", "torch", "lightning")
-_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+#: the classes that a file may name among the arguments of a model, all of plain values
+VALUES: dict[str, Any] = {cls.__name__: cls for cls in (Branch, DilatedPattern, Global, Recurrence, Window)}
 _CLASS = ("class_path", "_class_path")
+#: words of a parser, which are no arguments
+_RESERVED = ("class_path", "init_args", "dict_kwargs")
 
 
-def without_training(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters without the optimizer and the scheduler."""
-    return {name: value for name, value in hparams.items() if name not in TRAINING}
+def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
+    """A model's arguments in a file: plain values, without the optimizer, the scheduler and what Lightning adds.
 
-
-def check_classes(hparams: Any, where: str | Path, known: Collection[str] = ()) -> None:
-    """Refuse a file whose hyperparameters name a class that would have to be imported.
-
-    A parser that instantiates them would import the class's module, and so run any file of that name.
+    `class_path` may name a class of `VALUES` only, here by its public name; `made_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
         where: the file, for messages.
-        known: modules that are allowed besides the imported ones.
+        but: names whose values the caller gives; the file's are left out.
 
     Raises:
         ValueError: naming file and class, and what to do; for hyperparameters whose names no parser accepts.
     """
-    todo = [("hyperparameters", hparams, False)]
-    for _ in range(1_000_000):
-        if not todo:
-            return
-        name, value, is_class = todo.pop()
+    if not isinstance(hparams, Mapping):
+        raise ValueError(f"{where} has {type(hparams).__name__} in place of hyperparameters by name.")
+    for name in hparams:
+        if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
+            raise ValueError(f"{where}: {name!r:.60} in hyperparameters is not the name of a hyperparameter.")
+    left_out = {*TRAINING, *but}
+    arguments = {k: v for k, v in hparams.items() if k not in left_out and not k.startswith("_")}
+    checked = _Checked(where)
+    return {name: checked.value(value, name) for name, value in arguments.items()}
+
+
+class _Checked:
+    """Values of a file, each checked once; their number is limited, as YAML can name a value many times."""
+
+    def __init__(self, where: str | Path) -> None:
+        self.where, self.left = where, 1_000_000
+
+    def value(self, value: Any, name: str, depth: int = 0) -> Any:
+        """The same value, a class of `VALUES` by its public name; ValueError for another class."""
+        self.left -= 1
+        if self.left < 0 or depth > 100:
+            raise ValueError(f"{self.where} has endlessly nested hyperparameters.")
         if isinstance(value, Mapping):
-            for key, inner in value.items():
-                _check_key(key, name, where, outermost=value is hparams)
-                text = str(key)
-                todo.append((text, inner, text.rpartition(".")[2] in _CLASS))
-                todo.append((name, text, False))
-        elif isinstance(value, (list, tuple)):
-            todo += [(name, inner, False) for inner in value]
-        elif isinstance(value, str):
-            if is_class and not (_DOTTED.fullmatch(value) or value.isidentifier()):
-                raise ValueError(f"{where}: {value!r:.60} ({name}) is not the name of a class.")
-            if _DOTTED.fullmatch(value) and (is_class or _runs_a_file(value)) and not _allowed(value, known):
-                raise ValueError(
-                    f"{where} names {value} ({name}), which is not imported here, and files do not decide what is. If you "
-                    f"trust it, import {value.rpartition('.')[0]} before, or name the class in your own recipe."
-                )
-            todo += [(name, inner, False) for inner in _inside(value)]
-    raise ValueError(f"{where} has endlessly nested hyperparameters.")
+            return self._mapping(value, name, depth + 1)
+        if isinstance(value, (list, tuple)):
+            values = [self.value(inner, name, depth + 1) for inner in value]
+            return tuple(values) if type(value) is tuple else values if type(value) is list else value
+        if isinstance(value, str):
+            for inner in _inside(value):
+                self.value(inner, name, depth + 1)
+        return value
+
+    def _mapping(self, value: Mapping[Any, Any], name: str, depth: int) -> Any:
+        for key in value:
+            if not isinstance(key, (str, int, float)):
+                raise ValueError(f"{self.where}: {key!r:.60} in {name} is not the name of a hyperparameter.")
+            if isinstance(key, str):
+                self.value(key, name, depth)
+        named = [key for key in value if isinstance(key, str) and key.strip().rpartition(".")[2] in _CLASS]
+        values = {key: self.value(inner, name, depth) for key, inner in value.items() if key not in named}
+        if not named:
+            return values if type(value) is dict else value
+        path = value[named[0]]
+        if named != ["class_path"] or not _is_value(path) or not values.keys() <= {"init_args"}:
+            raise ValueError(
+                f"{self.where} names {path!s:.80} ({name}), and a file does not decide which class is made. {_remedy(name)}"
+            )
+        return {"class_path": current_class_path(path), **values}
 
 
-def _check_key(key: Any, name: str, where: str | Path, outermost: bool) -> None:
-    """Raise ValueError unless an outermost name can be an argument, and inner keys are strings or numbers."""
-    if (outermost and (not isinstance(key, str) or not key.isidentifier())) or not isinstance(key, (str, int, float)):
-        raise ValueError(f"{where}: {key!r:.60} in {name} is not the name of a hyperparameter.")
+def _is_value(path: Any) -> bool:
+    """Whether a class_path names a class of `VALUES`."""
+    package, _, rest = path.partition(".") if isinstance(path, str) else ("", "", "")
+    return package == PACKAGE and rest.rpartition(".")[2] in VALUES
 
 
-def _allowed(path: str, known: Collection[str]) -> bool:
-    """Whether a class is imported, or may be."""
-    parts = path.split(".")
-    if parts[0] in TRUSTED or path.rpartition(".")[0] in known:
-        return True
-    for i in range(len(parts) - 1, 0, -1):
-        value = sys.modules.get(".".join(parts[:i]))
-        for name in parts[i:] if value is not None else ():
-            value = getattr(value, name, None)
-        if value is not None:
-            return True
-    return False
+def _remedy(name: str) -> str:
+    return (
+        f"If you trust it, give {name} yourself: as a keyword of load_from_checkpoint or from_pretrained, or on the command "
+        f"line in a recipe or as --model.{name}."
+    )
 
 
-def _runs_a_file(path: str) -> bool:
-    """Whether importing a dotted name would run a file; many strings with a dot are not such names."""
-    parts, where = path.split("."), None
-    for i in range(1, len(parts)):
-        name = ".".join(parts[:i])
-        if name in sys.modules:
-            where = getattr(sys.modules[name], "__path__", None)
-            if where is None:
-                return False
-            continue
-        spec = PathFinder.find_spec(name, where)
-        if spec is None:
-            return False
-        if spec.origin is not None:  # a folder without __init__.py has none
-            return True
-        where = spec.submodule_search_locations
-    return False
+def made_values(value: Any) -> Any:
+    """A checked value, in which mappings with a class_path are objects of the classes of `VALUES`."""
+    if isinstance(value, dict) and "class_path" in value:
+        cls = VALUES[value["class_path"].rpartition(".")[2]]
+        return cls(**made_values(value.get("init_args") or {}))
+    if isinstance(value, dict):
+        return {key: made_values(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(made_values, value))
+    return value
+
+
+def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
+    """The class of a model in a file: `cls`, or an imported subclass that the file names.
+
+    Args:
+        path: what the file names.
+        where: the file, for messages.
+        loader: the class method that was called.
+
+    Raises:
+        ValueError: for another class.
+    """
+    name = str(path).rpartition(".")[2]
+    if name == cls.__name__:
+        return cls
+    named = imported(current_class_path(str(path)))
+    if isinstance(named, type) and issubclass(named, cls):
+        return named
+    known = f"call {name}.{loader}" if isinstance(named, type) else f"import {name} and call its {loader}"
+    raise ValueError(f"{where} holds a {path!s:.200}, which is not a known {cls.__name__}: {known}.")
+
+
+def imported(path: str) -> Any:
+    """What a dotted name means in a module that is imported already; None without. No module makes it on demand."""
+    module, _, name = path.rpartition(".")
+    return vars(sys.modules.get(module, object)).get(name)
+
+
+def _yaml(text: str) -> Any:
+    """YAML without types, which takes what any other loader takes; by the scanner that jsonargparse uses."""
+    return yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 def _inside(value: str) -> list[Any]:
-    """What a parser may read from a string: another string, a mapping or list in YAML, or a file of one."""
-    texts = [value]
-    try:
+    """What a parser may read from a string: another string, a mapping or list in JSON or YAML, or a file of one."""
+    texts, values = [value], []
+    with contextlib.suppress(OSError, ValueError):
         if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
             texts.append(Path(value).read_text())
-        values = [yaml.safe_load(text) for text in texts]
-    except (yaml.YAMLError, OSError, ValueError, RecursionError):
-        return []
+    for load, text in itertools.product((json.loads, _yaml), texts):
+        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+            values.append(load(text))
     return [x for x in values if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
 
 
@@ -283,7 +324,8 @@ class Pretrained:
         """
         folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
-        which = _class(cls, config["class_path"], folder)
+        which = class_in_file(cls, config["class_path"], folder, "from_pretrained")
+        config["init_args"] = file_arguments(config["init_args"], folder / CONFIG, changes)
         model = made_of(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
         model.tokenizer_files = read_files(folder)
         return model
@@ -318,12 +360,12 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 def made_of(
     which: type, config: dict[str, Any], tensors: dict[str, Tensor], wrong: str, changes: dict[str, Any]
 ) -> Any:
-    """A model of a class from a config's arguments and `changes`, with these weights; `wrong` is the start of error
-    messages."""
+    """A model of a class from a config's arguments, of `file_arguments`, and `changes`, with these weights; `wrong` is the
+    start of error messages."""
     names = inspect.signature(which.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    kept = {k: v for k, v in without_training(config["init_args"]).items() if open_ended or k in names}
-    model = which(**{**kept, **changes})
+    stored = {k: made_values(v) for k, v in config["init_args"].items() if open_ended or k in names}
+    model = which(**{**stored, **changes})
     _load(model, tensors, wrong)
     if config.get("classes") is not None:
         model.classes = [str(x) for x in config["classes"]]
@@ -456,20 +498,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} needs class_path and init_args, as save_pretrained writes them; got {str(config)[:120]}."
         )
-    check_classes(without_training(config["init_args"]), path)
     return config
-
-
-def _class(cls: type, class_path: str, folder: Path) -> type:
-    """The class to instantiate: `cls`, or an imported subclass that the config names."""
-    module, _, name = current_class_path(class_path).rpartition(".")
-    if name == cls.__name__:
-        return cls
-    named = getattr(sys.modules.get(module), name, None)
-    if isinstance(named, type) and issubclass(named, cls):
-        return named
-    known = f"call {name}.from_pretrained" if isinstance(named, type) else f"import {name} and call its from_pretrained"
-    raise ValueError(f"{folder} holds a {class_path}, which is not a known {cls.__name__}: {known}.")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -8,19 +8,75 @@ import pkgutil
 import re
 import shlex
 import sys
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints, is_typeddict
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_dilated.cli.errors import PROG, essence, fail, wants_traceback
 from lightning_dilated.cli.parsing.class_help import SECTIONS, keys, names
+from lightning_dilated.models.pretrained import VALUES
 
 #: options of every command of Lightning's besides `trainer`
 OPTIONS = ("config", "ckpt_path", "seed_everything", "print_config", "model", "data")
 #: of a class with so few keys an error lists all
 FEW = 12
+
+
+#: types that a parser reads without looking for a class, a function or another file, as are subclasses of Enum and PurePath
+PLAIN = {
+    *(Any, str, int, float, bool, complex, type(None), list, tuple, set, frozenset, dict, Mapping, Sequence, Iterable)
+}
+
+
+def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], where: str) -> None:
+    """Refuse texts of a file where a parser takes texts for classes, functions or other files.
+
+    Args:
+        arguments: checked values of the file (`file_arguments`).
+        types: the annotations of each argument (`argument_types`).
+        where: the file, for messages.
+
+    Raises:
+        ValueError: naming the argument, the text and what to do.
+    """
+    for name, value in arguments.items():
+        leaves = {leaf for hint in types.get(name, ()) for leaf in _leaves(hint)}
+        others = {x for x in leaves - PLAIN if not (isinstance(x, type) and issubclass(x, (Enum, PurePath)))}
+        ours = all(x in VALUES.values() or is_dataclass(x) or is_typeddict(x) for x in others)
+        text = next(_texts(value, within=not ours), None) if others else None
+        if text is not None:
+            raise ValueError(
+                f"{where} has {name}={text!r:.80}, which may be the name of a class, a function or another file, and a file "
+                f"does not decide which is read. If you trust it, give {name} yourself, in a recipe or as --model.{name}."
+            )
+
+
+def _leaves(hint: Any) -> set[Any]:
+    """The types that an annotation consists of."""
+    if get_origin(hint) is Literal:
+        return {str}
+    if hint not in VALUES.values() and (is_dataclass(hint) or is_typeddict(hint)):
+        try:
+            return {hint}.union(*map(_leaves, get_type_hints(hint).values()))
+        except NameError:  # of a type that only type checkers import
+            return {hint, object}
+    if get_origin(hint) in (Callable, type) or not (inner := [x for x in get_args(hint) if x is not Ellipsis]):
+        return {hint}
+    return set().union(*map(_leaves, inner[:1] if get_origin(hint) is Annotated else inner))
+
+
+def _texts(value: Any, within: bool) -> Iterator[str]:
+    """The texts of a value; those within mappings, too, if `within`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple)) or (within and isinstance(value, Mapping)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner, within)
 
 
 class Parser(LightningArgumentParser):

@@ -25,7 +25,7 @@ from lightning_dilated.models.pooled_model import (
     first_token,
     mean_token,
 )
-from lightning_dilated.models.pretrained import check_depth, missing_file, without_training
+from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values, missing_file
 from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.slides.weights import (
     PUBLISHED,
@@ -224,7 +224,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 f"{path} is not a Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its "
                 "weights, from_gigapath those of a release."
             )
-        known = {name: value for name, value in without_training(settings).items() if name not in PRETRAINING}
+        settings = file_arguments(settings, path, options)
+        known = {name: made_values(value) for name, value in settings.items() if name not in PRETRAINING}
         segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding", "global_class_token")
         replaced = segments if "pattern" in options else ("pattern",) if set(segments) & set(options) else ()
         known = {name: value for name, value in known.items() if name not in replaced}
