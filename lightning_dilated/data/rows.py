@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_dilated._validation import check_address
 from lightning_dilated.data.files import collect_files, path_list, paths_hint
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
@@ -79,6 +80,11 @@ def checked_sources(value: object, name: str) -> list[str] | dict[str, Any]:
             f"data.{name} as a mapping holds the arguments of datasets.load_dataset, and needs `path`, such as "
             f"{{path: HuggingFaceH4/ultrachat_200k, split: train_sft}}; got {dict(value)}"
         )
+    todo: list[Any] = [value]
+    while todo:
+        entry = todo.pop()
+        check_address(entry)
+        todo += entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list | tuple) else ()
     return dict(value)
 
 

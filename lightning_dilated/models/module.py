@@ -32,7 +32,7 @@ from lightning_dilated._compat.lightning import (
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import check_input, integer
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
@@ -178,6 +178,7 @@ class DilatedModule(Pretrained, LearningRate):
         Raises:
             ValueError: naming file and class.
         """
+        check_input(checkpoint_path)
         if hparams_file is None and weights_only is not False:
             hparams = stored_hparams(checkpoint_path)
             check_classes({k: v for k, v in hparams.items() if k not in kwargs}, checkpoint_path)

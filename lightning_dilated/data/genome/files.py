@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dilated._validation import refuse_special
 from lightning_dilated.data.block_cache import cache_root, locked, private_folder
-from lightning_dilated.data.files import ByteStream, refuse_special
+from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.genome.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.data.remote import Opener, is_url
 

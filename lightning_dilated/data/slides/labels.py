@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dilated._validation import one_of
-from lightning_dilated.data.files import refuse_special
+from lightning_dilated._validation import one_of, refuse_special
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.remote import Opener, is_url
 from lightning_dilated.data.slides.files import slide_name
