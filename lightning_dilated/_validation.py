@@ -39,8 +39,8 @@ def check_address(path: object) -> None:
         raise ValueError(f"{address} is a chain of addresses (::), which could {_CHAIN}")
     if store_of(address) not in STORES:
         raise ValueError(
-            f"{address}: files are not read from {store_of(address)}://, but from {', '.join(STORES)}: copy the file to one of "
-            "these stores, or to this machine"
+            f"{address}: files are not read from {store_of(address)}://, but from {', '.join(STORES)}: copy the file to one "
+            "of these stores, or to this machine"
         )
 
 

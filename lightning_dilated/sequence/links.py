@@ -85,7 +85,9 @@ class Links:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        part.unlink(missing_ok=True)
+        with part.open("x", encoding="utf-8") as file:  # which follows no link
+            file.write(json.dumps(asdict(self), indent=2) + "\n")
         part.replace(path)
 
     @classmethod

@@ -22,7 +22,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.data.block_cache import cache_root, locked, private_folder
+from lightning_dilated.data.block_cache import cache_root, locked, private_folder, within
 from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.genome.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.data.remote import Opener, is_url
@@ -57,10 +57,10 @@ def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
             )
         return path
     target = _cached(path, cache, ".fa", opener)
-    if target.exists():
+    if within(target, cache).exists():
         return str(target)
-    with locked(Path(f"{target}.lock")):
-        if not target.exists():  # another process may have made it meanwhile
+    with locked(Path(f"{target}.lock"), cache):
+        if not within(target, cache).exists():  # another process may have made it meanwhile
             _decompress(path, target, opener)
             rank_zero_info(f"{path} was decompressed to {target}")
     return str(target)
@@ -179,7 +179,7 @@ def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
     if fresh and not neighbour.is_file():
         raise stale(source, f"{neighbour} is no file")
     target = neighbour if fresh or os.access(neighbour.parent, os.W_OK) else _cached(path, cache, ".fai", opener)
-    if fresh or (target != neighbour and target.exists()):
+    if fresh or (target != neighbour and within(target, cache).exists()):
         return target
     if target != neighbour:
         private_folder(target.parent)
@@ -192,8 +192,8 @@ def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
     neighbour = f"{path}.fai"
     there = opener.exists(neighbour)
     target = _cached(path, cache, ".fai", opener, opener.state(neighbour) if there else None)
-    with locked(Path(f"{target}.lock")):
-        if target.exists():
+    with locked(Path(f"{target}.lock"), cache):
+        if within(target, cache).exists():
             return target
         if not there:
             _write_index(path, path, target, opener)
