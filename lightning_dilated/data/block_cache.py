@@ -47,7 +47,7 @@ def within(path: Path, root: Path) -> Path:
     """
     for step in (*reversed(path.parents), path):
         if step != root and step.is_relative_to(root):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 mode = step.lstat().st_mode
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     kind = "a symbolic link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
