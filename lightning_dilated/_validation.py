@@ -4,15 +4,79 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+import re
+import stat
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+#: the stores that an address may name; fsspec knows others, some of which interpret the files that they read
+STORES = ("file", "local", "s3", "s3a", "gs", "gcs", "hf", "http", "https", "memory")
+_ADDRESS = re.compile(r"([^/\\:]{2,})(::[^/]*)?://")
 
-def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -> int:
-    """`value` as a plain int of at least `minimum`.
 
-    Raises: TypeError for other types (bool included), ValueError below the minimum.
+_CHAIN = "interpret what it reads: name the file itself, by one address"
+
+
+def is_address(path: object) -> bool:
+    """Whether a path names a store, as s3://bucket/key does."""
+    return isinstance(path, str) and _ADDRESS.match(path) is not None
+
+
+def store_of(address: str) -> str:
+    """The name of an address's store, in lower case; "" for a path."""
+    match = _ADDRESS.match(address)
+    return match[1].lower() if match else ""
+
+
+def check_address(path: object) -> None:
+    """Raise ValueError for an address of a store that is not one of `STORES`, or of several in a chain; paths pass."""
+    if not is_address(path):
+        return
+    address = str(path)
+    if "::" in address:
+        raise ValueError(f"{address} is a chain of addresses (::), which could {_CHAIN}")
+    if store_of(address) not in STORES:
+        raise ValueError(
+            f"{address}: files are not read from {store_of(address)}://, but from {', '.join(STORES)}: copy the file to one "
+            "of these stores, or to this machine"
+        )
+
+
+def refuse_special(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a fifo, socket or device, whose reading may never end; a path that is not there passes."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
+
+
+def check_input(path: object) -> None:
+    """Raise ValueError for a path that Lightning could not read safely: as `check_address` and `refuse_special`.
+
+    Lightning passes local paths to fsspec too, which takes `::` in one for a chain.
+    """
+    check_address(path)
+    if isinstance(path, (str, os.PathLike)) and not is_address(path):
+        if "::" in str(path):
+            raise ValueError(f"{path} is a chain of addresses (::), which could {_CHAIN}")
+        refuse_special(path)
+
+
+def text_of(path: str | os.PathLike[str], encoding: str | None = None) -> str:
+    """The text of a local file. Raises: OSError, UnicodeDecodeError, and ValueError for a fifo or device."""
+    refuse_special(path)
+    with open(path, encoding=encoding) as file:
+        return file.read()
+
+
+def integer(value: Any, name: str, minimum: int | None = None, hint: str = "", most: int | None = None) -> int:
+    """`value` as a plain int of at least `minimum` and at most `most`.
+
+    Raises: TypeError for other types (bool included), ValueError outside the limits.
     """
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got the bool {value!r}.{hint}")
@@ -22,6 +86,8 @@ def integer(value: Any, name: str, minimum: int | None = None, hint: str = "") -
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}.{hint}") from None
     if minimum is not None and result < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {result}.{hint}")
+    if most is not None and result > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {result:,}.{hint}")
     return result
 
 

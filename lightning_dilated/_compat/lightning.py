@@ -29,6 +29,8 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import nn
 
+from lightning_dilated._validation import check_input
+
 # -- strategies, checkpoints and the Trainer's connectors; all of it holds for lightning 2.6.6 ---------------------------
 
 #: private methods and attributes of Lightning's classes that ours override or use on `self`: there is no public hook to
@@ -278,6 +280,7 @@ def read_remote(address: Any, map_location: Any = "cpu") -> Any:
 
     Uses `lightning.fabric.utilities.cloud_io._load`. Known to hold for lightning 2.6.6.
     """
+    check_input(address)
     return _load(address, map_location=map_location, weights_only=True)
 
 
@@ -324,13 +327,19 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
 def load_to_cpu_by_name(strategy: Any) -> None:
     """Let the strategy's checkpoint reader name the CPU as a string.
 
-    Lightning passes a function as `map_location`, with which torch cannot read torchao's low-bit optimizer states. Replaces
+    Lightning passes a function as `map_location`, with which torch cannot read torchao's low-bit optimizer states; and it
+    waits for a fifo, which is refused here, as an address of another store than `STORES` is. Replaces
     `load_checkpoint` of a plain `TorchCheckpointIO` object; others are left alone. Known to hold for lightning 2.6.6.
     """
     io = getattr(strategy, "checkpoint_io", None)
     if type(io) is TorchCheckpointIO:
         load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
-        io.load_checkpoint = functools.partial(load, io, map_location="cpu")  # type: ignore[method-assign]
+
+        def load_checkpoint(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+            check_input(path)
+            return load(io, path, map_location="cpu", weights_only=weights_only)
+
+        io.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
 
 
 # -- the memory profiler -----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from typing_extensions import override
 
+from lightning_dilated._validation import check_input
 from lightning_dilated.checkpoint.manifest import (
     NOT_FINITE,
     commit,
@@ -335,6 +336,7 @@ def load_folder_with(
     Args:
         find: the folder of one checkpoint, checked, of a path that is a folder.
     """
+    check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)
     module = strategy.lightning_module
@@ -358,6 +360,7 @@ class FolderIO(CheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        check_input(path)
         if not Path(path).is_dir():
             read_to_host(self.inner)
             return self.inner.load_checkpoint(path, *args, **kwargs)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated._compat.lightning import dump_checkpoint
+from lightning_dilated._validation import check_input
 
 
 def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -111,7 +112,11 @@ def read_to_host(io: Any) -> None:
 
 
 def _read_safely(io: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """`TorchCheckpointIO.load_checkpoint` to the host; weights_only=False says that the file is trusted."""
+    """`TorchCheckpointIO.load_checkpoint` to the host; weights_only=False says that the file is trusted.
+
+    Raises: ValueError for a fifo or device, which would be waited for, and for an address of another store than `STORES`.
+    """
+    check_input(path)
     return TorchCheckpointIO.load_checkpoint(io, path, map_location="cpu", weights_only=weights_only is not False)
 
 

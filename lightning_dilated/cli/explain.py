@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from lightning_dilated._validation import text_of
 from lightning_dilated.models import DilatedModule, LongNetClassifier
 from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.models.transformer import rotary_hint, served_length
@@ -66,7 +67,7 @@ def sizes_of_recipe(path: Path) -> Sizes:
     Raises:
         ValueError: naming what the recipe lacks.
     """
-    config = yaml.safe_load(path.read_text())
+    config = yaml.safe_load(text_of(path))
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(
             f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lightning_dilated._validation import refuse_special
 from lightning_dilated.callbacks.intervals import FILE
 
 COLUMNS = ("metric", "mean", "std", "min", "max", "folds")
@@ -47,6 +48,7 @@ def metrics_file(path: Path) -> Path:
 
 def read_metrics(path: Path) -> dict[str, float]:
     """{metric: value}. Raises ValueError for a file that `test` did not write."""
+    refuse_special(path)
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     try:

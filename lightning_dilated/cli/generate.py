@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from lightning_dilated._compat.cpython import option_actions
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, text_of
 from lightning_dilated.cli.load_model import load_language_model, stored_tokenizer
 from lightning_dilated.cli.verify import RanksFailed, run_ranks
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
@@ -71,7 +71,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     options = p.parse_args(argv)
     config = options.config
     if config is not None:
-        values = yaml.safe_load(config.read_text())
+        values = yaml.safe_load(text_of(config))
         known = {a.dest: a for a in option_actions(p) if a.dest not in ("help", "config")}
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
+from lightning_dilated._validation import text_of
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
@@ -113,7 +114,7 @@ def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
 def _of_transformers(folder: Path) -> dict[str, Any] | None:
     """The config.json of a folder that transformers saved, else None."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(text_of(folder / "config.json"))
     except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) and "model_type" in config else None

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from lightning_dilated._validation import text_of
 from lightning_dilated.cli.explain import class_of, made_model, seq_len_of
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.memory.settings import MemorySettings
@@ -232,7 +233,7 @@ def settled(args: argparse.Namespace) -> Request:
 def _recipe(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    config = yaml.safe_load(path.read_text())
+    config = yaml.safe_load(text_of(path))
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise ValueError(f"--config {path} has no model with a class_path: give --dim, --depth and --heads instead.")
     return config

@@ -6,8 +6,11 @@ fsspec's caches on disk have no bound, and processes that share one do not see e
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
+import secrets
+import stat
 import time
 import warnings
 import zlib
@@ -35,8 +38,65 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-dilated"
 
 
-def private_folder(folder: Path) -> None:
-    """Make a folder and its parents, those that are missing for this user only. Raises: OSError, naming it."""
+def within(path: Path, root: Path) -> Path:
+    """`path`, which is inside of `root` or is it.
+
+    The folder `root` is the user's choice and may be reached through links. What is in it may be another user's.
+
+    Raises: OSError where the path, or a folder between, is a symbolic link, or is there and is neither a file nor a folder.
+    """
+    for step in (*reversed(path.parents), path):
+        if step != root and step.is_relative_to(root):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                mode = step.lstat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    kind = "a symbolic link" if stat.S_ISLNK(mode) else "neither a file nor a folder"
+                    raise OSError(
+                        errno.ELOOP,
+                        f"{kind} in a cache folder, which is not followed: remove it, or name another folder in "
+                        "data.cache_dir",
+                        str(step),
+                    )
+    return path
+
+
+def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
+    """The descriptor of a regular file in a cache folder. Raises: OSError, as `within`."""
+    # a link or fifo that appears after the check is neither followed nor waited for
+    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    handle = os.open(within(path, root), flags | extra, 0o600)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(
+            errno.EINVAL, "is no regular file: remove it, or name another folder in data.cache_dir", str(path)
+        )
+    return handle
+
+
+def read_bytes(path: Path, root: Path) -> bytes:
+    """The contents of a file in a cache folder. Raises: OSError, as `within`."""
+    with open(opened(path, root), "rb") as file:
+        return file.read()
+
+
+def write_part(path: Path, root: Path, data: bytes) -> Path:
+    """Write data next to where it belongs, under a name that nobody can foresee. Raises: OSError, as `within`."""
+    part = within(path.parent, root) / f"{path.name}.{secrets.token_hex(8)}.part"
+    with open(part, "xb") as file:  # which makes the file, and follows no link
+        file.write(data)
+    return part
+
+
+def private_folder(folder: Path, root: Path | None = None) -> None:
+    """Make a folder and its parents, those that are missing for this user only.
+
+    Args:
+        root: the cache folder that it is in, for `within`.
+
+    Raises: OSError, naming it.
+    """
+    if root is not None:
+        within(folder, root)
     for path in (*reversed(folder.parents), folder):
         try:
             path.mkdir(mode=0o700, exist_ok=True)
@@ -52,16 +112,20 @@ def private_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """One process or thread of this machine at a time; `file` is made, in a folder that may be made too."""
-    private_folder(file.parent)
+def locked(file: Path, root: Path | None = None) -> Iterator[None]:
+    """One process or thread of this machine at a time; `file` is made, in a folder that may be made too.
+
+    Args:
+        root: the cache folder that it is in; None: the file's folder.
+    """
+    root = root or file.parent
+    private_folder(file.parent, root)
     try:
         import fcntl
     except ImportError:  # Windows: files are written whole and replaced atomically
         yield
         return
-    # does not follow a link that someone put there, and truncates nothing
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    handle = opened(file, root, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -87,30 +151,35 @@ class BlockCache:
         """The block, or None. It counts as used now."""
         path = self._path(key)
         try:
-            stored = path.read_bytes()
+            stored = read_bytes(path, Path(self.folder))
         except OSError:
             return None
         data, checksum = stored[:-_CHECKSUM], stored[-_CHECKSUM:]
         if zlib.crc32(data).to_bytes(_CHECKSUM, "big") != checksum:
-            path.unlink(missing_ok=True)  # as after a power failure
+            with contextlib.suppress(OSError):
+                path.unlink()  # as after a power failure
             return None
         with contextlib.suppress(OSError):  # another process may just have removed it
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
         return data
 
     def has(self, key: str) -> bool:
-        return self.limit > 0 and self._path(key).exists()
+        path = self._path(key)
+        try:
+            return self.limit > 0 and within(path, Path(self.folder)).is_file()
+        except OSError:
+            return False
 
     def put(self, key: str, data: bytes) -> None:
         """Keep a block. Where the disk cannot take it, a warning says so once, and nothing is kept."""
         if len(data) + _CHECKSUM > self.limit:
             return
-        target = self._path(key)
-        private_folder(target.parent)
-        part = target.with_name(f"{target.name}.{os.getpid()}.{time.monotonic_ns()}.part")
+        target, root, part = self._path(key), Path(self.folder), None
+        private_folder(root)
         try:
-            part.write_bytes(data + zlib.crc32(data).to_bytes(_CHECKSUM, "big"))
-            with locked(Path(self.folder) / "lock"):
+            private_folder(target.parent, root)
+            part = write_part(target, root, data + zlib.crc32(data).to_bytes(_CHECKSUM, "big"))
+            with locked(root / "lock", root):
                 self._place(part, target)
         except OSError as error:
             warnings.warn(
@@ -119,7 +188,8 @@ class BlockCache:
                 stacklevel=2,
             )
         finally:
-            part.unlink(missing_ok=True)
+            if part is not None:
+                part.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def fetching(self, key: str) -> Iterator[None]:
@@ -128,7 +198,7 @@ class BlockCache:
             yield
             return
         number = int(hashlib.blake2b(key.encode(), digest_size=4).hexdigest(), 16) % _LOCKS
-        with locked(Path(self.folder) / "locks" / str(number)):
+        with locked(Path(self.folder) / "locks" / str(number), Path(self.folder)):
             yield
 
     def _path(self, key: str) -> Path:
@@ -136,26 +206,27 @@ class BlockCache:
 
     def _place(self, part: Path, target: Path) -> None:
         """Move a written block into its place, after others have left; called under the folder's lock."""
-        if target.exists():
+        if self.has(target.name):
             return
         counter, size = Path(self.folder) / "bytes", part.stat().st_size
         try:
-            total = int(counter.read_text())
+            total = int(read_bytes(counter, Path(self.folder)))
         except (OSError, ValueError):
             total = self._shrink(self.limit - size)
         if total + size > self.limit:
             total = self._shrink(min(int(self.limit * STAYS), self.limit - size))
         # counted before it is there: a process that ends in between leaves a count that is too high, never too low
-        counter.write_text(str(total + size))
+        os.replace(write_part(counter, Path(self.folder), str(total + size).encode()), counter)
         os.replace(part, target)
 
     def _shrink(self, most: int) -> int:
         """Remove the blocks that were not used for longest, down to `most` bytes; the bytes that are left."""
         files, now = [], time.time()
-        for folder in os.scandir(Path(self.folder) / "blocks"):
+        blocks = within(Path(self.folder) / "blocks", Path(self.folder))
+        for folder in (x for x in os.scandir(blocks) if x.is_dir(follow_symlinks=False)):
             for entry in os.scandir(folder.path):
                 with contextlib.suppress(FileNotFoundError):  # a part that its process has just moved or removed
-                    state = entry.stat()
+                    state = entry.stat(follow_symlinks=False)
                     if not entry.name.endswith(".part"):
                         files.append((state.st_mtime_ns, state.st_size, entry.path))
                     elif now - state.st_mtime > _ABANDONED:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_dilated._validation import refuse_special
 from lightning_dilated.data.remote import Opener, RemoteBytes, is_url, refuse_url
 
 HINT = "pass existing files, directories or globs in data.paths, or leave it out to read Python's standard library"
@@ -54,16 +55,6 @@ def file_suffixes(value: object, name: str) -> list[str] | None:
             f"{name} must hold at least one ending such as '.txt', or be null for all files; got {value!r}."
         )
     return [item if item.startswith(".") else f".{item}" for item in value]
-
-
-def refuse_special(path: str) -> None:
-    """Raise ValueError for a fifo, socket or device, whose reading may never end; a path that is not there passes."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):
-        return
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
 
 
 def collect_files(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from lightning_dilated._validation import real
+from lightning_dilated._validation import check_address, is_address, real, refuse_special, store_of
 from lightning_dilated.data.block_cache import BlockCache, cache_root
 
 #: bytes of a block, and blocks that one request fetches at most
@@ -36,7 +36,6 @@ WAIT = 1.0
 #: default limit of the cache, in GiB
 CACHE_GIB = 20.0
 
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 _MAGIC = re.compile(r"[*?\[]")
 #: what stores call the state of a file's content; and its time, where they have nothing better
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
@@ -63,7 +62,6 @@ _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "'lightning-dilated[s3]'"),
     **dict.fromkeys(("gs", "gcs"), "'lightning-dilated[gcs]'"),
     "hf": "'lightning-dilated[hub]'",
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
     **dict.fromkeys(("http", "https"), "aiohttp"),
 }
 _LOGIN = {
@@ -77,14 +75,7 @@ _LOGIN = {
 Result = TypeVar("Result")
 
 
-def is_url(path: object) -> bool:
-    """Whether a path names a scheme, as s3://bucket/key does."""
-    return isinstance(path, str) and "://" in path and _URL.match(path) is not None
-
-
-def scheme_of(url: str) -> str:
-    match = _URL.match(url)
-    return match[1].lower() if match else ""
+is_url, scheme_of = is_address, store_of
 
 
 def refuse_url(path: object, name: str) -> None:
@@ -190,6 +181,7 @@ class Opener:
         """The file, to be read from its beginning; of a URL only the blocks that are read are fetched."""
         if is_url(path):
             return io.BufferedReader(RemoteFile(self, path), 1 << 16)  # type: ignore[return-value]
+        refuse_special(path)
         return open(path, "rb")
 
     def bytes_of(self, url: str) -> RemoteBytes:
@@ -378,16 +370,10 @@ def explained(url: str, error: Exception) -> Exception:
 
 def _filesystem(url: str) -> tuple[Any, str]:
     """(file system, path there). fsspec keeps one for each process."""
-    from fsspec import available_protocols
     from fsspec.core import url_to_fs
 
-    scheme = scheme_of(url)
-    if scheme not in available_protocols():
-        raise ValueError(
-            f"{url}: fsspec knows no store called {scheme!r}; s3, gs, hf and https are some that it knows "
-            "(fsspec.available_protocols() lists all)"
-        )
-    if scheme == "memory" and get_worker_info() is not None:
+    check_address(url)
+    if scheme_of(url) == "memory" and get_worker_info() is not None:
         raise ValueError(f"{url} lies in the memory of another process than this loader's: set data.num_workers to 0")
     # listings are not kept: a state that is looked up is today's
     return url_to_fs(url, use_listings_cache=False)

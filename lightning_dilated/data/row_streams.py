@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dilated._validation import integer, one_of
-from lightning_dilated.data.block_cache import cache_root, private_folder
+from lightning_dilated.data.block_cache import cache_root, opened, private_folder
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.packing import next_tokens
 from lightning_dilated.data.readers import Readers, open_readers
@@ -207,8 +207,8 @@ class StreamedRows(Dataset):
 
     def _note(self, reader: int, number: int, position: Position) -> None:
         """Write where row `number` begins. Processes that read the same rows write the same."""
-        private_folder(self.folder)
-        handle = os.open(self._file(reader), os.O_WRONLY | os.O_CREAT, 0o600)
+        private_folder(self.folder, self.folder.parent)
+        handle = opened(self._file(reader), self.folder.parent, os.O_WRONLY | os.O_CREAT)
         try:
             os.pwrite(handle, np.array([1, *position], np.int64).tobytes(), number * 32)
         finally:
@@ -217,7 +217,8 @@ class StreamedRows(Dataset):
     def _noted(self, reader: int, number: int) -> tuple[int, Position]:
         """(row, where it begins) of the last note of a row up to `number`."""
         try:
-            notes = np.fromfile(self._file(reader), np.int64)
+            with open(opened(self._file(reader), self.folder.parent), "rb") as file:
+                notes = np.fromfile(file, np.int64)
         except FileNotFoundError:
             return 0, Position()
         notes = notes[: len(notes) // 4 * 4].reshape(-1, 4)[: number + 1]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lightning_dilated._validation import check_address
 from lightning_dilated.data.files import collect_files, path_list, paths_hint
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
@@ -24,6 +25,8 @@ SUFFIXES = [".jsonl", ".json", ".parquet"]
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 #: bytes that are looked at once for line breaks
 _BLOCK = 1 << 24
+#: most bytes of a line of JSON Lines
+LONGEST = 1 << 28
 Sources = str | list[str] | dict[str, Any]
 
 
@@ -79,6 +82,11 @@ def checked_sources(value: object, name: str) -> list[str] | dict[str, Any]:
             f"data.{name} as a mapping holds the arguments of datasets.load_dataset, and needs `path`, such as "
             f"{{path: HuggingFaceH4/ultrachat_200k, split: train_sft}}; got {dict(value)}"
         )
+    todo: list[Any] = [value]
+    while todo:
+        entry = todo.pop()
+        check_address(entry)
+        todo += entry.values() if isinstance(entry, Mapping) else entry if isinstance(entry, list | tuple) else ()
     return dict(value)
 
 
@@ -179,15 +187,21 @@ class JsonLines:
 
     def _read(self, number: int) -> bytes:
         with open(self.path, "rb") as file:
+            length = int(self._stops[number] - self._starts[number])
+            if length > LONGEST:
+                raise ValueError(
+                    f"{self.where(number)} has {length:,} bytes, above the limit of {LONGEST:,}: divide the row"
+                )
             file.seek(int(self._starts[number]))
-            return file.read(int(self._stops[number] - self._starts[number]))
+            return file.read(length)
 
     def where(self, number: int) -> str:
         return f"{self.path}, line {int(self._lines[number]):,}"
 
     def __getitem__(self, number: int) -> Any:
+        line = self._read(number)
         try:
-            return json.loads(self._read(number))
+            return json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.where(number)} is not JSON ({error}): each line must be one JSON object, as in "

@@ -38,7 +38,7 @@ from lightning_dilated._compat.lightning import (
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import check_input, integer
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
@@ -190,6 +190,7 @@ class DilatedModule(Pretrained, LearningRate):
         Raises:
             ValueError: naming file and class.
         """
+        check_input(checkpoint_path)
         stored = read_model(checkpoint_path, map_location, weights_only)
         where = checkpoint_path if hparams_file is None else hparams_file
         hparams = stored_hparams(stored) if hparams_file is None else read_hparams(Path(hparams_file))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_dilated._validation import real
+from lightning_dilated._validation import real, text_of
 
 #: names a file of links that is read instead of the cached one; "defaults" reads none
 VARIABLE = "LIGHTNING_DILATED_LINKS"
@@ -70,7 +70,7 @@ class Links:
             )
         remedy = f"`lightning-dilated bench links --output {path}` measures the links and writes them there."
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(text_of(path, "utf-8"))
         except OSError as error:
             raise type(error)(f"{path}: {error.strerror}. {remedy}") from None
         except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
@@ -85,7 +85,9 @@ class Links:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        part.unlink(missing_ok=True)
+        with part.open("x", encoding="utf-8") as file:  # which follows no link
+            file.write(json.dumps(asdict(self), indent=2) + "\n")
         part.replace(path)
 
     @classmethod

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_dilated._compat.lightning import writes_one_file
 from lightning_dilated._compat.torch import use_autograd_cache, uses_autograd_cache
+from lightning_dilated._validation import check_input
 from lightning_dilated.checkpoint.folder import META, checked, load_sharded, load_whole_states
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.reader import read_metadata
@@ -191,6 +192,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Lightning's for the weights; it would mix up the optimizer states of files of other strategies."""
+        check_input(path)
         optimizers, self.optimizers = self.optimizers, []
         try:
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)

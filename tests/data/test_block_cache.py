@@ -1,15 +1,24 @@
 """The folder of blocks stays below its limit, whatever processes write to it, and serves nothing that is damaged."""
 
+import gzip
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_dilated.data.block_cache import BlockCache, cache_root, locked
+from lightning_dilated.data.chat.store import encoded
+from lightning_dilated.data.genome.files import plain_file
+from lightning_dilated.data.row_streams import PackedReaders, Position, StreamedRows
+from lightning_dilated.sequence.links import Links
 
 
 def key(number: int) -> str:
@@ -95,7 +104,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("lightning_dilated.data.block_cache.write_part", full)
     with pytest.warns(
         UserWarning, match=r"cannot keep blocks .*No space left.* name another folder in data\.cache_dir"
     ):
@@ -159,3 +168,156 @@ def test_the_folder_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert cache_root() == tmp_path / "lightning-dilated"
     monkeypatch.setenv("LIGHTNING_DILATED_CACHE", "~/elsewhere")
     assert cache_root() == Path.home() / "elsewhere"
+
+
+class HeldChats:
+    """One conversation."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> Any:
+        return {"messages": [{"role": "user", "content": "a"}]}
+
+    def where(self, number: int) -> str:
+        return "row 0"
+
+    def hash_into(self, digest: Any) -> None:
+        digest.update(b"it")
+
+
+class HeldTokenizer:
+    """Three tokens, whatever the text."""
+
+    def digest(self) -> str:
+        return "it"
+
+    def tokens(self, conversation: Any, learn: str) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([1, 2, 3]), np.array([True, True, True])
+
+
+# -- what another user put into a shared folder ------------------------------------------------------------------------
+def victim(folder: Path) -> Path:
+    """A folder with a file, that a link in a cache leads to."""
+    (folder / "victim").mkdir(parents=True)
+    (folder / "victim" / "file").write_text("keep me")
+    return folder / "victim"
+
+
+def unharmed(folder: Path) -> bool:
+    return [x.name for x in folder.iterdir()] == ["file"] and (folder / "file").read_text() == "keep me"
+
+
+@pytest.mark.parametrize("name", ["bytes", "lock", f"blocks/{key(1)[:2]}/{key(1)}"])
+def test_a_link_to_a_file_is_not_written_through(tmp_path: Path, name: str) -> None:
+    target, cache = victim(tmp_path), BlockCache(str(tmp_path / "cache"), 10_000)
+    link = tmp_path / "cache" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target / "file")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        cache.put(key(1), b"x" * 100)
+    assert unharmed(target)
+    assert cache.get(key(1)) == b"x" * 100 or (name == "lock" and "lock" in str(seen[0].message))
+
+
+def test_a_link_to_a_block_is_not_read(tmp_path: Path) -> None:
+    cache, other = BlockCache(str(tmp_path / "cache"), 10_000), BlockCache(str(tmp_path / "other"), 10_000)
+    other.put(key(1), b"secret")
+    cache._path(key(1)).parent.mkdir(parents=True)
+    cache._path(key(1)).symlink_to(other._path(key(1)))
+    assert cache.get(key(1)) is None and not cache.has(key(1))
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks/01", "locks"])
+def test_a_link_to_a_folder_is_neither_written_nor_emptied(tmp_path: Path, name: str) -> None:
+    target, cache = victim(tmp_path), BlockCache(str(tmp_path / "cache"), 2500)
+    link = tmp_path / "cache" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target)
+    for number in range(1, 6):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with cache.fetching(key(number)):
+                    cache.put(key(number), bytes(1000))
+        except OSError as error:
+            assert "symbolic link" in str(error) and str(link) in str(error)
+    assert unharmed(target)
+
+
+@pytest.mark.parametrize("name", ["bytes", f"blocks/{key(1)[:2]}/{key(1)}"])
+def test_a_fifo_in_a_cache_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    cache, place = BlockCache(str(tmp_path), 10_000), tmp_path / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(place)
+    signal.alarm(20)
+    try:
+        assert cache.get(key(1)) is None
+        cache.put(key(1), b"x")
+        assert cache.get(key(1)) == b"x"
+    finally:
+        signal.alarm(0)
+
+
+def test_a_cache_folder_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "scratch")
+    cache = BlockCache(str(tmp_path / "cache"), 10_000)
+    cache.put(key(1), b"x")
+    assert cache.get(key(1)) == b"x"
+
+
+@pytest.mark.parametrize("kind", ["the folder", "about.json", "tokens", "bounds.npy", "the lock"])
+def test_a_store_of_conversations_is_not_reached_by_links(tmp_path: Path, kind: str) -> None:
+    target, cache = victim(tmp_path), tmp_path / "cache"
+    store = encoded(HeldChats(), HeldTokenizer(), "all", "messages", str(cache))
+    folder, names = store.folder, {"the folder": store.folder, "the lock": store.folder.with_suffix(".lock")}
+    place = names.get(kind, folder / kind)
+    outside = tmp_path / "outside"
+    place.rename(outside)
+    place.symlink_to(outside)
+    try:
+        again = encoded(HeldChats(), HeldTokenizer(), "all", "messages", str(cache))
+    except OSError as error:
+        assert "symbolic link" in str(error) and kind.startswith("the")
+    else:
+        assert (
+            again.read("tokens", 0, 3).tolist() == [1, 2, 3] and not place.is_symlink() and not kind.startswith("the")
+        )
+    assert unharmed(target) and outside.exists()
+
+
+@pytest.mark.parametrize("suffix", [".fa", ".fa.lock"])
+def test_an_unpacked_genome_is_not_reached_by_links(tmp_path: Path, suffix: str) -> None:
+    source, cache = tmp_path / "a.fa.gz", tmp_path / "cache"
+    source.write_bytes(gzip.compress(b">a\nACGT\n"))
+    plain = Path(plain_file(str(source), cache))
+    place = plain.with_name(plain.name.removesuffix(".fa") + suffix)
+    outside = tmp_path / "outside"
+    place.rename(outside)
+    place.symlink_to(outside)
+    plain.unlink(missing_ok=suffix != ".fa") if suffix != ".fa" else None
+    with pytest.raises(OSError, match="symbolic link"):
+        plain_file(str(source), cache)
+
+
+def test_notes_of_a_stream_are_not_written_through_links(tmp_path: Path) -> None:
+    target = victim(tmp_path)
+    rows = StreamedRows(PackedReaders(None, None, None, 8), 1, tmp_path / "cache" / "notes", "it")  # type: ignore[arg-type]
+    (tmp_path / "cache" / "notes").mkdir(parents=True)
+    rows._file(0).symlink_to(target / "file")
+    with pytest.raises(OSError, match="symbolic link"):
+        rows._note(0, 0, Position())
+    with pytest.raises(OSError, match="symbolic link"):
+        rows._noted(0, 0)
+    rows._file(0).unlink()
+    rows._note(0, 0, Position())
+    assert rows._noted(0, 0) == (0, Position()) and unharmed(target)
+
+
+def test_links_are_not_saved_through_links(tmp_path: Path) -> None:
+    target = victim(tmp_path)
+    (tmp_path / f"links.json.{os.getpid()}.part").symlink_to(target / "file")
+    Links().save(tmp_path / "links.json")
+    assert unharmed(target) and Links.load(tmp_path / "links.json").near == Links().near

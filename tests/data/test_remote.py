@@ -5,17 +5,31 @@ from __future__ import annotations
 import io
 import multiprocessing
 import pickle
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 
-from lightning_dilated.data import ByteStream
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.data import (
+    ByteDataModule,
+    ByteStream,
+    ChatDataModule,
+    GenomeDataModule,
+    SlideDataModule,
+    TokenDataModule,
+    read_variants,
+)
 from lightning_dilated.data.files import collect_files, files_digest
+from lightning_dilated.data.genome.regions import read_bed
 from lightning_dilated.data.remote import BLOCK, RUN, TRIES, Opener, is_url
+from lightning_dilated.data.slides.labels import Columns, read_rows
 
 from .stores import Fetched, upload
 
@@ -244,8 +258,81 @@ def test_a_package_that_is_missing(opener: Opener, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_store_that_is_unknown(opener: Opener) -> None:
-    with pytest.raises(ValueError, match=r"xyz://b/a\.bin: fsspec knows no store called 'xyz'; s3, gs"):
+    with pytest.raises(ValueError, match=r"xyz://b/a\.bin: files are not read from xyz://, but from file, local, s3"):
         opener.expand("xyz://b/a.bin", None, "hint")
+
+
+NO_FILES = [
+    "reference://x",
+    "REFERENCE://x",
+    "zip://a",
+    "simplecache://a",
+    "filecache://a",
+    "github://a:b@c/d",
+    "ssh://a/b",
+]
+NO_FILES += [
+    "ftp://a/b",
+    "dir://a",
+    "data://a",
+    "git://a",
+    "jupyter://a",
+    "abfs://a/b",
+    "generic://a",
+    "async_wrapper://a",
+]
+CHAINS = ["reference://x::file://{}", "zip://x::{}", "simplecache::file://{}", "file://{}::s3://b", "https://a::b"]
+ADDRESSES = [*NO_FILES, *CHAINS]
+
+
+def entries(address: str, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Every way in which an address may be passed, by name."""
+    cache, opener = str(folder / "cache"), Opener(str(folder / "cache"))
+    return {
+        "expand": lambda: opener.expand(address, None, "hint"),
+        "a glob": lambda: opener.expand(f"{address}/*", None, "hint"),
+        "look_up": lambda: opener.look_up([address]),
+        "size": lambda: opener.size(address),
+        "open": lambda: opener.open(address),
+        "read": lambda: opener.read(address, 0, 1),
+        "prefetch": lambda: opener.prefetch([address]),
+        "bytes": lambda: ByteDataModule(address, 8, cache_dir=cache).check(),
+        "tokens": lambda: TokenDataModule(address, 8, 256, cache_dir=cache).check(),
+        "slides": lambda: SlideDataModule(address, cache_dir=cache).check(),
+        "labels": lambda: read_rows(address, Columns(), opener),
+        "genomes": lambda: GenomeDataModule(address, cache_dir=cache).check(),
+        "bed": lambda: read_bed(address, [], opener),
+        "vcf": lambda: read_variants(address),
+        "a tokenizer": lambda: ChatDataModule("none.jsonl", seq_len=8, tokenizer=address),
+        "datasets": lambda: ChatDataModule({"path": "json", "data_files": {"train": [address]}}, "a.json", 8),
+        "a checkpoint": lambda: LongNetLM.load_from_checkpoint(address),
+        "a trusted one": lambda: LongNetLM.load_from_checkpoint(address, weights_only=False),
+    }
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_stores_that_interpret_files_are_refused_everywhere(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    address = address.format(tmp_path / "a.json")
+    for name in ("url_to_fs", "open", "get_fs_token_paths"):
+        monkeypatch.setattr(f"fsspec.core.{name}", lambda *args, **kwargs: pytest.fail("fsspec was asked"))
+    for name, use in entries(address, tmp_path).items():
+        with pytest.raises(ValueError, match=re.escape(address)) as error:
+            use()
+        assert name and any(x in str(error.value) for x in ("files are not read from", "chain", "only files of this"))
+
+
+@pytest.mark.parametrize("address", ["reference://x::file://{}", "zip://x", "simplecache::{}", "async_wrapper://x"])
+@pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
+def test_a_trainer_refuses_such_addresses(address: str, strategy: str, tmp_path: Path) -> None:
+    model = LongNetLM(DilatedPattern.longnet([8], [1]), dim=16, depth=1, num_heads=2)
+    (tmp_path / "a.txt").write_text("hello " * 99)
+    data = ByteDataModule(str(tmp_path / "a.txt"), 16, 1)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match=r"files are not read from|chain of addresses"):
+        trainer.validate(model, data, ckpt_path=address.format(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("gib", [-1, "20", float("nan")])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from lightning_dilated import SequenceSpec
 from lightning_dilated.data import ChatStreamDataModule, TextStreamDataModule
 from lightning_dilated.data.module import SendableCollate
 from lightning_dilated.data.row_streams import Document, PackedReaders, Position, filled, packed
+from lightning_dilated.data.rows import open_rows
 from lightning_dilated.data.text.tokens import collate_documents
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
@@ -309,3 +311,12 @@ def test_readers_never_wait_for_documents_that_are_not_there():
     with pytest.raises(ValueError, match="reader 0 of 1 has no document"):
         next(PackedReaders(Empty(), lambda *x: None, filled, 4).rows(0))
     assert json.dumps(Position()) == "[0, 0, 0]"
+
+
+def test_a_line_of_json_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dilated.data.rows.LONGEST", 1000)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + '{"a": "' + "x" * 1000 + '"}\n')
+    rows = open_rows([str(tmp_path / "a.jsonl")], "paths")
+    assert rows[0] == {"a": 1}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2 has 1,010 bytes, above the limit of 1,000: divide the row"):
+        rows[1]

@@ -1,13 +1,15 @@
 """The labels csv: splits by column or by fractions, labels as classes or numbers, and what has no partner."""
 
 import csv
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule
-from lightning_dilated.data.slides.labels import Row, class_numbers
+from lightning_dilated.data.remote import Opener
+from lightning_dilated.data.slides.labels import LONGEST, Columns, Row, class_numbers, read_rows
 
 from .test_slides import grid, module, stored, table, write
 
@@ -147,3 +149,31 @@ def test_a_class_named_twice_is_refused():
     rows = [Row(2, "s", "0", None, None), Row(3, "t", "1", None, None)]
     with pytest.raises(ValueError, match=r"data\.classes names '1' more than once"):
         class_numbers("x.csv", rows, ["0", "1", "1"])
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_line_has_a_bound(tmp_path, remote):
+    path = tmp_path / "labels.csv"
+    path.write_text("slide_id,label\na,0\n" + "," * LONGEST + "\n")
+    address = f"file://{path}" if remote else str(path)
+    with pytest.raises(ValueError, match=rf"labels\.csv, line 3 has more than {LONGEST:,} characters"):
+        read_rows(address, Columns(), Opener(str(tmp_path / "cache")))
+
+
+def test_a_header_of_many_columns_is_read_at_once(tmp_path):
+    path = tmp_path / "labels.csv"
+    header = ["slide_id", "label", *(f"c{i}" for i in range(200_000))]
+    path.write_text("\n".join(",".join(x) for x in (header, ["a", "0", *["x"] * 200_000])))
+    begin = time.perf_counter()
+    assert len(read_rows(str(path), Columns())) == 1
+    path.write_text(",".join([*header, "label"]) + "\n")
+    with pytest.raises(ValueError, match="more than one column 'label'"):
+        read_rows(str(path), Columns())
+    path.write_text(",".join(header) + "\n")
+    with pytest.raises(ValueError, match=r"has no column 'other'; its columns are .* and 199,962 more"):
+        read_rows(str(path), Columns(label="other"))
+    assert time.perf_counter() - begin < 10  # a count for each name took 10 minutes
+    rows = [Row(i, str(i), f"c{i}", None, None) for i in range(50_000)]
+    begin = time.perf_counter()
+    assert class_numbers("it", rows, [x.label for x in rows])[1] == list(range(50_000))
+    assert time.perf_counter() - begin < 10

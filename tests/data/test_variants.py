@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.data import Genome, allele_windows, decode_bases, encode_bases, read_variants
+from lightning_dilated.data import Genome, Variant, allele_windows, decode_bases, encode_bases, read_variants
+from lightning_dilated.data.genome.regions import read_bed
 from lightning_dilated.data.genome.variants import check_references
 
 from ..examples import examples
@@ -156,3 +157,100 @@ def test_an_end_of_the_record(tmp_path: Path) -> None:
     deletion = allele_windows(genome, 0, 50, bases[50:60], bases[50], 20)  # nothing is behind it
     assert deletion is not None
     assert decode_bases(deletion.reference) == bases[40:] and decode_bases(deletion.alternative) == bases[31:51]
+
+
+# -- files that the format allows, and files without bounds -------------------------------------------------------------
+HEAD = b"##fileformat=VCFv4.3\n#CHROM\tPOS\tID\tREF\tALT\tQUAL\tFILTER\tINFO\n"
+
+
+def row(position: int, ref: str, alt: str = "G", info: bytes = b".") -> bytes:
+    return f"a\t{position}\t.\t{ref}\t{alt}\t.\t.\t".encode() + info + b"\n"
+
+
+def lenient(folder: Path, content: bytes, bases: str = "ACGTRACGTA") -> list[Variant]:
+    """The variants of a VCF file, checked against a record `a`."""
+    (folder / "ref.fa").write_text(f">a\n{bases}\n")
+    (folder / "v.vcf").write_bytes(content)
+    variants = read_variants(folder / "v.vcf")
+    check_references(variants, Genome([str(folder / "ref.fa")], str(folder / "cache")), folder / "v.vcf")
+    return variants
+
+
+@pytest.mark.parametrize(("letter", "base"), zip("RYSWKMBDHVN", "ACCAGACAAAN", strict=True))
+def test_a_reference_letter_of_several_bases_is_reduced(tmp_path: Path, letter: str, base: str) -> None:
+    for fasta in (letter, letter.lower()):
+        for ref in {base, letter, base.lower()}:
+            assert len(lenient(tmp_path, HEAD + row(3, f"G{ref}C"), f"ACG{fasta}CGT")) == 1
+    wrong = next(x for x in "TGCA" if x != base)
+    with pytest.raises(ValueError, match=r"line 3: REF is .* and .* there"):
+        lenient(tmp_path, HEAD + row(3, f"G{wrong}C"), f"ACG{letter}CGT")
+
+
+@pytest.mark.parametrize("position", [0, 11])
+@pytest.mark.parametrize("alt", ["<DEL>", ".[b:5[", "]b:5].", "*", ".", "A"])
+def test_positions_of_telomeres(tmp_path: Path, position: int, alt: str) -> None:
+    variants = lenient(tmp_path, HEAD + row(1, "A") + row(position, "N", alt))
+    assert [x.start for x in variants] == [0, position - 1]
+    genome = Genome([str(tmp_path / "ref.fa")], str(tmp_path / "cache"))
+    assert allele_windows(genome, 0, position - 1, "N", "A", 4) is None
+    for other in (12, 13):
+        with pytest.raises(ValueError, match="the record has the bases 1 to 10"):
+            lenient(tmp_path, HEAD + row(other, "N", alt))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_marks_and_line_ends(tmp_path: Path, packed: bool, end: bytes, mark: bytes) -> None:
+    pack = gzip.compress if packed else bytes
+    lines = mark + (HEAD + row(1, "A") + row(5, "R")).replace(b"\n", end)
+    assert [x.start for x in lenient(tmp_path, pack(lines))] == [0, 4]
+    fasta = mark + b">a\nACGTRACG\nTA\n>b x\nAC\n".replace(b"\n", end)
+    (tmp_path / "in.fa").write_bytes(pack(fasta))
+    genome = Genome([str(tmp_path / "in.fa")], str(tmp_path / "cache"))
+    assert [(x.name, x.length) for x in genome.records] == [("a", 10), ("b", 2)]
+    assert decode_bases(genome.read(0, 0, 10).astype(np.int64)) == "ACGTNACGTA"
+    (tmp_path / "in.bed").write_bytes(pack(mark + b"a\t1\t5\tx\t0\t+\nb 0 2\n".replace(b"\n", end)))
+    assert [x[:4] for x in read_bed(tmp_path / "in.bed", genome.records)] == [(0, 1, 5, 1), (1, 0, 2, 0)]
+
+
+def test_a_line_end_between_two_blocks(tmp_path: Path) -> None:
+    line = b"A" * 61
+    for first in (b">abc", b">abcd", b">abcde"):
+        plain = first + b"\r\n" + (line + b"\r\n") * 20_000
+        (tmp_path / "in.fa").write_bytes(b"\xef\xbb\xbf" + plain)
+        genome = Genome([str(tmp_path / "in.fa")], str(tmp_path / "cache"))
+        assert genome.records[0].length == 61 * 20_000
+
+
+def test_text_that_is_not_read_may_be_of_another_encoding(tmp_path: Path) -> None:
+    content = b"##contact=Ren\xe9\n" + HEAD + row(1, "A", info=b"NOTE=caf\xe9")
+    assert len(lenient(tmp_path, content)) == 1
+    with pytest.raises(ValueError, match=r"line 3 is not UTF-8\): name a VCF file"):
+        lenient(tmp_path, HEAD + row(1, "A").replace(b"\t.\tA", b"\tcaf\xe9\tA"))
+    genome = Genome([str(tmp_path / "ref.fa")], str(tmp_path / "cache"))
+    (tmp_path / "in.bed").write_bytes(b"# caf\xe9\na\t1\t5\tx\t0\t+\t1\t5\tcaf\xe9\n")
+    assert len(read_bed(tmp_path / "in.bed", genome.records)) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("begin", [b"##x=", b"a\t1\t.\tA\tG\t.\t.\t", b"a\t1\t.\tA", b"\n\n"])
+def test_a_line_has_a_bound(tmp_path: Path, packed: bool, begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dilated.data.genome.files.LONGEST", 1000)
+    path = tmp_path / "in.vcf"
+    path.write_bytes((gzip.compress if packed else bytes)(begin + b"A" * 1001))
+    number = 3 if begin == b"\n\n" else 1
+    with pytest.raises(ValueError, match=rf"in\.vcf, line {number} has more than 1,000 characters.* VCF"):
+        read_variants(path)
+    with pytest.raises(ValueError, match=rf"in\.vcf, line {number} has more than 1,000 characters.* BED"):
+        read_bed(path, [])
+
+
+def test_fields_of_a_packed_file_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dilated.data.genome.files.SMALL", 1000)
+    (tmp_path / "in.vcf.gz").write_bytes(gzip.compress(row(1, "A") * 100_000))
+    with pytest.raises(ValueError, match=r"in\.vcf\.gz unpacks to more than 100 times its size"):
+        read_variants(tmp_path / "in.vcf.gz")
+    samples = b"0|0\t" * 1000  # columns that are not read do not count
+    (tmp_path / "in.vcf.gz").write_bytes(gzip.compress(b"".join(row(i + 1, "A", info=samples) for i in range(200))))
+    assert len(read_variants(tmp_path / "in.vcf.gz")) == 200

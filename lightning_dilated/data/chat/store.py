@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.block_cache import cache_root, locked, private_folder
+from lightning_dilated.data.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
 from lightning_dilated.data.chat.messages import conversation
 from lightning_dilated.data.chat.template import ChatTokenizer
 from lightning_dilated.data.files import MARK
@@ -43,11 +43,16 @@ class TokenStore:
         digest: of all tokens and marks.
     """
 
+    bounds: np.ndarray
+    first: np.ndarray
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        about = json.loads((folder / "about.json").read_text())
+        about = json.loads(read_bytes(folder / "about.json", folder.parent))
         self.digest, self.learned = str(about["digest"]), int(about["learned"])
-        self.bounds, self.first = np.load(folder / "bounds.npy"), np.load(folder / "first.npy")
+        for name in ("bounds", "first"):
+            with open(opened(folder / f"{name}.npy", folder.parent), "rb") as file:
+                setattr(self, name, np.load(file))
         self._maps: dict[str, np.ndarray] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,9 +64,8 @@ class TokenStore:
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """`tokens` or `learn` of [start, stop)."""
         if name not in self._maps:
-            self._maps[name] = np.memmap(
-                self.folder / name, dtype=_ARRAYS[name], mode="r", shape=(int(self.bounds[-1]),)
-            )
+            with open(opened(self.folder / name, self.folder.parent), "rb") as file:
+                self._maps[name] = np.memmap(file, dtype=_ARRAYS[name], mode="r", shape=(int(self.bounds[-1]),))
         return self._maps[name][start:stop]
 
 
@@ -77,8 +81,8 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
     """
     root = cache_root() / "chat" if cache_dir is None else Path(cache_dir).expanduser()
     private_folder(root)
-    folder = root / _key(rows, tokenizer, learn, column)
-    with locked(folder.with_suffix(".lock")):
+    folder = within(root / _key(rows, tokenizer, learn, column), root)
+    with locked(folder.with_suffix(".lock"), root):
         if not _whole(folder):
             shutil.rmtree(folder, ignore_errors=True)
             rank_zero_info(f"data: encoding {len(rows):,} conversations, once on this machine, into {folder}")
@@ -101,8 +105,8 @@ def _key(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> str:
 def _whole(folder: Path) -> bool:
     """Whether a store is there with all of its bytes."""
     try:
-        about = json.loads((folder / "about.json").read_text())
-        return all((folder / name).stat().st_size == size for name, size in about["sizes"].items())
+        about = json.loads(read_bytes(folder / "about.json", folder.parent))
+        return all(within(folder / name, folder.parent).stat().st_size == size for name, size in about["sizes"].items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

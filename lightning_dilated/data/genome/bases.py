@@ -73,6 +73,18 @@ def decode_bases(tokens: Any) -> str:
     return "".join(LETTERS[code] for code in codes.tolist())
 
 
+#: the first base in the alphabet of those that an IUPAC letter stands for
+_FIRST = str.maketrans("RYSWKMBDHVU", "ACCAGACAAAT")
+
+
+def reduced(sequence: str) -> str:
+    """Letters in upper case, IUPAC letters of several bases as the first of these in the alphabet, as in a VCF file's REF.
+
+    N stays N, and U is T.
+    """
+    return sequence.upper().translate(_FIRST)
+
+
 def reverse_complement(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
     """The same bases read from the other strand: tokens (..., N) backwards, A for T and C for G; other tokens are kept.
 

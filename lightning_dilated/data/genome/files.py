@@ -5,6 +5,7 @@ A record's bases are codes, see `bases`.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -15,20 +16,24 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated.data.block_cache import cache_root, locked, private_folder
-from lightning_dilated.data.files import ByteStream, refuse_special
+from lightning_dilated._validation import refuse_special
+from lightning_dilated.data.block_cache import cache_root, locked, private_folder, within
+from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.genome.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.data.remote import Opener, is_url
 
 #: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
 SMALL = 1 << 24
+#: most characters of a line of a VCF or BED file
+LONGEST = 1 << 26
 
 
 def default_cache() -> Path:
@@ -37,9 +42,10 @@ def default_cache() -> Path:
 
 
 def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
-    """The file itself, or where its content lies decompressed in `cache`, once for each path, size and time of change.
+    """The file itself, or where its content lies in `cache`, once for each path, size and time of change.
 
-    Of a URL, what its store says about the content stands in the place of the time.
+    It is written there of a compressed file, and of one with a byte order mark or with lines that end in CR alone, which
+    could not be read by range; there lines end in LF. Of a URL, what its store says about the content replaces the time.
 
     Raises: ValueError for an empty file, one that gzip cannot read to its end, or one that unpacks to more than MOST_PACKED
         times its size (above SMALL bytes).
@@ -48,54 +54,111 @@ def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
     if opener.size(path) == 0:
         raise ValueError(f"{path} is empty: fetch it again or leave it out of data.paths")
     with opener.open(path) as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    if not packed:
+        first = file.read(1 << 16)
+    packed = first[:2] == b"\x1f\x8b"
+    if not packed and not _is_unclean(first):
         if path.endswith((".gz", ".bgz", ".bz2", ".zip")):
             raise ValueError(
                 f"{path} is not compressed by gzip, though its name ends so: rename it, or compress it by gzip"
             )
         return path
     target = _cached(path, cache, ".fa", opener)
-    if target.exists():
+    if within(target, cache).exists():
         return str(target)
-    with locked(Path(f"{target}.lock")):
-        if not target.exists():  # another process may have made it meanwhile
-            _decompress(path, target, opener)
-            rank_zero_info(f"{path} was decompressed to {target}")
+    with locked(Path(f"{target}.lock"), cache):
+        if not within(target, cache).exists():  # another process may have made it meanwhile
+            _decompress(path, target, opener, packed)
+            rank_zero_info(f"{path} was {'decompressed to' if packed else 'copied, with line ends of LF, to'} {target}")
     return str(target)
 
 
-@contextlib.contextmanager
-def text_lines(path: str | Path, what: str, opener: Opener | None = None) -> Iterator[Iterator[str]]:
-    """The lines of a text file (or URL) without their ends, plain or compressed by gzip.
+def _is_unclean(first: bytes) -> bool:
+    """Whether a file that begins so has a byte order mark, or lines that end in CR alone."""
+    return first.startswith(codecs.BOM_UTF8) or b"\r" in first[:-1].replace(b"\r\n", b"")
+
+
+def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same text without a byte order mark, and with line ends of LF."""
+    begin, left = codecs.BOM_UTF8, b""
+    for block in blocks:
+        block = left + block.removeprefix(begin)
+        left, begin = (b"\r" if block.endswith(b"\r") else b""), b""  # the next block may begin with its LF
+        yield block.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    yield left.replace(b"\r", b"\n")
+
+
+def table_rows(
+    path: str | Path, what: str, columns: int, opener: Opener | None = None, blanks: bool = False
+) -> Iterator[tuple[int, list[str]]]:
+    """(line, counted from 1, its first `columns` fields) of a text file (or URL), plain or compressed by gzip.
+
+    A byte order mark, empty lines and lines that begin with # are left out. Lines end in LF, CR or both.
+
+    Args:
+        what: the file is, for errors.
+        blanks: whether blanks divide the fields of a line without a tab, where only tabs do otherwise.
 
     Raises:
-        FileNotFoundError, ValueError: for a file that is not there, cannot be decompressed, or is not text.
+        FileNotFoundError, ValueError: for a file that is not there or cannot be decompressed; for a line of more than
+            `LONGEST` characters, or with a field that is not UTF-8, naming it; for fields of more than MOST_PACKED times
+            the size of a packed file (above SMALL characters).
     """
     refuse_special(str(path))
-    opener = opener or Opener()
+    opener, number, fields = opener or Opener(), 0, 0
+    limit = max(SMALL, MOST_PACKED * opener.size(str(path)))
     with opener.open(str(path)) as file:
         packed = file.read(2) == b"\x1f\x8b"
-    with contextlib.ExitStack() as stack:
-        raw: Any = stack.enter_context(opener.open(str(path)))
-        unpacked = stack.enter_context(gzip.open(raw, "rb")) if packed else raw
-        file_of_text = stack.enter_context(io.TextIOWrapper(unpacked, encoding="utf-8"))
-        try:
-            yield (line.rstrip("\r\n") for line in file_of_text)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} cannot be decompressed ({error}): it was cut off or damaged.") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not text: name {what}, plain or compressed by gzip.") from None
+    try:
+        # bytes that are not UTF-8 do not matter where they are not read
+        with (
+            opener.open(str(path)) as raw,
+            gzip.open(raw, "rb") if packed else raw as unpacked,
+            io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="surrogateescape") as lines,
+        ):
+            while line := lines.readline(LONGEST + 1):
+                number += 1
+                if len(line) > LONGEST:
+                    raise ValueError(
+                        f"{path}, line {number:,} has more than {LONGEST:,} characters, which no line of {what} has: is it "
+                        "the right file?"
+                    )
+                row = _fields(line.rstrip("\n"), columns, blanks)
+                if row and not line.startswith("#"):
+                    fields += sum(map(len, row))
+                    if fields > limit:
+                        raise ValueError(
+                            f"{path} unpacks to more than {MOST_PACKED} times its size: is it the right file? If so, unpack "
+                            "it yourself, as by `gunzip -k`, and name the plain file"
+                        )
+                    "".join(row).encode()
+                    yield number, row
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be decompressed ({error}): it was cut off or damaged.") from None
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{path} is not text (line {number:,} is not UTF-8): name {what}, plain or compressed by gzip."
+        ) from None
 
 
-def _decompress(path: str, target: Path, opener: Opener) -> None:
+def _fields(line: str, columns: int, blanks: bool) -> list[str]:
+    """The first fields of a line; none of an empty one."""
+    if not line.strip():
+        return []
+    return (line.split(None, columns) if blanks and "\t" not in line else line.split("\t", columns))[:columns]
+
+
+def _decompress(path: str, target: Path, opener: Opener, packed: bool = True) -> None:
     size = opener.size(path)
     limit = max(SMALL, MOST_PACKED * size)
     done = 0
     with _part_of(target) as part:
         try:
-            with opener.open(path) as raw, gzip.open(raw, "rb") as source, open(part, "wb") as out:
-                while block := source.read(1 << 20):
+            with (
+                opener.open(path) as raw,
+                gzip.open(raw, "rb") if packed else raw as source,
+                open(part, "wb") as out,
+            ):
+                for block in _clean(iter(partial(source.read, 1 << 20), b"")):
                     done += len(block)
                     if done > limit:
                         raise ValueError(
@@ -178,7 +241,7 @@ def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
     if fresh and not neighbour.is_file():
         raise stale(source, f"{neighbour} is no file")
     target = neighbour if fresh or os.access(neighbour.parent, os.W_OK) else _cached(path, cache, ".fai", opener)
-    if fresh or (target != neighbour and target.exists()):
+    if fresh or (target != neighbour and within(target, cache).exists()):
         return target
     if target != neighbour:
         private_folder(target.parent)
@@ -191,8 +254,8 @@ def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
     neighbour = f"{path}.fai"
     there = opener.exists(neighbour)
     target = _cached(path, cache, ".fai", opener, opener.state(neighbour) if there else None)
-    with locked(Path(f"{target}.lock")):
-        if target.exists():
+    with locked(Path(f"{target}.lock"), cache):
+        if within(target, cache).exists():
             return target
         if not there:
             _write_index(path, path, target, opener)
@@ -332,16 +395,20 @@ class Genome:
             IndexError: outside the record.
             ValueError: if the file changed since it was indexed.
         """
+        return np.minimum(CODES[self.letters(number, start, stop)], N_CODE)
+
+    def letters(self, number: int, start: int, stop: int) -> np.ndarray:
+        """As `read`, but the characters of the file: (stop - start,) uint8."""
         record = self.records[number]
         if not 0 <= start <= stop <= record.length:
             raise IndexError(f"bases [{start}, {stop}) lie outside {record.name}, which has {record.length}")
         if start == stop:
             return np.empty(0, dtype=np.uint8)
         raw = self.stream.read(record.byte(start), record.byte(stop - 1) + 1)
-        codes = CODES[raw[_is_base(record, start, len(raw))]]
-        if len(codes) != stop - start or codes.max(initial=0) == ILLEGAL:
+        letters = raw[_is_base(record, start, len(raw))]
+        if len(letters) != stop - start or CODES[letters].max(initial=0) == ILLEGAL:
             raise ValueError(f"{record.file} changed since it was indexed: keep the data unchanged while it is in use")
-        return np.minimum(codes, N_CODE)
+        return letters
 
     def fingerprint(self) -> str:
         """A digest of the names and bases of all records."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_dilated.data.genome.files import Record, text_lines
+from lightning_dilated.data.genome.files import Record, table_rows
 from lightning_dilated.data.remote import Opener
 
 
@@ -42,11 +42,9 @@ def read_bed(path: str | Path, records: Sequence[Record], opener: Opener | None 
     for number, record in enumerate(records):
         numbers.setdefault(record.name, []).append(number)
     regions = []
-    with text_lines(path, "a BED file", opener) as lines:
-        for number, line in enumerate(lines, 1):
-            fields = line.split("\t") if "\t" in line else line.split()
-            if any(fields) and not line.startswith("#") and fields[0] not in ("track", "browser"):
-                regions.append(_region(f"{path}, line {number}", fields, numbers, records))
+    for number, fields in table_rows(path, "a BED file", 6, opener, blanks=True):
+        if fields[0].partition(" ")[0] not in ("track", "browser"):
+            regions.append(_region(f"{path}, line {number}", fields, numbers, records))
     if not regions:
         raise ValueError(f"{path} holds no region: a BED file has a line for each, record, start and stop.")
     return regions

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer
-from lightning_dilated.data.genome.bases import CODES, ILLEGAL, decode_bases, encode_bases
-from lightning_dilated.data.genome.files import Genome, text_lines
+from lightning_dilated.data.genome.bases import CODES, ILLEGAL, decode_bases, encode_bases, reduced
+from lightning_dilated.data.genome.files import Genome, table_rows
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,19 @@ def read_variants(path: str | Path) -> list[Variant]:
         FileNotFoundError, ValueError: for a file that cannot be read, or a line that is not a variant, naming the line.
     """
     variants: list[Variant] = []
-    with text_lines(path, "a VCF file") as lines:
-        for number, line in enumerate(lines, 1):
-            if line and not line.startswith("#"):
-                variants += _alleles(f"{path}, line {number}", number, line)
+    for number, fields in table_rows(path, "a VCF file", 5):
+        variants += _alleles(f"{path}, line {number}", number, fields)
     if not variants:
         raise ValueError(f"{path} holds no variant: a VCF file has a line for each, behind its header (lines with #).")
     return variants
 
 
-def _alleles(where: str, number: int, line: str) -> list[Variant]:
-    fields = line.split("\t")
+def _alleles(where: str, number: int, fields: list[str]) -> list[Variant]:
     if len(fields) < 5:
         raise ValueError(
             f"{where} has {len(fields)} columns, and a variant has at least 5, divided by tabs: CHROM POS ID REF ALT."
         )
-    record, position, name, ref, alternatives = fields[:5]
+    record, position, name, ref, alternatives = fields
     if not position.isascii() or not position.isdigit():
         raise ValueError(f"{where}: POS is {position!r}, and it is a number, counted from 1.")
     if not ref or _wrong(ref):
@@ -76,6 +73,8 @@ def _alleles(where: str, number: int, line: str) -> list[Variant]:
     out = []
     for alt in alternatives.split(","):
         note = _note(alt)
+        if not note and int(position) == 0:
+            note = "before the first base"
         if not note and (not alt or _wrong(alt)):
             raise ValueError(f"{where}: ALT holds {alt!r}, which is neither bases (A C G T N), a symbol, nor missing.")
         out.append(Variant(number, record, int(position) - 1, name, ref, alt, note))
@@ -132,10 +131,14 @@ def _mismatch(variant: Variant, genome: Genome, numbers: dict[str, int]) -> str:
         return f"CHROM is {variant.record!r}, and {{fasta}} has no such record. It has: {shown}."
     length, stop = genome.records[number].length, variant.start + len(variant.ref)
     place = f"{variant.record}:{variant.start + 1}"
+    if variant.start in (-1, length) and variant.ref in ("N", "n"):
+        return ""  # before the first base, or behind the last: a telomere, of which a genome has no bases
     if variant.start < 0 or stop > length:
         return f"REF is {variant.ref!r} at {place}, and the record has the bases 1 to {length} in {{fasta}}."
-    there = decode_bases(genome.read(number, variant.start, stop).astype(np.int64))
-    if there != decode_bases(encode_bases(variant.ref)):
+    letters = genome.letters(number, variant.start, stop).tobytes().decode()
+    there = decode_bases(encode_bases(letters))
+    # the format has an A for R: of the bases that a letter stands for, the first in the alphabet
+    if decode_bases(encode_bases(variant.ref)) not in (there, reduced(letters)):
         return f"REF is {variant.ref!r} at {place}, and {{fasta}} has {there!r} there."
     return ""
 
@@ -180,6 +183,8 @@ def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, 
     shared = _common(ref.upper(), alt.upper())
     ref, alt, start = ref[shared:], alt[shared:], start + shared
     stop, (shorter, longer) = start + len(ref), sorted((len(ref), len(alt)))
+    if start < 0 or stop > size:  # at a telomere
+        return None
     length = min(length, size + min(0, len(alt) - len(ref)))
     more = longer - shorter  # bases behind the shorter allele
     at_left = size - stop >= more

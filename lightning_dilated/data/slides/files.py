@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dilated.data.files import refuse_special, spread
+from lightning_dilated._validation import refuse_special
+from lightning_dilated.data.files import spread
 from lightning_dilated.data.remote import Opener, RemoteFile, is_url
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ def opened_h5(path: str, opener: Opener | None = None) -> Iterator[Any]:
         with _h5_of_url(h5py, path, opener or Opener()) as file:
             yield file
         return
+    refuse_special(path)
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -524,6 +526,7 @@ def _pt(path: str, features: str, opener: Opener) -> Iterator[dict[str, Any]]:
 
     A URL is read whole.
     """
+    refuse_special(path)
     try:
         try:
             if is_url(path):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_dilated._validation import one_of
+from lightning_dilated._validation import one_of, refuse_special
 from lightning_dilated.data.remote import refuse_url
 from lightning_dilated.data.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.data.slides.files import H5, SlideReader, import_h5py
@@ -113,6 +113,7 @@ def _shares(values: np.ndarray, scale: str) -> np.ndarray:
 def _open_thumbnail(path: str | os.PathLike[str]) -> Any:
     from PIL import Image, UnidentifiedImageError
 
+    refuse_special(path)
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")

@@ -8,15 +8,18 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
-from lightning_dilated._validation import one_of
-from lightning_dilated.data.files import refuse_special
+from lightning_dilated._validation import one_of, refuse_special
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.remote import Opener, is_url
 from lightning_dilated.data.slides.files import slide_name
+
+#: most characters of a line
+LONGEST = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list
         return _rows_of_url(path, columns, opener or Opener())
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            return _rows(path, csv.reader(file, strict=True), columns)
+            return _rows(path, csv.reader(_lines(path, file), strict=True), columns)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise FileNotFoundError(f"data.labels_csv {path} is not a file: pass the path of a csv file") from error
     except PermissionError as error:
@@ -83,11 +86,20 @@ def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list
 def _rows_of_url(path: str, columns: Columns, opener: Opener) -> list[Row]:
     try:
         with io.TextIOWrapper(opener.open(path), encoding="utf-8-sig", newline="") as file:
-            return _rows(path, csv.reader(file, strict=True), columns)
+            return _rows(path, csv.reader(_lines(path, file), strict=True), columns)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"data.labels_csv: {error}") from error
     except UnicodeDecodeError as error:
         raise _no_text(path, error) from error
+
+
+def _lines(path: str, file: TextIO) -> Iterator[str]:
+    number = 0
+    while line := file.readline(LONGEST + 1):
+        number += 1
+        if len(line) > LONGEST:
+            raise ValueError(f"{path}, line {number:,} has more than {LONGEST:,} characters: is it the right file?")
+        yield line
 
 
 def _no_text(path: str, error: UnicodeDecodeError) -> ValueError:
@@ -121,31 +133,37 @@ def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
 
 
 def _header(path: str, names: list[str], columns: Columns) -> dict[str, int]:
-    repeated = sorted({name for name in names if names.count(name) > 1 and name})
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1 and name)
     if repeated:
         raise ValueError(f"{path} has more than one column {repeated[0]!r}: rename all but one")
     options = {**columns.named, "split_column": None if columns.split == "auto" else columns.split}
     for option, name in options.items():
         if name is not None and name not in names:
             raise ValueError(
-                f"{path} has no column {name!r}; its columns are {', '.join(map(repr, names))}: set data.{option}, and "
+                f"{path} has no column {name!r}; its columns are {_shown(names)}: set data.{option}, and "
                 "separate columns by commas"
             )
     return {name: i for i, name in enumerate(names)}
 
 
+def _shown(values: list[str], most: int = 40) -> str:
+    return ", ".join(map(repr, values[:most])) + (f" and {len(values) - most:,} more" if len(values) > most else "")
+
+
 def _row(where: str, line: int, values: list[str], header: dict[str, int], columns: Columns) -> Row:
     if len(values) != len(header):
         raise ValueError(
-            f"{where} has {len(values)} values, but there are {len(header)} columns: {values}. Put values that hold a comma "
-            "into quotes"
+            f"{where} has {len(values)} values, but there are {len(header)} columns: {_shown(values)}. Put values that hold "
+            "a comma into quotes"
         )
     column = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
     value_of = lambda name: None if name is None else values[header[name]]  # noqa: E731
     for name in (*columns.named.values(), column):
         is_label = name in (columns.label, columns.time, columns.event)
         if value_of(name) == "" or (is_label and str(value_of(name)).lower() == "nan"):
-            raise ValueError(f"{where}: the value of {name!r} is empty ({values}): fill it in, or remove the line")
+            raise ValueError(
+                f"{where}: the value of {name!r} is empty ({_shown(values)}): fill it in, or remove the line"
+            )
     split = value_of(column)
     if split is not None and split not in SPLITS:
         one_of(split, f"{where}: the split", SPLITS)
@@ -168,7 +186,7 @@ def class_numbers(
         ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
     """
     rows = list(rows)
-    repeated = sorted({name for name in classes or () if (classes or []).count(name) > 1})
+    repeated = sorted(name for name, count in Counter(classes or ()).items() if count > 1)
     if repeated:
         raise ValueError(f"data.classes names {', '.join(map(repr, repeated))} more than once; name each class once")
     words = [str(row.label) for row in rows]
@@ -185,16 +203,17 @@ def class_numbers(
     names = (
         sorted(set(words), key=lambda x: (0, int(x), "") if _whole(x) else (1, 0, x)) if classes is None else classes
     )
+    numbered = {name: i for i, name in enumerate(names)}
     if classes is not None:
-        words = [word if word in names else _written_whole(word) for word in words]
+        words = [word if word in numbered else _written_whole(word) for word in words]
     for row, word in zip(rows, words, strict=True):
-        if word not in names and trained:
+        if word not in numbered and trained:
             raise ValueError(
                 f"{path}, line {row.line}: the label {row.label!r} is none of the classes that the model was trained on, "
                 f"{names}: correct its spelling in the csv, leave the slide out, or leave the labels out "
                 "(data.labels: none) to predict only"
             )
-        if word not in names:
+        if word not in numbered:
             raise ValueError(
                 f"{path}, line {row.line}: the label {word!r} is not in data.classes {names}: add it, or correct the line"
             )
@@ -204,7 +223,7 @@ def class_numbers(
             f"one class, name all the classes that the model was trained on, in their order, such as --data.classes "
             f"'[{names[0]},other]'"
         )
-    return names, [names.index(word) for word in words]
+    return names, [numbered[word] for word in words]
 
 
 def _written_whole(word: str) -> str:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from lightning_dilated.data.remote import refuse_url
 from lightning_dilated.data.text.tokenizer import encode, end_token, load_tokenizer, special_tokens, vocabulary_size
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
 
@@ -104,6 +105,7 @@ def checked_source(source: object) -> str:
             "data.tokenizer must be a folder of transformers, the name of a repository, or a tokenizer.json; got "
             f"{source!r}"
         )
+    refuse_url(source, "data.tokenizer")
     return source
 
 

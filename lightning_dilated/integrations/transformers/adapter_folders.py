@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_dilated._validation import text_of
 from lightning_dilated.integrations.transformers.lora import peft_library, read_options
 
 #: of peft
@@ -76,7 +77,7 @@ def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> No
 def _read_values(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ValueError naming it."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(text_of(path))
     except ValueError as error:  # of JSON or of its encoding
         raise ValueError(f"{path} is no JSON ({error}). It is damaged: write the folder again.") from None
     if not isinstance(values, dict):
