@@ -141,7 +141,7 @@ def held_bytes(
         return None
     stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number of `Rows.stored`
     state, row = stored * dim * values / CHUNK, stored * values
-    held = state + row + CHUNK * max(2, dtype.itemsize) + 8 + 8  # with gates in fp32
+    held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # with gates in fp32
     if cut or backward:
         held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
     if backward:
