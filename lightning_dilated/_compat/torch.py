@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -533,6 +534,22 @@ def autograd_within_op() -> Iterator[None]:
         for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         yield
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func runs: `torch._C._functorch.peek_interpreter_stack`. Known to hold for 2.11 to 2.13."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_transforms(name: str, *args: Any) -> None:
+    """Raise for derivatives that an op of ours, called `name`, has no formula for; some would silently be zero."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    recorded = transformed() and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if recorded or any(unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            f"{name} has no derivative by torch.func (grad, vjp, jvp, jacrev, vmap of a gradient) and none in forward mode. "
+            "Take the gradient by loss.backward() or torch.autograd.grad, outside of torch.func."
+        )
 
 
 def is_fake(x: object) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_dilated._compat.torch import below_autograd, is_fake
+from lightning_dilated._compat.torch import below_autograd, is_fake, refuse_transforms
 from lightning_dilated.attention.resolve import chunk_part, resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
@@ -152,6 +152,7 @@ def _with_graph(op: Any, function: type[torch.autograd.Function]) -> Callable[..
     """The op for autograd: the function where a tensor requires a gradient, else the op alone."""
 
     def call(*args: Any) -> Any:
+        refuse_transforms("dilated_attention", *args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return function.apply(*args)
         return below_autograd(op, *args)

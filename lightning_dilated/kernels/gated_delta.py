@@ -5,6 +5,9 @@ v_i - exp(total_i) k_i S - sum over j < i of B_ij beta_j new_j, with B_ij = k_i.
 G = B (1 + beta B)^-1, whose numbers lie within -1 and 1: new = x - G (beta x), with x = v - exp(total) k S. Then
 S' = exp(total_last) S + sum over i of exp(total_last - total_i) k_i (beta_i new_i)^T.
 
+Totals are kept in two numbers, sums of multiples of 2^-10 and of what is left of each log_decay: the former are exact, so
+that differences of totals are as exact as the sums of the log_decay between them.
+
 Rows are read as they are, and products with them are exact where they have 16 bits; what makes them units is multiplied
 afterwards. Runs are passed one by one, or in groups of chunks: all groups at once as maps of the state, then group after
 group, then all groups at once from the states before them.
@@ -123,7 +126,7 @@ class Inverse:
 
     Attributes:
         matrix: G (T, K, C, C), in fp16 where rows have 16 bits: no less exact than the factor of a TF32 product.
-        total: (T, K, C) fp32, the sum of log_decay up to each slot.
+        total: (T, K, 2, C) fp32, the sum of log_decay up to each slot, see `halves`.
         rate: (T, K, C) fp32, 1 / length of each key.
     """
 
@@ -157,9 +160,35 @@ def unit_rate(x):
 
 
 @triton.jit
-def fade(total_i, total_j, seen):
+def halves(decay):
+    """(multiples of 2^-10, what is left) of numbers at most 0; exp of less than -128 is 0 in fp32, so those are -128.
+
+    The sums of 64 of the former, at most 2^23 multiples, are exact.
+    """
+    decay = tl.where(decay < -128, -128.0, decay)  # NaN stays
+    coarse = (decay * 1024).to(tl.int32).to(tl.float32) / 1024
+    return coarse, decay - coarse
+
+
+@triton.jit
+def totals(total, at, i, SLOTS: tl.constexpr):
+    """(coarse, fine) total of the slots i of a chunk."""
+    return tl.load(total + 2 * at * SLOTS + i), tl.load(total + (2 * at + 1) * SLOTS + i)
+
+
+@triton.jit
+def decays(total, at, i, SLOTS: tl.constexpr):
+    """exp of total_i, of total_last - total_i, and of total_last, in the slots i of a chunk."""
+    coarse, fine = totals(total, at, i, SLOTS)
+    end, end_fine = totals(total, at, SLOTS - 1, SLOTS)
+    return tl.exp(coarse + fine), tl.exp((end - coarse) + (end_fine - fine)), tl.exp(end + end_fine)
+
+
+@triton.jit
+def fade(coarse_i, fine_i, coarse_j, fine_j, seen):
     """exp(total_i - total_j) where `seen`, else 0; not exp of each, which leaves the range of the numbers."""
-    return tl.exp(tl.where(seen, total_i[:, None] - total_j[None, :], float("-inf")))
+    between = (coarse_i[:, None] - coarse_j[None, :]) + (fine_i[:, None] - fine_j[None, :])
+    return tl.exp(tl.where(seen, between, float("-inf")))
 
 
 @triton.jit
@@ -214,9 +243,11 @@ def _invert(
     i, column = tl.arange(0, HALF), tl.arange(0, BLOCK)
     log_decay += head * d_sh
     beta += head * b_sh
-    decay = column_of(log_decay, d_sr, first, count, i)
-    upper_total = tl.cumsum(decay, 0)
-    lower_total = tl.sum(decay, 0) + tl.cumsum(column_of(log_decay, d_sr, first, count, i + HALF), 0)
+    coarse, fine = halves(column_of(log_decay, d_sr, first, count, i))
+    upper_coarse, upper_fine = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
+    lower_coarse, lower_fine = halves(column_of(log_decay, d_sr, first, count, i + HALF))
+    lower_coarse = tl.sum(coarse, 0) + tl.cumsum(lower_coarse, 0)
+    lower_fine = tl.sum(fine, 0) + tl.cumsum(lower_fine, 0)
     upper_beta = column_of(beta, b_sr, first, count, i)
     lower_beta = column_of(beta, b_sr, first, count, i + HALF)
     k += first * k_sr + head * k_sh
@@ -227,13 +258,16 @@ def _invert(
     everywhere = i[:, None] >= 0
     upper_turned = read_turned(k, i, k_sr, column, count, DIM)
     first_half = tl.dot(upper, upper_turned, input_precision=PRECISION)
-    first_half *= fade(upper_total, upper_total, earlier) * upper_rate[:, None] * upper_rate[None, :]
+    first_half *= fade(upper_coarse, upper_fine, upper_coarse, upper_fine, earlier)
+    first_half *= upper_rate[:, None] * upper_rate[None, :]
     g = _solve(first_half, upper_beta, i, SOLVE)
     second_half = tl.dot(lower, read_turned(k, i + HALF, k_sr, column, count, DIM), input_precision=PRECISION)
-    second_half *= fade(lower_total, lower_total, earlier) * lower_rate[:, None] * lower_rate[None, :]
+    second_half *= fade(lower_coarse, lower_fine, lower_coarse, lower_fine, earlier)
+    second_half *= lower_rate[:, None] * lower_rate[None, :]
     h = _solve(second_half, lower_beta, i, SOLVE)
     below = tl.dot(lower, upper_turned, input_precision=PRECISION)
-    below *= fade(lower_total, upper_total, everywhere) * lower_rate[:, None] * upper_rate[None, :]
+    below *= fade(lower_coarse, lower_fine, upper_coarse, upper_fine, everywhere)
+    below *= lower_rate[:, None] * upper_rate[None, :]
     below -= tl.dot(below, upper_beta[:, None] * g, input_precision=SOLVE)
     below -= tl.dot(h, lower_beta[:, None] * below, input_precision=SOLVE)
     to = matrix + at * SLOTS * SLOTS + i[:, None] * SLOTS + i[None, :]
@@ -242,8 +276,11 @@ def _invert(
     tl.store(to + HALF, tl.zeros([HALF, HALF], kind))
     tl.store(to + HALF * SLOTS, below.to(kind))
     tl.store(to + HALF * SLOTS + HALF, h.to(kind))
-    tl.store(total + at * SLOTS + i, upper_total)
-    tl.store(total + at * SLOTS + HALF + i, lower_total)
+    total += 2 * at * SLOTS
+    tl.store(total + i, upper_coarse)
+    tl.store(total + HALF + i, lower_coarse)
+    tl.store(total + SLOTS + i, upper_fine)
+    tl.store(total + SLOTS + HALF + i, lower_fine)
     tl.store(rate + at * SLOTS + i, upper_rate)
     tl.store(rate + at * SLOTS + HALF + i, lower_rate)
 
@@ -278,17 +315,17 @@ def _pass(
         x = tl.load(v + (first + i)[:, None] * v_sr + column[None, :], mask=there, other=0.0).to(tl.float32)
         g = tl.load(matrix + at * SLOTS * SLOTS + i[:, None] * SLOTS + i[None, :]).to(tl.float32)
         b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
-        sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
+        past, left, whole = decays(total, at, i, SLOTS)
         if STORE:
             tl.store(before + at * DIM * width + place, state.to(before.dtype.element_ty), mask=inside)
-        x -= (tl.exp(sums) * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
+        x -= (past * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
         x -= tl.dot(g, b[:, None] * x, input_precision=PRECISION)
         if STORE:
             to = new + at * SLOTS * width + i[:, None] * width + column[None, :]
             tl.store(to, x.to(new.dtype.element_ty), mask=(column < width)[None, :])
-        added = (tl.exp(end - sums) * r * b)[:, None] * x
+        added = (left * r * b)[:, None] * x
         turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
-        state = tl.dot(turned, added, tl.exp(end) * state, input_precision=PRECISION)
+        state = tl.dot(turned, added, whole * state, input_precision=PRECISION)
     tl.store(last + item * DIM * width + place, state, mask=inside)
 
 
@@ -343,8 +380,9 @@ def _read(
     there = (column < width)[None, :]
     key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False)
     b, r = column_of(beta + head * b_sh, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
-    sums = tl.load(total + at * SLOTS + i)
-    weight = fade(sums, sums, i[:, None] >= i[None, :]) * (r * b)[None, :]
+    coarse, fine = totals(total, at, i, SLOTS)
+    past = tl.exp(coarse + fine)
+    weight = fade(coarse, fine, coarse, fine, i[:, None] >= i[None, :]) * (r * b)[None, :]
     state = tl.load(before + at * DIM * width + d[:, None] * width + column[None, :], mask=(d < DIM)[:, None] & there,
                     other=0.0)  # fmt: skip
     x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -352,7 +390,7 @@ def _read(
         own = head * GROUP + g
         query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weight
-        value = tl.exp(sums)[:, None] * product(query, state, PRECISION)
+        value = past[:, None] * product(query, state, PRECISION)
         value = tl.dot(scores, x, value, input_precision=PRECISION) * unit_rate(query)[:, None]
         to = out + (first + i)[:, None] * o_sr + own * o_sh + column[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=(i < count)[:, None] & there)
@@ -362,7 +400,8 @@ def invert(rows: Rows, chunks: Chunks) -> Inverse:
     """The inverse of each chunk."""
     number, device = (len(chunks.rows), rows.heads), rows.k.device
     narrow = torch.float32 if rows.wide else torch.float16
-    total, rate = torch.empty(2, *number, SLOTS, dtype=torch.float32, device=device)
+    total = torch.empty(*number, 2, SLOTS, dtype=torch.float32, device=device)
+    rate = torch.empty(*number, SLOTS, dtype=torch.float32, device=device)
     inverse = Inverse(torch.empty(*number, SLOTS, SLOTS, dtype=narrow, device=device), total, rate)
     _invert[(number[0] * number[1],)](
         inverse.matrix, total, rate, chunks.rows, rows.k, *rows.k.stride()[:2], rows.log_decay, *rows.log_decay.stride(),

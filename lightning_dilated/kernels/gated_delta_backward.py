@@ -26,10 +26,12 @@ from lightning_dilated.kernels.gated_delta import (
     Passed,
     Rows,
     column_of,
+    decays,
     fade,
     pass_groups,
     product,
     read_turned,
+    totals,
     unit_rate,
 )
 from lightning_dilated.kernels.tiles import block_dim, read
@@ -75,8 +77,9 @@ def _sums(
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False)
-    sums, r = tl.load(total + at * SLOTS + i), tl.load(rate + at * SLOTS + i)
-    later = fade(-sums, -sums, i[:, None] <= i[None, :]) * r[:, None]  # rows are keys, columns queries
+    coarse, fine = totals(total, at, i, SLOTS)
+    past, r = tl.exp(coarse + fine), tl.load(rate + at * SLOTS + i)
+    later = fade(-coarse, -fine, -coarse, -fine, i[:, None] <= i[None, :]) * r[:, None]  # rows: keys, columns: queries
     of_new = tl.zeros([SLOTS, COLUMNS], tl.float32)
     of_state = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for g in range(GROUP):
@@ -88,7 +91,7 @@ def _sums(
         scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * later
         of_new = tl.dot(scores, do, of_new, input_precision=PRECISION)
         turned = read_turned(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
-        of_state = tl.dot(turned, tl.exp(sums)[:, None] * do, of_state, input_precision=PRECISION)
+        of_state = tl.dot(turned, past[:, None] * do, of_state, input_precision=PRECISION)
     to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
     tl.store(to, of_new.to(to_new.dtype.element_ty), mask=(column < width)[None, :])
     to = to_state + at * DIM * width + d[:, None] * width + column[None, :]
@@ -124,18 +127,18 @@ def _pass_back(
         key = read(k + first * k_sr, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
         turned = tl.load(matrix + at * SLOTS * SLOTS + i[None, :] * SLOTS + i[:, None]).to(tl.float32)
         b, r = column_of(beta, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
-        sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
+        past, left, whole = decays(total, at, i, SLOTS)
         if STORE:
             tl.store(after + at * DIM * width + place, state.to(after.dtype.element_ty), mask=inside)
-        x = (tl.exp(end - sums) * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
-        state = tl.exp(end) * state
+        x = (left * r)[:, None] * tl.dot(key, state, input_precision=PRECISION)
+        state = whole * state
         if READ:
             x += tl.load(to_new + at * SLOTS * width + slot, mask=there, other=0.0).to(tl.float32)
             state += tl.load(to_state + at * DIM * width + place, mask=inside, other=0.0).to(tl.float32)
         x -= tl.dot(turned, b[:, None] * x, input_precision=PRECISION)
         if STORE:
             tl.store(solved + at * SLOTS * width + slot, x.to(solved.dtype.element_ty), mask=there)
-        taken = (-tl.exp(sums) * r * b)[:, None] * x
+        taken = (-past * r * b)[:, None] * x
         turned = read_turned(k + first * k_sr, i, k_sr, d, count, DIM).to(tl.float32)
         state = tl.dot(turned, taken, state, input_precision=PRECISION)
     tl.store(first_grad + item * DIM * width + place, state, mask=inside)
@@ -156,7 +159,8 @@ def _queries(
     there = i < count
     key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
     b, r = column_of(beta + head * b_sh, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
-    sums = tl.load(total + at * SLOTS + i)
+    coarse, fine = totals(total, at, i, SLOTS)
+    past = tl.exp(coarse + fine)
     before += at * DIM * width + d[:, None] * width
     new += at * SLOTS * width + i[:, None] * width
     read_keys = tl.zeros([SLOTS, BLOCK], tl.float32)
@@ -174,12 +178,12 @@ def _queries(
             )  # fmt: skip
             n = tl.load(new + column[None, :], mask=known, other=0.0)
             pairs = product(n, tl.trans(do), PRECISION)
-            pairs *= fade(-sums, -sums, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
+            pairs *= fade(-coarse, -fine, -coarse, -fine, i[:, None] <= i[None, :]) * b[:, None] * rate_q[None, :]
             read_keys = tl.dot(pairs, query, read_keys, input_precision=PRECISION)
             state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
-            reading += tl.exp(sums)[:, None] * product(do, tl.trans(state), PRECISION)
+            reading += past[:, None] * product(do, tl.trans(state), PRECISION)
             pairs = product(do, tl.trans(n), PRECISION)
-            pairs *= fade(sums, sums, i[:, None] >= i[None, :]) * (b * r)[None, :]
+            pairs *= fade(coarse, fine, coarse, fine, i[:, None] >= i[None, :]) * (b * r)[None, :]
             reading = tl.dot(pairs, key, reading, input_precision=PRECISION)
         along_q = rate_q * tl.sum(query * reading, 1)
         along += along_q
@@ -208,7 +212,8 @@ def _gradients(
     values = width - extra
     key = read(k + first * k_sr + head * k_sh, i, k_sr, d, count, DIM, BLOCK, False).to(tl.float32)
     b, r = column_of(beta + head * b_sh, b_sr, first, count, i), tl.load(rate + at * SLOTS + i)
-    sums, end = tl.load(total + at * SLOTS + i), tl.load(total + at * SLOTS + SLOTS - 1)
+    coarse, fine = totals(total, at, i, SLOTS)
+    past, left, whole = decays(total, at, i, SLOTS)
     before += at * DIM * width + d[:, None] * width
     after += at * DIM * width + d[:, None] * width
     new += at * SLOTS * width + i[:, None] * width
@@ -228,17 +233,17 @@ def _gradients(
         valued = there[:, None] & ((column >= extra) & (column < width))[None, :]
         tl.store(dv + column[None, :], (b[:, None] * x).to(dv.dtype.element_ty), mask=valued)
         later = tl.load(after + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
-        ended = (tl.exp(end - sums) * b)[:, None] * product(n, tl.trans(later), PRECISION)
+        ended = (left * b)[:, None] * product(n, tl.trans(later), PRECISION)
         at_end += tl.sum(r * tl.sum(key * ended, 1), 0)
         stored += ended
         state = tl.load(before + column[None, :], mask=(d < DIM)[:, None] & known, other=0.0)
-        at_end += tl.exp(end) * tl.sum(tl.sum(state.to(tl.float32) * later.to(tl.float32), 1), 0)
-        changed -= (tl.exp(sums) * b)[:, None] * product(x, tl.trans(state), PRECISION)
+        at_end += whole * tl.sum(tl.sum(state.to(tl.float32) * later.to(tl.float32), 1), 0)
+        changed -= (past * b)[:, None] * product(x, tl.trans(state), PRECISION)
         pairs = product(x, tl.trans(n), PRECISION)
-        pairs *= fade(sums, sums, i[:, None] > i[None, :]) * -b[:, None] * (b * r)[None, :]
+        pairs *= fade(coarse, fine, coarse, fine, i[:, None] > i[None, :]) * -b[:, None] * (b * r)[None, :]
         changed = tl.dot(pairs, key, changed, input_precision=PRECISION)
         pairs = product(n, tl.trans(x), PRECISION)
-        pairs *= fade(-sums, -sums, i[:, None] < i[None, :]) * -b[:, None] * (b * r)[None, :]
+        pairs *= fade(-coarse, -fine, -coarse, -fine, i[:, None] < i[None, :]) * -b[:, None] * (b * r)[None, :]
         stored = tl.dot(pairs, key, stored, input_precision=PRECISION)
     total_grad = tl.where(i == SLOTS - 1, at_end, 0.0)
     if READ:
@@ -293,7 +298,7 @@ def launch_queries(
     (q, grad), width, number = reading, reading.grad.shape[2], (len(chunks.rows), rows.heads)
     dq, columns = _empty(q, covered), min(COLUMNS, block_dim(width))
     to_key = inverse.total.new_empty(*number, SLOTS, rows.dim, dtype=rows.stored)
-    to_total = torch.empty_like(inverse.total)
+    to_total = torch.empty_like(inverse.rate)
     _queries[(number[0] * number[1],)](
         dq, to_key, to_total, passed.before, passed.new, chunks.rows, inverse.total, inverse.rate, q, *q.stride()[:2],
         grad, *grad.stride()[:2], rows.k, *rows.k.stride()[:2], rows.beta, *rows.beta.stride(), rows.heads, width,

@@ -59,6 +59,17 @@ def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
     return take(q, index).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
+def fading(log_decay: Tensor) -> Tensor:
+    """(T, K, C, C): how much of what token j adds is left at token i, exp of the log_decay (T, K, C) from j + 1 to i.
+
+    Each j has a sum of its own: a difference of sums from the begin of the chunk has lost what follows a very negative number.
+    """
+    width = log_decay.shape[-1]
+    later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()
+    between = log_decay[..., None].masked_fill(later, 0).cumsum(-2)
+    return between.masked_fill(later.triu(1), -torch.inf).exp()
+
+
 def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:
     """The chunks of rows q (rows, H, D), k (rows, K, D), v (rows, K, E), log_decay and beta (rows, K).
 
@@ -67,18 +78,14 @@ def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tenso
     """
     q = unit(grouped(q, tables.queries, k.shape[1]))
     k, v = unit(take(k, tables.keys).transpose(1, 2)), take(v, tables.keys).transpose(1, 2)
-    beta, total = (take(x, tables.keys).transpose(1, 2) for x in (beta, log_decay))
-    total = total.cumsum(-1)
-    later = torch.ones(tables.width, tables.width, dtype=torch.bool, device=q.device).triu(1)
-    # not exp(total) / exp(total): that leaves the range of the numbers
-    fade = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-    past = total.exp()[..., None]
+    beta, log_decay = (take(x, tables.keys).transpose(1, 2) for x in (beta, log_decay))
+    fade, past = fading(log_decay), log_decay.cumsum(-1).exp()[..., None]
     system = (beta[..., None] * (k @ k.mT) * fade).tril(-1)
     right = torch.cat([v, past * k], -1) * beta[..., None]
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     fresh, stored = solved.split([v.shape[-1], k.shape[-1]], -1)
     scores = (q @ k.mT[:, :, None]) * fade[:, :, None]
-    left = (total[..., -1:] - total).exp()[..., None] * k
+    left = fade[..., -1, :, None] * k
     transition = Transition(past[..., -1:, :], left, stored)
     read = past[:, :, None] * q - scores @ stored[:, :, None]
     return GatedChunks(transition, left.mT @ fresh, read, scores @ fresh[:, :, None])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.torch import is_fake, is_traced, transformed
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence import triton_chunks
@@ -155,8 +157,30 @@ def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Te
     group = _group(sequence)
     arguments = (*arguments, group)
     checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
+    if _without_values(arguments[0]) and not is_traced():
+        return _shapes(checked, arguments[9])
     with torch.autocast(arguments[0].device.type, enabled=False):
         return _compute(checked, group, arguments[9], output)
+
+
+def _without_values(x: Tensor) -> bool:
+    """Whether a tensor has a shape alone."""
+    return x.is_meta or is_fake(x)
+
+
+def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
+    """What a call of tensors without values returns, on one rank or many: tensors without values, with a gradient."""
+    q, k, v = checked.inputs.all[:3]
+    anchor = sum(x.sum() for x in checked.tensors()).to(checked.dtype)
+    out = (v.new_zeros(*q.shape[:3], v.shape[3], dtype=checked.dtype) + anchor).to(v.dtype)
+    if not return_state:
+        return out, None
+    bounds, lengths = checked.bounds, checked.lengths or (q.shape[1],) * len(q)
+    counts = [b - a for a, b in pairwise(bounds)] if bounds is not None else list(lengths)
+    like = (*k.shape[2:], v.shape[3])
+    state = checked.state or empty_state(checked.kind, checked.segment or 1, len(counts), like, q, checked.dtype)
+    after = state.with_tensors([x + anchor for x in state.floating()])
+    return out, replace(after, tokens=state.tokens + torch.tensor(counts, dtype=torch.int64))
 
 
 class _Checked:
@@ -294,7 +318,8 @@ def _checked(
         )
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
-    counts, bounds = _integers(lengths, "lengths"), _integers(cu_seqlens, "cu_seqlens")
+    shapes = _without_values(q)
+    counts, bounds = _integers(lengths, "lengths", shapes), _integers(cu_seqlens, "cu_seqlens", shapes)
     if counts is not None and len(counts) != q.shape[0]:
         raise ValueError(f"lengths must have one entry a sample, {q.shape[0]}; got {len(counts)}.")
     if bounds is not None and (q.shape[0] != 1 or len(bounds) < 2):
@@ -354,7 +379,8 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
                 f"{x.dtype} {tuple(x.shape)} on {x.device}."
             )
         # elsewhere it would wait for the device
-        if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling():
+        readable = x.device.type == "cpu" and not is_fake(x) and not transformed()
+        if readable and x.numel() and not torch.compiler.is_compiling():
             low, high = (float(edge) for edge in x.detach().aminmax())
             if low < least or high > most or low == -torch.inf:
                 limits = "finite and at most 0" if name == "log_decay" else "between 0 and 2"
@@ -382,13 +408,18 @@ def _check_state(state: Any, like: RecurrentState) -> None:
         )
 
 
-def _integers(values: Any, name: str) -> tuple[int, ...] | None:
+def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
+    """The values; 0 for each of a tensor without values, which goes with `shapes`, tokens without values."""
     if values is None:
         return None
     if isinstance(values, Tensor):
         if values.ndim != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
             raise TypeError(f"{name} must hold integers in one dimension, got {values.dtype} {tuple(values.shape)}.")
-        return tuple(values.tolist())
+        if not _without_values(values):
+            return tuple(values.tolist())
+        if not shapes:
+            raise ValueError(f"{name} has no values ({type(values).__name__} on {values.device}), while q has; give a list.")
+        return (0,) * len(values)
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be an integer tensor or a list of integers, got {values!r}.")
     for x in values:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_dilated._compat.torch import autograd_within_op, below_autograd
+from lightning_dilated._compat.torch import autograd_within_op, below_autograd, refuse_transforms
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence import triton_chunks
 from lightning_dilated.recurrence.compute import Output
@@ -272,6 +272,7 @@ def with_graph(op: Any, graph: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of an op for autograd: graph(*args) where a tensor requires a gradient, else the op alone."""
 
     def call(*args: Any) -> Any:
+        refuse_transforms("a layer's recurrence", *args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             return graph(*args)
         return below_autograd(op, *args)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated._device import send
 
 #: tokens of a chunk where the kind does not fix them
@@ -157,6 +158,7 @@ class Tables:
 
 @functools.lru_cache(maxsize=8)  # tables are as long as the sequence
 @torch.inference_mode(False)  # a call that trains may find them
+@real_tensors()
 def tables(call: Call, rank: int, chunk: int) -> Tables:
     """The tables of one rank, on the CPU; `chunk`: C, where the call has no memory segments."""
     own = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]

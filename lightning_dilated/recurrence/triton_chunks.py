@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated import kernels
+from lightning_dilated._compat.torch import real_tensors, transformed
 from lightning_dilated._device import send
 from lightning_dilated.recurrence.runs import CHUNK, Call, tables
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the largest D and E
 LARGEST = 128
+#: the largest D and E of tiles of 16 columns; the largest of rows of 16 bits that kernels of 4 warps take
+NARROW, SMALL = 16, 64
 #: bytes that a window of a long call may hold in its backward. Each window computes the states before its groups of chunks
 #: once more, which takes a tenth of the time of windows half as long
 WINDOW_MEMORY = 5 << 30
@@ -38,9 +41,24 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """None where the kernels serve q (B, L, H, D), k (B, L, K, D) and v (B, L, K, E), else the reason."""
     if q.dtype not in DTYPES:
         return f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(q.dtype).removeprefix('torch.')}"
-    if max(k.shape[3], v.shape[3]) > LARGEST:
-        return f"takes head dims up to {LARGEST}, not {max(k.shape[3], v.shape[3])}"
-    return kernels.why_not(q.device)
+    dims = k.shape[3], v.shape[3]
+    if max(dims) > LARGEST:
+        return f"takes head dims up to {LARGEST}, not {max(dims)}"
+    if q.device.type == "cuda" and not proven(q.dtype, *dims):
+        return (
+            f"takes head dims up to {NARROW} only in 16 bits and with none above {SMALL}, not {dims[0]} and {dims[1]} in "
+            f"{str(q.dtype).removeprefix('torch.')}"
+        )
+    return "takes no transforms of torch.func" if transformed() else kernels.why_not(q.device)
+
+
+def proven(dtype: torch.dtype, dim: int, values: int) -> bool:
+    """Whether the kernels of these D and E, up to `LARGEST`, were right on a GPU.
+
+    Tiles of 16 columns with 8 warps are not: on Hopper, Triton 3.6 has the second four read beyond the shared memory.
+    """
+    eight_warps = dtype == torch.float32 or max(dim, values) > SMALL
+    return min(dim, values) > NARROW or not eight_warps
 
 
 def serves(kind: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -71,6 +89,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # a call that trains may find it
+@real_tensors()
 def layout(call: Call, rank: int, heads: int) -> Layout:
     """That of one rank's part of a call with K = `heads`."""
     places = tables(call, rank, CHUNK)
@@ -141,7 +160,7 @@ def held_bytes(
         return None
     stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number of `Rows.stored`
     state, row = stored * dim * values / CHUNK, stored * values
-    held = state + row + CHUNK * max(2, dtype.itemsize) + 8 + 8  # with gates in fp32
+    held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # with gates in fp32
     if cut or backward:
         held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
     if backward:
