@@ -604,3 +604,8 @@ def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callab
 def is_op(target: object) -> bool:
     """Whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
     return isinstance(target, torch._ops.OpOverload)
+
+
+def own_parameters(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers that DDP leaves to each rank: a module names them. Holds for torch 2.11 to 2.13."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

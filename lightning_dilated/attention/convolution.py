@@ -218,6 +218,8 @@ def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
     """(B, n, C) from (B, left + n + right, C)."""
     left = len(weight) - 1 - right
     n = rows.shape[1] - left - right
+    if n == 0:  # a rank's piece without a token
+        return rows[:, :0].contiguous()
     if not serves(rows.device, rows.dtype, len(weight)):
         return _convolved(rows, weight, left, seen.table(n, left, right, rows.device))
     from lightning_dilated.kernels.convolution import forward
@@ -228,6 +230,9 @@ def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
 def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: Seen) -> tuple[Tensor, Tensor]:
     """The gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
     left = len(weight) - 1 - right
+    if not grad.shape[1]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return torch.zeros_like(rows, dtype=wide), torch.zeros_like(weight, dtype=wide)
     if not serves(rows.device, rows.dtype, len(weight)):
         return _gradients(grad, rows, weight, left, seen.table(grad.shape[1], left, right, rows.device))
     from lightning_dilated.kernels.convolution import backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import shutil
 import time
@@ -29,10 +30,13 @@ from lightning_dilated.checkpoint.reader import ALONE
 from lightning_dilated.checkpoint.state import (
     HostStager,
     assign_writers,
+    bits_by_name,
+    equal_names,
     others_write,
     replicated_sizes,
     replication_digest,
     trainer_state,
+    unlike_replicas,
 )
 from lightning_dilated.strategy.preemption import Preemption, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
@@ -318,6 +322,7 @@ class ShardedCheckpoint(Checkpoint):
                 self._wait_a_while()
         finally:
             self._release(trainer)
+            self._world = None  # ranks may still wait in the groups for one that failed: the next run makes others
 
     def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
         """Save the step before the signal, and then requeue the job if the signal was for that."""
@@ -350,12 +355,13 @@ class ShardedCheckpoint(Checkpoint):
         self._peers.together(f"training stops, as {self._target} is not this run's", self._check_lock)
         path = self._target / name_of(step)
         what = f"the checkpoint {path} could not be begun"
-        state, rest = self._peers.together(what, trainer_state, trainer)
-        sizes = replicated_sizes(state)
+        module = trainer.lightning_module
+        state, rest, sizes, own = self._peers.together(what, _read, trainer)
         # where every rank holds the same, each writes a part; else torch.distributed.checkpoint decides who writes what
         digests = self._peers.gather(replication_digest(sizes, state))
         replicated = digests[0] is not None and len(set(digests)) == 1
-        module = trainer.lightning_module
+        if replicated:
+            self._compare_replicas(own, trainer.strategy)
         writers = assign_writers(sizes, self._peers.size, module) if replicated else []
         others = set().union(*(names for rank, names in enumerate(writers) if rank != self._peers.rank))
         others |= others_write(sizes, trainer.strategy)
@@ -368,6 +374,15 @@ class ShardedCheckpoint(Checkpoint):
             job()
         self._saved_step, self._clock, self._wrote = step, time.monotonic(), self._target
         rank_zero_info(f"the checkpoint {path} is being written")
+
+    def _compare_replicas(self, own: dict[str, int], strategy: Any) -> None:
+        """Raise on every rank where those of a region hold other bits of what they have alike: their parts are no whole."""
+        size = self._peers.size if not isinstance(strategy, SequenceStrategy) else strategy.sizes.region_size
+        digests = self._peers.gather(hashlib.blake2b(repr(own).encode(), digest_size=16).digest())
+        unlike = [i for i in range(0, len(digests), size) if len(set(digests[i : i + size])) > 1]
+        if unlike:
+            ranks = range(unlike[0], unlike[0] + size)
+            raise RuntimeError(unlike_replicas(self._peers.gather(own)[ranks[0] : ranks[-1] + 1], ranks))
 
     def _check_lock(self) -> None:
         if self._lock is not None:
@@ -382,6 +397,14 @@ class ShardedCheckpoint(Checkpoint):
         if self._peers.rank == 0:
             torch.save(rest, file)
         return staged, file.getvalue()
+
+
+def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]:
+    """(`trainer_state`, the sizes of what this rank holds whole, the bits of what all ranks hold alike)."""
+    state, rest = trainer_state(trainer)
+    sizes = replicated_sizes(state)
+    alike = equal_names(sizes, trainer.lightning_module) if trainer.world_size > 1 else set()
+    return state, rest, sizes, bits_by_name(state, alike)
 
 
 def _refuse(strategy: Any) -> None:

@@ -23,6 +23,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -42,7 +43,7 @@ from lightning_dilated.checkpoint.manifest import (
     remove,
     unfinished,
 )
-from lightning_dilated.checkpoint.ranks import Peers, reason
+from lightning_dilated.checkpoint.ranks import Peers, failure, known_to_all, reason
 from lightning_dilated.checkpoint.reader import METADATA, load_file, load_into, read_metadata
 from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host, renamed, to_numbers, unflatten_low_bit
 
@@ -114,20 +115,43 @@ def write(
     Raises:
         OSError: on every rank, with the reason; what was written is removed.
     """
-    what, folder, entries = f"the checkpoint {path} could not be written", unfinished(path), {}
+    what, folder = f"the checkpoint {path} could not be written", unfinished(path)
     try:
-        peers.together(what, _clear, folder, peers)
-        for written in peers.gather(peers.together(what, _write_files, tensors, meta, folder, peers)):
-            entries.update(written)
-        finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], parameters)))
-        peers.together(what, _commit, path, step, entries, keep, peers, finite)
+        peers.watched(what, _write, what, tensors, meta, path, step, keep, peers, parameters)
     except OSError as error:
-        full = _full_disk(str(error), path.parent, sum(peers.gather(nbytes(tensors) + len(meta))), peers)
+        full = None
+        if known_to_all(error):
+            full = _full_disk(str(error), path.parent, sum(peers.gather(nbytes(tensors) + len(meta))), peers)
         if peers.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         if full is None:
             raise
         raise OSError(f"{error}. {full}") from error
+
+
+def _write(
+    what: str,
+    tensors: dict[str, Any],
+    meta: bytes,
+    path: Path,
+    step: int,
+    keep: int,
+    peers: Peers,
+    names: Iterable[str],
+) -> None:
+    """`write`, but for what it does on a failure."""
+    folder, entries = unfinished(path), {}
+    peers.together(what, _clear, folder, peers)
+    try:
+        own = _write_files(tensors, meta, folder, peers, what)
+    except (Exception, CheckpointException) as error:
+        if known_to_all(error) or (peers.size > 1 and not isinstance(error, CheckpointException)):
+            raise
+        raise failure(f"{what}: {reason(error)}") from error  # all ranks raise a CheckpointException
+    for written in peers.gather(own):
+        entries.update(written)
+    finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], names)))
+    peers.together(what, _commit, path, step, entries, keep, peers, finite)
 
 
 def _clear(folder: Path, peers: Peers) -> None:
@@ -152,11 +176,18 @@ def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | Non
     )
 
 
-def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
+def _write_files(
+    tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers, what: str
+) -> dict[str, dict[str, Any]]:
     """Write this rank's files; what the manifest says of them."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's, where ranks differ
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
+    return peers.together(what, _write_meta, meta, folder, peers)
+
+
+def _write_meta(meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
+    """Write rank 0's `meta.pt`; what the manifest says of this rank's files."""
     names = [p.name for p in folder.glob(f"__{peers.rank}_*")]
     if peers.rank == 0:
         with (folder / META).open("wb") as file:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_dilated._compat.torch import default_store
+
 T = TypeVar("T")
+#: seconds between two looks whether another rank failed
+POLL = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,66 @@ class Peers:
                 failed.setdefault(why, []).append(rank)
         if failed:
             each = [why if len(ranks) == self.size else f"rank {ranks[0]}: {why}" for why, ranks in failed.items()]
-            raise OSError(f"{what}: {'; '.join(each)}") from error
+            raise failure(f"{what}: {'; '.join(each)}") from error
         return value  # type: ignore[return-value]
+
+    def watched(self, what: str, call: Callable[..., object], *args: Any) -> None:
+        """`call(*args)` on every rank, whose ranks wait for each other in it: where one raises alone, the others end, too.
+
+        Raises:
+            OSError: what the call raises on all ranks (`known_to_all`), or what another rank raised alone; their group must
+                not be used any more then.
+        """
+        if self.size == 1:
+            call(*args)
+            return
+        name = "" if self.group is None else self.group.group_name
+        _calls[name] += 1
+        store = dist.PrefixStore(f"lightning-dilated/watched/{name}/{_calls[name]}", default_store())
+        ended: list[BaseException | None] = []
+        run = partial(_run, partial(call, *args), self.rank, store, ended)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # a daemon: it may wait for a rank that never comes
+        thread = threading.Thread(target=run, args=(device,), name="checkpoint-files", daemon=True)
+        thread.start()
+        while thread.is_alive() and not store.check(["failed"]):
+            thread.join(POLL)
+        error = ended[0] if ended else None
+        if error is not None and known_to_all(error):
+            raise error
+        if error is not None or not ended:
+            raise failure(f"{what}: {store.get('failed').decode()}", False) from error
+
+
+def _run(
+    call: Callable[[], object], rank: int, store: dist.Store, ended: list[BaseException | None], device: int | None
+) -> None:
+    """Call in a thread, and append how it ended; leave word of what this rank alone raises."""
+    try:
+        if device is not None:
+            torch.cuda.set_device(device)  # threads begin with the first one
+        call()
+        ended.append(None)
+    except BaseException as raised:
+        if not known_to_all(raised):
+            store.set("failed", f"rank {rank}: {reason(raised)}")
+        ended.append(raised)
+
+
+def failure(text: str, known_to_all: bool = True) -> OSError:
+    """An error of a checkpoint, known to all ranks or to this one alone (then others may wait in the group for ever)."""
+    error = OSError(text)
+    error.known_to_all = known_to_all  # type: ignore[attr-defined]
+    return error
+
+
+def known_to_all(error: BaseException) -> bool:
+    """Whether all ranks raise an error, as one of `failure`."""
+    return getattr(error, "known_to_all", False)
+
+
+#: calls of `Peers.watched` by the name of the group, equal on its ranks
+_calls: Counter[str] = Counter()
 
 
 def reason(error: BaseException) -> str:

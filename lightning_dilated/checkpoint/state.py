@@ -8,7 +8,7 @@ import copy
 import functools
 import hashlib
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated._compat.lightning import dump_checkpoint
+from lightning_dilated._compat.torch import own_parameters
 from lightning_dilated._validation import check_input
 
 
@@ -221,16 +222,81 @@ def replication_digest(sizes: dict[str, int], state: Any) -> str | None:
     return None if is_sharded(state) else hashlib.blake2b(repr(sorted(sizes.items())).encode()).hexdigest()
 
 
+def bits(x: Tensor) -> Tensor:
+    """() int64: the sum of a tensor's bits, read as whole numbers; on its device, which the host does not wait for."""
+    x = x.detach()
+    if x.is_contiguous() and x.nbytes % 8 == 0 and x.data_ptr() % 8 == 0:
+        return x.view(-1).view(torch.int64).sum()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.view(WHOLE[x.element_size()]).sum(dtype=torch.int64)
+
+
+#: whole numbers by their bytes
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    """Tensors by name, of which a rank holds the whole and `bits` reads the values."""
+    plain = (Tensor, nn.Parameter)
+    return {name: x for name, x in named if type(x) in plain and x.layout == torch.strided and not x.is_meta}
+
+
+def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
+    """{name: `bits`} of the tensors in nested mappings that are among `names`, those of `replicated_sizes`."""
+    chosen = plain_tensors((name, x) for name, x in _flat(state) if name in names)
+    sums = [bits(x) for x in chosen.values()]
+    device = max((x.device for x in sums), key=lambda device: device.type != "cpu", default=None)
+    values = torch.stack([x.to(device) for x in sums]).tolist() if sums else []  # waits for a GPU once
+    return dict(zip(chosen, values, strict=True))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that nested mappings hold."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, x in value.items():
+        yield from _flat(x, f"{name}.{key}")
+
+
+def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
+    """An error: which of the ranks, numbered as in the job, hold other values of what; `every` has the `bits` of each."""
+    names = [name for name in every[0] if len({x.get(name) for x in every}) > 1]
+    usual = max(every, key=every.count)
+    odd = [rank for rank, x in zip(ranks, every, strict=True) if x != usual]
+    most = 2 * (len(every) - len(odd)) > len(every)
+    who = (
+        f"ranks {odd if most else list(ranks)} of the job hold {'other values than most' if most else 'unlike values'}"
+    )
+    shown = f"{', '.join(name.removeprefix('.') for name in names[:3])}{' and others' if len(names) > 3 else ''}"
+    return (
+        f"{who} of {len(names)} tensors ({shown}), though all train one model: a checkpoint would be a mixture. Something "
+        "differs between the ranks: a learning rate that a callback sets, gradients that a hook changes, versions of "
+        "packages, or a GPU that computes wrongly. Go on from a checkpoint of an earlier step. Parameters that are each "
+        "rank's own by intent have to be named to DDP, too (_set_params_and_buffers_to_ignore_for_model)."
+    )
+
+
+def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
+    """Names of parameters and optimizer states, which ranks that train one model hold alike."""
+    ignored, named = own_parameters(module), list(module.named_parameters(remove_duplicate=False))
+    own = {id(p) for name, p in named if name in ignored}  # which may have other names, too
+    equal = {f".state_dict.{name}" for name, p in named if id(p) not in own}
+    of_ignored = tuple(f".{name}." for name in ignored)
+    states = {x for x in sizes if x.startswith(".optimizer_") and not any(name in x for name in of_ignored)}
+    return states | (equal & sizes.keys())
+
+
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
     """Names for each rank to write, of about equal bytes: the largest first, each to the rank that has least.
 
-    Only parameters and optimizer states, which are equal on all ranks, are distributed: of everything else, such as
-    statistics in buffers, rank 0's values are the checkpoint's.
+    Only what is equal on all ranks (`equal_names`) is distributed: of everything else, such as statistics in buffers, rank
+    0's values are the checkpoint's.
     """
-    equal = {f".state_dict.{name}" for name, _ in module.named_parameters(remove_duplicate=False)}
+    equal = equal_names(sizes, module)
     names, loads = [set() for _ in range(ranks)], [0] * ranks
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        rank = loads.index(min(loads)) if name in equal or name.startswith(".optimizer_") else 0
+        rank = loads.index(min(loads)) if name in equal else 0
         names[rank].add(name)
         loads[rank] += sizes[name]
     return names

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,6 +114,19 @@ class ControlGroup:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return [json.loads(bytes(x[:n].tolist())) for x, n in zip(self.gather(padded), sizes, strict=True)]
+
+
+def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """{name: which rank has which value} of the values that are not equal on all ranks; a mapping of each rank."""
+    lines = {}
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        values = [each.get(name) for each in everyone]
+        usual = max(values, key=values.count)
+        most = 2 * values.count(usual) > len(values)
+        odd = [f"rank {rank} has {v}" for rank, v in enumerate(values) if v != usual or not most]
+        if values.count(usual) < len(values):
+            lines[name] = f"{name}: {', '.join(odd)}" + (f"; the others have {usual}" if most else "")
+    return lines
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
@@ -264,15 +277,8 @@ class Consensus:
         if refused:
             return "; ".join(f"rank {rank} of the sequence refused the call with {e}" for rank, e in refused.items())
         lines = []
-        for name in everyone[0]:
-            values = [x.get(name) for x in everyone]
-            usual = max(values, key=values.count)
-            most = 2 * values.count(usual) > len(values)
-            odd = [f"rank {rank} has {v}" for rank, v in enumerate(values) if v != usual or not most]
-            if len(set(values)) > 1:
-                lines.append(f"{name}: {', '.join(odd)}" + (f"; the others have {usual}" if most else ""))
-            if name == "links" and len(set(values)) > 1:
-                lines.append(ONE_FILE)
+        for name, line in differing(everyone).items():
+            lines += [line, ONE_FILE] if name == "links" else [line]
         return f"the ranks of the sequence disagree, so nothing was {done}. " + ". ".join(lines)
 
     def _even_out(self, control: ControlGroup) -> None:

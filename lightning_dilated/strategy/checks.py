@@ -1,13 +1,19 @@
-"""Checks before training: one rank against many on the first batch, equal data on all ranks, callbacks and modules that
-would go wrong on shards.
+"""Checks of ranks: one against many on the first batch, equal settings, data and parameters on all, callbacks and modules
+that would go wrong on shards.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import PurePath
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,12 +24,20 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_dilated._compat.lightning import saves_by_time, set_update_count
-from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS
+from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS, own_parameters
+from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.state import bits, plain_tensors, unlike_replicas
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import pairs_of_part
 from lightning_dilated.sequence import SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
+from lightning_dilated.sequence.consensus import differing
+from lightning_dilated.sequence.ranges import clip
+from lightning_dilated.sequence.shard import Shard
 from lightning_dilated.strategy.mesh import MeshSizes
 
 #: tokens of the head
@@ -235,6 +249,10 @@ def _described(value: Any) -> str:
     """A string that is equal where the value is; of an object of unknown type, the type's name."""
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
+    if isinstance(value, functools.partial):
+        return f"{_described(value.func)}(*{_described(value.args)}, **{_described(value.keywords)})"
+    if dataclasses.is_dataclass(value) or isinstance(value, (type, torch.dtype, torch.device, FunctionType, PurePath)):
+        return getattr(value, "__qualname__", None) or repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
     if isinstance(value, Mapping):
@@ -245,6 +263,219 @@ def _described(value: Any) -> str:
         return str(value.tolist())
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tuple(value.shape)} {value.dtype} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+#: settings of a Trainer by which ranks would make other steps, or wait for each other in vain
+TRAINER = (
+    "max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "gradient_clip_val",
+    "gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
+    "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "overfit_batches", "log_every_n_steps",
+    "reload_dataloaders_every_n_epochs", "fast_dev_run",
+)  # fmt: skip
+#: the same of callbacks that save, which ranks do together
+SAVING = ("every_n_train_steps", "every_n_minutes", "at_end", "asynchronous")
+
+
+def settings_of(module: pl.LightningModule, options: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be equal on all ranks of a job before its parameters are shared: precision, Trainer, hyperparameters.
+
+    Args:
+        options: of the strategy.
+    """
+    trainer = module.trainer
+    plugin = trainer.precision_plugin
+    facts: dict[str, Any] = {
+        "run": str(trainer.state.fn),
+        "precision": f"{plugin.precision} ({type(plugin).__name__})",
+        **{name: getattr(trainer, name, None) for name in TRAINER},
+        **{f"strategy {name}": value for name, value in options.items()},
+    }
+    for number, saver in enumerate(x for x in trainer.callbacks if isinstance(x, callbacks.Checkpoint)):  # type: ignore[attr-defined]
+        settings = {name: getattr(saver, name) for name in SAVING if hasattr(saver, name)}
+        facts[f"saving callback {number}"] = [saver.state_key, settings]
+    facts |= {"model": type(module), "automatic_optimization": module.automatic_optimization}
+    facts |= {f"hyperparameter {name}": value for name, value in dict(module.hparams).items()}
+    facts["linear_dtype"] = getattr(module, "linear_dtype", None)
+    return {name: _described(value) for name, value in facts.items()}
+
+
+def parameters_of(module: nn.Module) -> dict[str, str]:
+    """Shapes and dtypes of a module's parameters, and whether they are trained."""
+    named = [(name, p) for name, p in module.named_parameters() if not is_lazy(p)]
+    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}" for n, p in named}
+
+
+def optimizers_of(strategy: Any) -> dict[str, str]:
+    """Classes, groups and schedules of a strategy's optimizers."""
+    facts: dict[str, Any] = {"optimizers": len(strategy.optimizers)}
+    for i, optimizer in enumerate(strategy.optimizers):
+        facts[f"optimizer {i}"] = type(optimizer)
+        for j, group in enumerate(optimizer.param_groups):
+            values = {**group, "params": len(group["params"])}
+            facts |= {f"{name} of group {j} of optimizer {i}": x for name, x in values.items()}
+    for i, config in enumerate(strategy.lr_scheduler_configs):
+        settings = {name: getattr(config, name) for name in ("interval", "frequency", "monitor", "strict")}
+        facts[f"scheduler {i}"] = [type(config.scheduler), settings]
+        states = getattr(config.scheduler, "state_dict", dict)()
+        facts |= {f"{name} of scheduler {i}": x for name, x in states.items()}
+    return {name: _described(value) for name, value in facts.items()}
+
+
+def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
+    """Compare `read(*args)` over all ranks of the job, which have to call this together.
+
+    Raises:
+        ValueError: on every rank, naming ranks, names and values; on a rank where `read` raised, its error.
+    """
+    facts, error = {}, None
+    try:
+        facts = read(*args)
+    except Exception as raised:  # the other ranks, who wait to compare, have to know
+        facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
+    peers = Peers(dist.get_rank(), dist.get_world_size())
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    if len(set(peers.gather(digest))) == 1 and error is None:  # so that many ranks send few bytes
+        return
+    lines = list(differing(peers.gather(facts)).values())
+    raise ValueError(
+        f"the ranks of the job were set up differently, so nothing was trained. {'. '.join(lines[:SHOWN])}. Start every "
+        "rank with the same script, configuration and versions; a hyperparameter that is each rank's own is left out by "
+        "save_hyperparameters(ignore=[...])."
+    ) from error
+
+
+class Replicas:
+    """Compares the bits of parameters of which every rank holds the whole; the host waits for no GPU.
+
+    Ranks that train alike hold the same bits. They no longer do where something differs between them that no setting says:
+    a callback that changes a learning rate, a package's version, memory that fails. Sharded parameters and buffers, of which
+    each rank may have its own, are not compared.
+
+    Args:
+        module: with the parameters.
+        every: optimizer steps between two comparisons; None: only where a checkpoint is made.
+        group: the ranks that hold the same parameters.
+    """
+
+    def __init__(self, module: nn.Module, every: int | None, group: dist.ProcessGroup) -> None:
+        self.module, self.every, self.group = module, every, group
+        self._steps = 0
+        self._posted: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def step(self) -> None:
+        """After each optimizer step, on every rank.
+
+        Raises:
+            RuntimeError: on every rank, for what was sent `every` steps before; on CPUs for what is sent now.
+        """
+        self._steps += 1
+        if self.every is not None and self._steps % self.every == 0:
+            self.settle()
+            self._post()
+            if self._posted is not None and self._posted[1] is None:
+                self.settle()
+
+    def compare(self) -> None:
+        """Compare at once, on every rank, as before a checkpoint; raises as `step`."""
+        self.settle()
+        self._post()
+        self.settle()
+
+    def settle(self) -> None:
+        """Read what was sent last, on every rank; raises as `step`."""
+        if self._posted is None:
+            return
+        (both, event), self._posted = self._posted, None
+        if event is not None:
+            event.synchronize()
+        largest, smallest = both.chunk(2)
+        if not torch.equal(largest, ~smallest):
+            raise RuntimeError(self._difference())
+
+    def _named(self) -> dict[str, Tensor]:
+        ignored = own_parameters(self.module)
+        return plain_tensors((name, p) for name, p in self.module.named_parameters() if name not in ignored)
+
+    def _post(self) -> None:
+        """Send the bits of all parameters: the largest and the smallest of a parameter are those of equal ranks."""
+        named = self._named()
+        if not named:
+            return
+        own = torch.stack([bits(p) for p in named.values()])
+        both = torch.cat([own, ~own])
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)  # on a GPU its stream waits, and not the host
+        if both.device.type != "cuda":
+            self._posted = both, None
+            return
+        host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._posted = host, event
+
+    def _difference(self) -> str:
+        """Which ranks hold other values of which parameters, in words; a collective call."""
+        own = {name: int(bits(p)) for name, p in self._named().items()}
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, own, group=self.group)
+        return unlike_replicas(every, dist.get_process_group_ranks(self.group))
+
+
+# -- balance -----------------------------------------------------------------------------------------------------------
+#: how many times the mean of the ranks the busiest one computes, from which a layout is named
+UNBALANCED = 1.1
+
+
+def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
+    """The layout to set where contiguous shards of causal sequences give ranks unequally many pairs; None elsewhere.
+
+    Args:
+        module: has run on the ranks of the group.
+        batch: this rank's part; its documents and lengths count where it is a mapping.
+    """
+    plan, patterns = group.plan, Counter(getattr(module, "patterns", ()))
+    if plan is None or group.agreed is None or group.layout != "contiguous" or not getattr(module, "causal", False):
+        return None
+    ranks = group.ranks // plan.head_size
+    if ranks == 1 or not patterns or plan.exchange == "switch":  # which trade work, too
+        return None
+    parts = _documents(batch, group.agreed.seq_len)
+    heads = module.num_heads, getattr(module, "num_kv_heads", None)
+    busiest = {}
+    for layout in ("contiguous", "zigzag"):
+        shard = Shard(group.agreed.seq_len, ranks, layout)
+        each = [sum(_pairs(x, shard.ranges(r), parts, heads) * n for x, n in patterns.items()) for r in range(ranks)]
+        busiest[layout] = max(each) * ranks / max(1, sum(each))
+    if busiest["contiguous"] < UNBALANCED or busiest["zigzag"] > busiest["contiguous"] / UNBALANCED:
+        return None
+    return (
+        f"the busiest of {ranks} ranks with layout='contiguous' computes {busiest['contiguous']:.2f} times the mean rank's "
+        "(query, key) pairs, since the last ones of a causal sequence see most keys, and the others wait for it. With "
+        f"layout='zigzag' each rank has an early and a late part, and the busiest computes {busiest['zigzag']:.2f} times "
+        "the mean. Set it by RingDilatedStrategy(layout='zigzag'), or --trainer.strategy.layout zigzag."
+    )
+
+
+def _documents(batch: Any, seq_len: int) -> list[range]:
+    """The positions of each document, or sample, of a batch."""
+    entries = batch if isinstance(batch, Mapping) else {}
+    if isinstance(bounds := entries.get("cu_seqlens"), Tensor):
+        return [range(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
+    if isinstance(lengths := entries.get("lengths"), Tensor):
+        return [range(n) for n in lengths.tolist() if n]
+    return [range(seq_len)]
+
+
+def _pairs(
+    pattern: DilatedPattern, pieces: Iterable[range], documents: Iterable[range], heads: tuple[int, int | None]
+) -> int:
+    """Causal (query, key) pairs of the queries at some positions of documents."""
+    total = 0
+    for piece, document in itertools.product(pieces, documents):
+        if part := clip(piece, document.start, document.stop):
+            own = range(part.start - document.start, part.stop - document.start)
+            total += sum(pairs_of_part(pattern, own, *heads))
+    return total
 
 
 def compare_loader(

@@ -57,6 +57,9 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             call of attention may hold on a rank at once. exchange="auto" then takes the cheapest that keeps to it; where
             none does, or a named one does not, the first call raises an error that says what each holds. Rows that leave,
             and the trade of `head_size`, are not among them. None: not bounded.
+        check_replicas: optimizer steps between two comparisons of the bits of the parameters on all ranks of a region. Ranks
+            that trained apart end with an error that names them, on a GPU when the next comparison is due. None: they are
+            compared only where a checkpoint is made.
 
     Raises:
         OSError: when made, where the file of links is not there.
@@ -84,11 +87,12 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         outer: OuterSteps | None = None,
         cpu_offload: Any = False,
         exchange_memory_gib: float | None = None,
+        check_replicas: int | None = 100,
     ) -> None:
         _refuse_offload(type(self).__name__, cpu_offload)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
-            global_batch, exchange_memory_gib, regions, outer,
+            global_batch, exchange_memory_gib, regions, outer, check_replicas,
         )  # fmt: skip
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)

@@ -41,7 +41,17 @@ from lightning_dilated.attention.recurrent_branch import Decay
 from lightning_dilated.checkpoint.state import refuse_one_file
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.strategy.checks import compare_loader, compare_training, refuse_callbacks, refuse_mixing
+from lightning_dilated.strategy.checks import (
+    Replicas,
+    compare_loader,
+    compare_settings,
+    compare_training,
+    optimizers_of,
+    parameters_of,
+    refuse_callbacks,
+    refuse_mixing,
+    settings_of,
+)
 from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import nccl_options, run_seed
 from lightning_dilated.strategy.preemption import Preemption
@@ -72,6 +82,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
         case "setup_environment", ():  # in every fit, validate, test and predict; the module has no layers yet
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
             lightning()  # processes find each other; with cpu_offload, also over gloo (`join_host`)
+            compare_settings(settings_of, module, strategy._compared_options)
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
             strategy._preemption = Preemption(trainer, strategy._rank_timeout, strategy._region_group)
@@ -85,14 +96,18 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
         case "setup", (_,):
             if strategy.sequence.ranks > 1:
                 refuse_mixing(module, strategy._allow)
+            compare_settings(parameters_of, module)
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers
+                compare_settings(optimizers_of, strategy)
                 strategy._start_outer_steps()
+                strategy._replicas = make_replicas(strategy)
                 return None
             shard_parameters(module, strategy.device_mesh, policy_for(strategy._offload, strategy.root_device))
             place_parameters(module, strategy.root_device, strategy._offload is not None)
             with counts_as_configured(module):
                 lightning(trainer)  # moves what is not sharded, makes the optimizers
+            compare_settings(optimizers_of, strategy)
             check_optimizers(strategy)
 
         case "configure_ddp", ():  # in a fit
@@ -223,6 +238,13 @@ def set_gradient_options(strategy: Any) -> None:
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
     """All ranks of this one's region, over NCCL; every rank has to call."""
     return strategy.sizes.new_group("region", strategy._rank_timeout, "nccl", nccl_options(overlapped))
+
+
+def make_replicas(strategy: SequenceStrategy) -> Replicas | None:
+    """What compares the parameters of a region's ranks in a fit; None where no other rank holds them."""
+    if not strategy._fitting or strategy.sizes.region_size == 1:
+        return None
+    return Replicas(strategy.lightning_module, strategy._check_replicas, strategy._region_group or dist.group.WORLD)
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

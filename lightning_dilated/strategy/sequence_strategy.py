@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_debug
+from lightning.fabric.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceOp
@@ -22,7 +22,7 @@ from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange, check_exchange_memory
 from lightning_dilated.sequence.shard import SequenceSpec, check_chunked, check_layout
 from lightning_dilated.strategy import checks
-from lightning_dilated.strategy.checks import check_first_batch, computed_in
+from lightning_dilated.strategy.checks import Replicas, balance_hint, check_first_batch, computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import HeadSize, MeshSizes, SequenceSize, join_under_torchrun, step_seeds
@@ -53,6 +53,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         exchange_memory_gib: float | None,
         regions: Regions = 1,
         outer: OuterSteps | None = None,
+        check_replicas: int | None = None,
     ) -> None:
         real(timeout, "timeout", above=0, hint=" It is in seconds.")
         check_chunked(layout, exchange, head_size, exchange_memory_gib)
@@ -80,6 +81,8 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self._why_unshared: dict[str, str] = {}  # {stage: why losses cannot be added over ranks there}
         self._first_step, self._shares, self._seed = True, 0, 0
         self._checks_first_batch = check_first_batch
+        self._check_replicas = None if check_replicas is None else integer(check_replicas, "check_replicas", 1)
+        self._replicas: Replicas | None = None
         self._global_batch = None if global_batch is None else GlobalBatch(integer(global_batch, "global_batch", 1))
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
@@ -92,6 +95,19 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         """
         regions = self.num_nodes if self._regions == "auto" else self._regions
         return MeshSizes(self.num_nodes * self.num_processes, *self._requested_sizes, regions)
+
+    @property
+    def _compared_options(self) -> dict[str, Any]:
+        """Those that have to be equal on all ranks; each call of attention compares the speeds of links itself."""
+        return {
+            "class": type(self),
+            "sizes": [self._regions, *self._requested_sizes],
+            "outer": self._outer_settings,
+            "global_batch": None if self._global_batch is None else self._global_batch.sequences,
+            "check_first_batch": self._checks_first_batch,
+            "check_replicas": self._check_replicas,
+            **{name: value for name, value in self._exchange_settings.items() if name != "links"},
+        }
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -166,6 +182,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             self._loaders.restore()
         if self._global_batch is not None:
             self._global_batch.restore()
+        self._replicas = None
         if self._sequence is not None:
             self._sequence.was_active = False  # a recomputation from now on belongs to another strategy
             self._sequence.forget()
@@ -192,6 +209,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             "_mesh",
             "_sequence",
             "_loaders",
+            "_replicas",
             "_preemption",
             "_outer",
             "_loaded_outer",
@@ -259,12 +277,16 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, within the active sequence and with the seeds of the step."""
-        if self._first_step:
-            self._first_step = False
-            parallelize(self, "training_step", super().training_step, kwargs.get("batch", args[0] if args else None))
+        first, self._first_step = self._first_step, False
+        batch = kwargs.get("batch", args[0] if args else None)
+        if first:
+            parallelize(self, "training_step", super().training_step, batch)
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)), self._trusting():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if first and self.global_rank == 0 and (hint := balance_hint(self.lightning_module, self.sequence, batch)):
+            rank_zero_warn(hint)
+        return output
 
     def _trusting(self) -> AbstractContextManager[None]:
         """Calls are compared after a backward only if no other sequence and no optimizer gets anything of it before."""
@@ -312,6 +334,28 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             super().backward(loss, optimizer, *args, **kwargs)
         self.sequence.settle()  # before gradients are used
         return closure_loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, and outer steps; every so many steps the ranks' parameters are compared."""
+        output = super().optimizer_step(*args, **kwargs)
+        if self._replicas is not None:
+            self._replicas.step()
+        return output
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's; refuses a mixture of ranks that trained apart."""
+        if self._replicas is not None:
+            self._replicas.compare()
+        super().save_checkpoint(*args, **kwargs)
+
+    @override
+    def on_train_end(self) -> None:
+        """Lightning's; the last comparison of parameters is read."""
+        if self._replicas is not None:
+            self._replicas.settle()
+        super().on_train_end()
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -1,8 +1,10 @@
 """ShardedCheckpoint on several ranks: exact with any strategy, also after changes of their number; all agree, none hangs."""
 
+import contextlib
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -194,6 +196,46 @@ def blind(rank, group, text, saved, folder, strategy):
     """What a run raises that goes on from a checkpoint on the disk of one node only."""
     more = {"strategy": strategy, "ckpt_path": str(folder if rank == 0 else folder.with_name("other"))}
     return refused(rank, group, text, saved, more)
+
+
+def alone(rank, group, text, folder, where, strategy, asynchronous):
+    """The error of a run in which rank 1 raises where the other ranks wait for it, and the checkpoints that are left."""
+    from lightning_dilated.callbacks import sharded_checkpoint as module
+    from lightning_dilated.checkpoint import folder as written
+
+    owner, name = {
+        "before save": (written, "_write_files"),
+        "writer": (dcp, "FileSystemWriter"),
+        "save": (dcp, "save"),
+        "part": (module, "replicated_sizes"),
+        "bits": (module, "bits_by_name"),
+    }[where]
+    error = mock.patch.object(owner, name, side_effect=LookupError("no such thing"))
+    saver = module.ShardedCheckpoint(folder, every_n_train_steps=2, at_end=False, asynchronous=asynchronous)
+    with error if rank == 1 else contextlib.nullcontext():
+        try:
+            run(text, STEPS, saver, strategy=strategy, world=launched(rank))
+        except OSError as raised:
+            return str(raised), [x.name for x in Path(folder).glob("step-*")]
+
+
+@pytest.mark.parametrize(
+    "where, strategy, asynchronous",
+    [
+        ("before save", DDP, True),
+        ("writer", FSDP, False),
+        ("save", DDP, False),
+        ("save", FSDP, True),
+        ("part", DDP, True),
+        ("bits", DDP, True),
+    ],
+)
+def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, where, strategy, asynchronous):
+    """Ranks that wait in a collective of the files hear of it at once, not after an hour."""
+    begin = time.monotonic()
+    for words, files in pool.run(2, alone, text, str(tmp_path), where, strategy, asynchronous):
+        assert "rank 1: LookupError: no such thing" in words and "step-00000002" in words and not files
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
@@ -21,6 +22,9 @@ LAYOUTS = ("contiguous", "zigzag", "strided")
 #: exchanges that serve every call, and all of them
 ANY = ("gather", "ring", "switch", "auto")
 EXCHANGES = (*ANY, "butterfly", "hierarchical_gather", "hierarchical_butterfly")
+#: of q, k and v; float64 has the closest comparison, and is drawn as often as all others
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = st.sampled_from([torch.float64] * len(ROUNDED) + [*ROUNDED])
 #: (query heads, kv heads)
 HEADS = ((1, 1), (4, 2), (3, 1), (5, 5), (2, 2), (6, 3), (3, 3), (4, 1), (6, 2), (2, 1), (5, 1), (4, 4))
 #: GigaPath's segments divided by 128 and by 256, with its rates

@@ -12,14 +12,14 @@ from .calls import SEED, Result, positions, sequence
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),)):
+def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),), dtype=torch.float64):
     """This rank's pieces of a causal case, both passes. Other ranks than 0 get another random state, on purpose."""
     torch.manual_seed(SEED + 1000 * rank)
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         ours.watch(log := TrafficLog())
         chunks = Chunks(case, chunk, dropout, windows, ours)
         with FlopCounterMode(display=False) as counter:
-            found = chunks.run(*case.tensors())
+            found = chunks.run(*case.tensors(dtype))
         tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
         shares = ours.forward_traffic, ours.backward_traffic
         result = Result(

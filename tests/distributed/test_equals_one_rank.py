@@ -4,12 +4,13 @@ import contextlib
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
 
 from ..examples import examples
-from .calls import alone, attend, by_definition, compare
+from .calls import alone, attend, by_definition, compare, compare_rounded
 from .pool import Pool
-from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded, larger_groups, sharded
+from .strategies import ANY, DTYPES, EXCHANGES, LAYOUTS, ROUNDED, Sharded, larger_groups, sharded
 
 #: random calls for each number of ranks and each exchange that can serve so many
 EXAMPLES = {1: 6, 2: 30, 3: 40, 4: 40}
@@ -30,25 +31,34 @@ class Enough(BaseException):
     """No feature is missing any more. Not an Exception: hypothesis would look for a smaller case that raises it."""
 
 
-def check(pool: Pool, case: Sharded, seen: Counter) -> None:
+def check(pool: Pool, case: Sharded, dtype: torch.dtype, seen: Counter) -> None:
     """Run a case on its ranks; an exchange that does not serve it must refuse on all of them."""
-    answers = pool.answers(case.ranks, attend, case)
+    answers = pool.answers(case.ranks, attend, case, dtype)
     if case.may_refuse and answers[0].message.startswith(f"exchange={case.exchange!r} cannot serve this call: "):
         told = {(a.error, a.message) for a in answers}
         assert len(told) == 1 and answers[0].error == "ValueError", told
         seen["refused"] += 1
         return
     results = pool.values(answers, case)
-    compare(case, results, alone(case), 1e-10)
-    if case.call.seq_len < 20:
-        compare(case, results, by_definition(case), 1e-10)
-        seen["definition"] += 1
+    if dtype in ROUNDED:
+        compare_rounded(case, results, dtype)
+    else:
+        compare(case, results, alone(case), 1e-10)
+        if case.call.seq_len < 20:
+            compare(case, results, by_definition(case), 1e-10)
+            seen["definition"] += 1
     forward, backward = (sum(r.sent[i] for r in results) > 0 for i in range(2))
     assert forward == backward, case
     seen["cases"] += 1
     seen["moved"] += forward and case.head_size == 1  # head groups move rows of their own
-    for feature in case.features():
+    for feature in features(case, dtype):
         seen[feature] += forward or feature == "no tokens"
+
+
+def features(case: Sharded, dtype: torch.dtype) -> set[str]:
+    """Those of the case, and its dtype."""
+    known, narrow = case.features() | {str(dtype)}, dtype in (torch.bfloat16, torch.float16)
+    return known | {"rank without a head in 16 bits"} if narrow and "rank without a head" in known else known
 
 
 def required(ranks: int, exchange: str) -> set[str]:
@@ -64,7 +74,7 @@ def required(ranks: int, exchange: str) -> set[str]:
         wanted = wanted | {"head groups", "kv head on several", "uneven windows"}
         if ranks == 4:
             wanted = wanted | {"head groups and wider"}
-    return wanted
+    return wanted | {str(dtype) for dtype in (torch.float64, *ROUNDED)}
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(35, marks=pytest.mark.slow)])
@@ -78,11 +88,11 @@ def test_random(pool, ranks, exchange, times):
 
         @seed(number)
         @settings(max_examples=examples(times * EXAMPLES[ranks]), suppress_health_check=list(HealthCheck))
-        @given(sharded(ranks, exchange))
-        def random(case):
+        @given(sharded(ranks, exchange), DTYPES)
+        def random(case, dtype):
             assume(not case.call.refused())
-            assume(only is None or any(not seen[feature] for feature in only & case.features()))
-            check(pool, case, seen)
+            assume(only is None or any(not seen[feature] for feature in only & features(case, dtype)))
+            check(pool, case, dtype, seen)
             if only is not None and all(seen[feature] for feature in only):
                 raise Enough
 
@@ -109,21 +119,24 @@ def test_more_ranks_than_heads(pool, ranks, exchange, count):
     """Some ranks of a head group hold no head, and some no token."""
     seen = Counter()
     # of two ranks one is empty only where there is one token
-    wanted = {"rank without a head"} | ({"empty rank of head groups"} if ranks > 2 else set())
+    wanted = {"rank without a head", "rank without a head in 16 bits"}
+    wanted |= {"empty rank of head groups"} if ranks > 2 else set()
 
-    def sample(number: int) -> None:
-        """Check random cases."""
+    def sample(number: int, only: set[str] | None = None) -> None:
+        """Check random cases; with `only`, those with one of these features."""
 
         @seed(number)
         @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
-        @given(larger_groups(ranks, exchange))
-        def random(case):
+        @given(larger_groups(ranks, exchange), DTYPES)
+        def random(case, dtype):
             assume(not case.call.refused())
-            check(pool, case, seen)
+            assume(only is None or only & features(case, dtype))
+            check(pool, case, dtype, seen)
 
         random()
 
     sample(ranks + 10 * ANY.index(exchange))
-    if not all(seen[feature] for feature in wanted):  # what a seed draws differs between versions of hypothesis
-        sample(ranks + 10 * ANY.index(exchange) + 1000)
+    missing = {feature for feature in wanted if not seen[feature]}
+    if missing:  # what a seed draws differs between versions of hypothesis
+        sample(ranks + 10 * ANY.index(exchange) + 1000, missing)
     assert seen["cases"] >= count * 3 // 4 and all(seen[feature] for feature in wanted), seen

@@ -11,7 +11,7 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 from ..attention.reference import error
 from ..attention.strategies import LAYOUTS as STRIDES
 from ..attention.strategies import Case
-from .calls import NAMES, alone, attend, by_definition, compare, positions, sequence, together
+from .calls import alone, attend, compare, compare_rounded, positions, sequence
 from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded
 
 #: (ranks, layout, exchange, head size, ranks a node): every exchange on every layout that it takes
@@ -87,18 +87,7 @@ def test_low_precision(pool, way):
     first = WAYS.index(way)  # every way has every dtype, and every call has each of them in one way or another
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         case = cases[(first + i) % len(cases)]
-        want = by_definition(case, dtype)
-        one, many = alone(case, dtype), together(pool.run(case.ranks, attend, case, dtype), want)
-        for name in NAMES:
-            assert many[name].dtype == one[name].dtype, name
-            finite = want[name].isfinite()
-            assert torch.equal(many[name].isfinite(), finite), f"{name} of {case}"
-            # twice the one-rank op's own error, one rounding of the result (a small call may err less by luck), and what
-            # dozens of merges in fp32 round instead of a few
-            rounding = torch.finfo(many[name].dtype).eps + 8 * torch.finfo(torch.float32).eps
-            allowed = 2 * error(one[name][finite], want[name][finite], 1.0) + rounding
-            found = error(many[name][finite], want[name][finite], 1.0)
-            assert found <= allowed, f"{name} of {case}: error {found:.2e}, allowed {allowed:.2e}"
+        compare_rounded(case, pool.run(case.ranks, attend, case, dtype), dtype)
 
 
 @every_way

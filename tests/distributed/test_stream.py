@@ -10,24 +10,25 @@ from hypothesis import strategies as st
 
 from ..attention.strategies import cases
 from ..examples import examples
-from .calls import SEED, alone, compare, together
+from .calls import SEED, alone, close_rounded, compare, compare_rounded, together
 from .calls import attend as attend_at_once
-from .strategies import Sharded
+from .strategies import DTYPES, ROUNDED, Sharded
 from .stream_calls import NAMES, attend
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
 dropouts = st.sampled_from([0.0, 0.0, 0.3])
 
 
-def check(pool, ranks, case, chunk, dropout, windows=((0, None),)):
+def check(pool, ranks, case, chunk, dropout, windows=((0, None),), dtype=torch.float64):
     """Assert that the ranks equal one pass of one rank; returns the bytes that all of them sent."""
-    results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows), strict=True)
-    q, k, v, grad = case.tensors()
-    torch.manual_seed(SEED)
-    out = case.run(q, k, v, dropout=dropout)
-    wanted = dict(zip(NAMES, (out, *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
+    results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows, dtype), strict=True)
+    tensors = [x.detach() for x in case.tensors(dtype)]
+    wanted, one = (at_once(case, [x.to(t) for x in tensors], dropout) for t in (torch.float64, dtype))
     got = together(results, wanted)
     for name, want in wanted.items():
+        if dtype in ROUNDED:
+            close_rounded(f"{name} of {case}, {chunk} in {dtype}", got[name], one[name], want)
+            continue
         torch.testing.assert_close(got[name], want, **TOL, msg=lambda m, name=name: f"{name} of {case}, {chunk}: {m}")
     last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the chunk that runs forward once
     forward, whole = (4 * case.head_dim * int(x.sum()) for x in (case.counts()[0][:, :, :-last], case.counts()[0]))
@@ -37,12 +38,21 @@ def check(pool, ranks, case, chunk, dropout, windows=((0, None),)):
     return sum(sum(x.sent) for x in results)
 
 
+def at_once(case, tensors, dropout):
+    """Results of one pass of one rank, by name; `tensors` are q, k, v and the gradient of the output."""
+    *inputs, grad = tensors
+    inputs = [x.requires_grad_() for x in inputs]
+    torch.manual_seed(SEED)
+    out = case.run(*inputs, dropout=dropout)
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, inputs, grad)), strict=True))
+
+
 def random_cases(ranks, number, count):
     """Any pattern, shift, documents, lengths and grouped heads, in chunks below and above every segment."""
 
     def decorate(function):
         chunks = st.one_of(st.integers(1, 16), st.integers(1, 50))
-        drawn = given(cases(longest=48), chunks, dropouts)(function)
+        drawn = given(cases(longest=48), chunks, dropouts, DTYPES)(function)
         return seed(ranks + number)(
             settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))(drawn)
         )
@@ -56,10 +66,10 @@ def test_equals_one_pass_of_one_rank(pool, ranks, count):
     seen = Counter()
 
     @random_cases(ranks, count, count)
-    def random(case, chunk, dropout):
+    def random(case, chunk, dropout, dtype):
         assume(case.seq_len and case.batch)
         case = replace(case, causal=True, layout="contiguous")
-        sent = check(pool, ranks, case, chunk, dropout)
+        sent = check(pool, ranks, case, chunk, dropout, dtype=dtype)
         seen["moved"] += sent > 0
         seen["empty pieces"] += -(-min(chunk, case.seq_len) // ranks) * (ranks - 1) >= min(chunk, case.seq_len)
         seen["short last chunk"] += case.seq_len % chunk > 0
@@ -79,11 +89,11 @@ def test_windows_of_heads(pool, ranks, count):
     """Each window of heads carries and exchanges rows of its own."""
 
     @random_cases(ranks, 1000, count)
-    def random(case, chunk, dropout):
+    def random(case, chunk, dropout, dtype):
         assume(case.seq_len and case.batch and case.kv_heads > 1)
         group = case.heads // case.kv_heads
         windows = tuple((h, h + group) for h in range(0, case.heads, group))
-        check(pool, ranks, replace(case, causal=True, layout="contiguous"), chunk, 0.0, windows)
+        check(pool, ranks, replace(case, causal=True, layout="contiguous"), chunk, 0.0, windows, dtype)
 
     random()
 
@@ -93,10 +103,11 @@ def test_a_whole_call_in_the_layout_of_chunks(pool, count):
     """Without a stream the pieces are shards as those of any layout."""
 
     @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
-    @given(cases(longest=48), st.integers(1, 50))
-    def random(case, chunk):
+    @given(cases(longest=48), st.integers(1, 50), DTYPES)
+    def random(case, chunk, dtype):
         assume(case.seq_len and case.batch and not case.refused())
         call = Sharded(case, 3, "chunked", stream=chunk)
-        compare(call, pool.run(3, attend_at_once, call), alone(call), 1e-10)
+        results = pool.run(3, attend_at_once, call, dtype)
+        compare_rounded(call, results, dtype) if dtype in ROUNDED else compare(call, results, alone(call), 1e-10)
 
     random()

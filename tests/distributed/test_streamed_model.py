@@ -64,6 +64,24 @@ def test_equals_one_pass_of_one_rank(pool, name):
     torch.testing.assert_close(losses, wanted[:, at], rtol=1e-12, atol=1e-12)
 
 
+#: (ranks, tokens, chunk): ranks without a token of the last chunk, of every chunk, and of all but a document's first token
+EMPTY = ((2, 9, 8), (3, 9, 8), (4, 14, 4), (4, 3, 2), (4, 7, 1))
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_convolution_of_documents_on_ranks_without_a_token(pool, shape, recurrent):
+    ranks, tokens, chunk = shape
+    options = {"recurrence": {"kind": "delta", "segment": 4}} if recurrent else {"kv_conv": 4}
+    batch = {**text(tokens), "cu_seqlens": torch.tensor([0, 2, tokens], dtype=torch.int32)}
+    want, wanted = gradients(lm(**options), batch)
+    found = pool.run(ranks, step, options, {}, batch, chunk)
+    count = sum(x[1] for x in found)
+    torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
+    for key, grad in wanted.items():
+        torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
     """They end at the same bounds."""

@@ -42,6 +42,7 @@ class Case:
     dim: int = 3
     values: int = 2
     chunk: int = 64
+    dtype: torch.dtype = torch.float64
 
     @property
     def batch(self) -> int:
@@ -67,7 +68,7 @@ class Case:
         tensors = [random(b, n, k * self.group, d), random(b, n, k, d), random(b, n, k, e)]
         if self.kind == "gated_delta":
             tensors += [-random(b, n, k).square(), random(b, n, k).sigmoid()]
-        return tuple(x.requires_grad_() for x in tensors)
+        return tuple(x.to(self.dtype).requires_grad_() for x in tensors)
 
     def settings(self) -> dict[str, Any]:
         """Of every call."""

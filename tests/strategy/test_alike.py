@@ -1,16 +1,32 @@
-"""Ranks that do not read the same data, or have unlike numbers of batches, are told so before a wrong number or a wait."""
+"""Ranks that differ in settings, data, numbers of batches or parameters are told so before a wrong number or a wait."""
 
 import copy
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_dilated import RingDilatedStrategy, SequenceSpec, loss_share
+from lightning_dilated import (
+    DilatedPattern,
+    LongNetLM,
+    LongNetMLM,
+    OuterSteps,
+    RingDilatedFSDPStrategy,
+    RingDilatedStrategy,
+    SequenceSpec,
+    loss_share,
+)
+from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.checkpoint.state import bits
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.strategy.checks import compare_settings
 
-from .runs import Run, launched, make, trainer
+from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
 from .test_hooks import Numbers, Plain
 
 pytestmark = pytest.mark.full
@@ -155,6 +171,277 @@ def test_other_files_on_a_rank(pools, tmp_path):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / f"text{rank}").write_bytes(bytes(range(256)) * 2)
     assert all("fingerprint: rank 0 has" in error for error in pools(2).run(2, other_files, str(tmp_path)))
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+SGD, ADAM = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
+#: what rank 1 of two has otherwise, and the words for it: options of the Trainer, the strategy, the model
+SETTINGS = {
+    "learning rate": (
+        {"model": {"optimizer": partial(torch.optim.SGD, lr=0.2)}},
+        "lr of group 0 of optimizer 0: rank 0 has 0.1, rank 1 has 0.2",
+    ),
+    "optimizer": ({"model": {"optimizer": ADAM}}, "optimizer 0: rank 0 has SGD, rank 1 has AdamW"),
+    "momentum": (
+        {"model": {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5)}},
+        "momentum of group 0 of optimizer 0: rank 0 has 0, rank 1 has 0.5",
+    ),
+    "weight decay": (
+        {"model": {"optimizer": partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)}},
+        "weight_decay of group 0 of optimizer 0: rank 0 has 0, rank 1 has 0.5",
+    ),
+    "schedule": (
+        {"model": {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3)}},
+        "step_size of scheduler 0: rank 0 has 2, rank 1 has 3",
+    ),
+    "rotary base": ({"model": {"rotary_base": 5000.0}}, "hyperparameter rotary_base: rank 0 has"),
+    "pattern": ({"model": {"pattern": PATTERN.shifted()}}, "hyperparameter pattern: rank 0 has"),
+    "dropout": (
+        {"model": {"attention_dropout": 0.1}},
+        "hyperparameter attention_dropout: rank 0 has 0.0, rank 1 has 0.1",
+    ),
+    "clipping": ({"gradient_clip_val": 0.5}, "gradient_clip_val: rank 0 has None, rank 1 has 0.5"),
+    "clipping algorithm": ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm: rank 0 has"),
+    "accumulation": ({"accumulate_grad_batches": 2}, "accumulate_grad_batches: rank 0 has 1, rank 1 has 2"),
+    "steps": ({"max_steps": 3}, "max_steps: rank 0 has 2, rank 1 has 3"),
+    "precision": ({"precision": "bf16-true"}, "precision: rank 0 has '32-true (Precision)', rank 1 has 'bf16-true ("),
+    "mixed precision": ({"precision": "bf16-mixed"}, "rank 0 has '32-true (Precision)', rank 1 has 'bf16-mixed ("),
+    "layout": ({"strategy": {"layout": "zigzag"}}, "strategy layout: rank 0 has 'contiguous', rank 1 has 'zigzag'"),
+    "comparisons": ({"strategy": {"check_replicas": 7}}, "strategy check_replicas: rank 0 has 100, rank 1 has 7"),
+    "strategy": ({"strategy": {"cls": RingDilatedFSDPStrategy}}, "strategy class: rank 0 has"),
+    "dtype": ({"double": True}, "rank 0 has (11, 16) torch.float32, rank 1 has (11, 16) torch.float64"),
+    "frozen": ({"frozen": True}, ", frozen"),
+    "saving": ({"every": 2}, "saving callback 0: rank 0 has"),
+}
+
+
+class Configured(LongNetLM):
+    """A model whose parameters may be of another dtype, or frozen, once they are made."""
+
+    change = None
+
+    def configure_model(self):
+        super().configure_model()
+        if self.change == "double":
+            self.double()
+        if self.change == "frozen":
+            next(self.parameters()).requires_grad_(False)
+
+
+def set_up(rank, group, names, fsdp=False):
+    """The error of a fit for each of some settings that rank 1 has otherwise; "" where it has none."""
+    messages, world = [], launched(rank)
+    for name in names:
+        own = SETTINGS[name][0] if rank == 1 and name else {}
+        options = {"optimizer": SGD, "lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)}
+        options = {"vocab_size": VOCAB, "dim": 16, "depth": 1, "num_heads": 2, **options, **own.get("model", {})}
+        model = Configured(**{"pattern": PATTERN, **options})
+        model.change = next((x for x in ("double", "frozen") if x in own), None)
+        arguments = dict(own.get("strategy", {}))
+        strategy = arguments.pop("cls", RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**arguments)
+        more = {k: v for k, v in own.items() if k not in ("model", "strategy", "double", "frozen", "every")}
+        if name == "saving":
+            more |= {
+                "enable_checkpointing": True,
+                "callbacks": [ModelCheckpoint(every_n_train_steps=own.get("every", 1))],
+            }
+        built = trainer(strategy, world, **{"max_steps": 2, **more})
+        try:
+            built.fit(model, Data(Run()))
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_settings_that_differ(pools):
+    names = list(SETTINGS)
+    for messages in pools(2).run(2, set_up, names):
+        for name, message in zip(names, messages, strict=True):
+            assert "set up differently, so nothing was trained" in message and SETTINGS[name][1] in message, (
+                name,
+                message,
+            )
+
+
+def test_settings_that_differ_on_one_of_four_with_sharded_parameters(pools):
+    names = ["learning rate", "rotary base"]
+    for messages in pools(4).run(4, set_up, ["", *names], True):
+        assert not messages[0]
+        assert "lr of group 0 of optimizer 0: rank 1 has 0.2; the others have 0.1" in messages[1]
+        assert "hyperparameter rotary_base: rank 1 has" in messages[2]
+
+
+class Unreadable:
+    def __getattr__(self, name):
+        raise OSError("no such disk")
+
+
+def unreadable(rank, group):
+    """What a rank raises whose settings cannot be read, and what the other one does."""
+    try:
+        compare_settings(lambda: {"a": Unreadable().b} if rank else {"a": "1"})
+    except ValueError as error:
+        return str(error)
+
+
+def test_settings_that_cannot_be_read(pools):
+    assert all("rank 1 has OSError: no such disk" in error for error in pools(2).run(2, unreadable))
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+class Drift(pl.Callback):
+    """Changes something on rank 1 after a step: the last bit of a weight, a state of the optimizer, a buffer."""
+
+    def __init__(self, what, step=2):
+        self.what, self.step = what, step
+
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_rank == 1 and trainer.global_step == self.step and self.what != "nothing":
+            with torch.no_grad():
+                x = module.state_dict()["embedding.weight"] if self.what == "weight" else None
+                x = module.count if self.what == "buffer" else x
+                if self.what == "state":
+                    (x, *_) = (s["momentum_buffer"] for s in trainer.optimizers[0].state.values())
+                if self.what == "learning rate":
+                    trainer.optimizers[0].param_groups[0]["lr"] *= 2
+                else:
+                    x.view(-1)[0] = torch.nextafter(x.view(-1)[0], x.new_tensor(9.0))
+
+
+class Counting(LongNetLM):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_buffer("count", torch.zeros(3))
+
+
+def drifting(rank, group, what, options, folder=None, steps=6, own=()):
+    """(the error of a fit in which rank 1 drifts, its step), and the checkpoints in the folder."""
+    model = Counting(
+        PATTERN,
+        vocab_size=VOCAB,
+        dim=16,
+        depth=1,
+        num_heads=2,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )
+    model._ddp_params_and_buffers_to_ignore = set(own)
+    savers = [] if folder is None else [ShardedCheckpoint(folder, every_n_train_steps=3, at_end=False)]
+    more = {
+        "max_steps": steps,
+        "callbacks": [Drift(what, 3 if what == "state" else 2), *savers],
+        "enable_checkpointing": bool(savers),
+    }
+    built = trainer(RingDilatedStrategy(**options), launched(rank), **more)
+    try:
+        built.fit(model, Data(Run(batch_size=options.get("regions", 1))))
+    except RuntimeError as error:
+        return str(error), built.global_step, sorted(x.name for x in Path(folder or "/nowhere").glob("step-*"))
+    return "", built.global_step, []
+
+
+@pytest.mark.parametrize("what", ["weight", "learning rate"])
+def test_parameters_that_drift(pools, what):
+    for error, step, _ in pools(2).run(2, drifting, what, {"check_replicas": 2}):
+        assert "ranks [0, 1] of the job hold unlike values" in error and "embedding.weight" in error, error
+        assert step <= 4
+    assert RingDilatedStrategy()._check_replicas == 100
+
+
+def test_regions_differ_between_outer_steps(pools):
+    options = {"check_replicas": 1, "regions": 2, "outer": OuterSteps(every=10)}
+    assert all(x == ("", 3, []) for x in pools(4).run(4, drifting, "nothing", options, None, 3))
+
+
+def test_what_is_each_ranks_own_may_differ(pools):
+    for what, own in (("buffer", ()), ("weight", ("embedding.weight",))):
+        assert all(x == ("", 6, []) for x in pools(2).run(2, drifting, what, {"check_replicas": 1}, None, 6, own))
+
+
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_no_checkpoint_is_a_mixture(pools, tmp_path, what):
+    for error, step, files in pools(2).run(2, drifting, what, {"check_replicas": None}, str(tmp_path)):
+        assert "ranks [0, 1] of the job hold unlike values" in error and step == 3 and not files
+        assert ("state_dict." if what == "weight" else "optimizer_0.state.") in error
+
+
+def saved(rank, group, folder):
+    """The error of Lightning's own checkpoint."""
+    saver = ModelCheckpoint(folder, every_n_train_steps=3)
+    built = trainer(
+        RingDilatedStrategy(check_replicas=None),
+        launched(rank),
+        max_steps=6,
+        enable_checkpointing=True,
+        callbacks=[Drift("weight"), saver],
+    )
+    try:
+        built.fit(Counting(PATTERN, vocab_size=VOCAB, dim=16, depth=1, num_heads=2), Data(Run()))
+    except RuntimeError as error:
+        return str(error), list(Path(folder).glob("*"))
+
+
+def test_lightnings_checkpoint_is_no_mixture(pools, tmp_path):
+    for error, files in pools(2).run(2, saved, str(tmp_path)):
+        assert "ranks [0, 1] of the job hold unlike values" in error and not files
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.uint8, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (4, 6), (0,)])
+def test_bits_see_any_bit(dtype, shape):
+    x = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    for y in (x, x.t() if x.ndim == 2 else x[..., None].expand(*shape, 1)[..., 0]):
+        before = int(bits(y))
+        assert before == int(bits(y.clone()))
+        for i in range(x.numel()):
+            raw = x.view(-1)[i : i + 1].view(torch.uint8)
+            raw[0] ^= 1
+            assert int(bits(y)) != before
+            raw[0] ^= 1
+
+
+# -- balance -----------------------------------------------------------------------------------------------------------
+HYBRID = DilatedPattern.hybrid(2, 4, local=8, global_every=2)
+
+
+def warned(rank, group, pattern, options, kind):
+    """What a fit says of layouts, with the steps that were done by then."""
+    hints, world = [], launched(rank)
+    model = (LongNetMLM if kind == "mlm" else LongNetLM)(pattern, vocab_size=VOCAB, dim=16, depth=2, num_heads=4)
+    built = trainer(RingDilatedStrategy(**options), world, max_steps=2)
+    note = lambda text: hints.append((str(text), built.global_step))  # noqa: E731
+    with mock.patch("lightning_dilated.strategy.sequence_strategy.rank_zero_warn", note):
+        built.fit(model, Data(Run(kind="unshifted" if kind == "mlm" else kind)))
+    return hints
+
+
+UNEVEN = "the busiest of 2 ranks with layout='contiguous' computes "
+
+
+@pytest.mark.parametrize(
+    "pattern, options, kind, times",
+    [
+        (HYBRID, {}, "whole", "1."),
+        (DilatedPattern.dense(), {}, "whole", "1.49 times"),  # 20 * 21 / 2 + 400 of 40 * 41 / 2 pairs
+        (DilatedPattern.dense(), {}, "documents", "1.1"),
+        (DilatedPattern.dense(), {"layout": "zigzag"}, "whole", None),
+        (DilatedPattern.dense(), {"head_size": 2}, "whole", None),
+        (DilatedPattern.dense(), {"exchange": "switch"}, "whole", None),
+        (DilatedPattern.longnet([8], [1]), {}, "whole", None),
+        (DilatedPattern.dense(), {}, "mlm", None),
+    ],
+    ids=str,
+)
+def test_the_layout_that_balances_is_named_once(pools, pattern, options, kind, times):
+    first, *others = pools(2).run(2, warned, pattern, options, kind)
+    assert others == [[]]
+    if times is None:
+        assert not first
+        return
+    ((hint, step),) = first
+    assert UNEVEN + times in hint and "--trainer.strategy.layout zigzag" in hint and step == 0
 
 
 class Validated(Plain):

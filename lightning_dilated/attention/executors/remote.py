@@ -288,8 +288,10 @@ class HeadParallel:
         traded = group.to_heads(inputs, (self.cuts, self.kv_cuts, self.kv_cuts))
         out, lse, received = self.inner.forward(traded, True)
         saved = [x.reshape(-1, x.shape[-1]) for x in (*traded, received) if x is not None]
+        # dtypes that ranks send follow from the call: executors differ between ranks, and with them the dtypes of results
+        wide = torch.promote_types(q.dtype, torch.float32)
         out = group.to_tokens(out.to(q.dtype), self.cuts, q.shape[2])
-        lse = group.to_tokens(lse.transpose(1, 2)[..., None], self.cuts, q.shape[2])
+        lse = group.to_tokens(lse.to(wide).transpose(1, 2)[..., None], self.cuts, q.shape[2])
         return out, lse[..., 0].transpose(1, 2), torch.cat(saved)
 
     @with_room
@@ -301,7 +303,9 @@ class HeadParallel:
         grad, out = group.to_heads((grad, out), (self.cuts, self.cuts))
         (lse,) = group.to_heads((lse.transpose(1, 2)[..., None],), (self.cuts,))
         lse = lse[..., 0].transpose(1, 2).contiguous()
-        parts = self.inner.backward((grad, *traded, out), lse, received)
+        # sums in fp32 on every rank, also on one that holds no head: other ranks expect them so
+        parts = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in traded]
+        parts = self.inner.backward((grad, *traded, out), lse, received, parts)
         sides = zip(parts, (self.cuts, self.kv_cuts, self.kv_cuts), (q, k, v), strict=True)
         return [group.to_tokens(x, cuts, like.shape[2]) for x, cuts, like in sides]
 
