@@ -29,7 +29,8 @@ FAMILIES = {
     ),
     "instructions": (
         "{{ '<|endoftext|>' }}{% for m in messages %}{% if m.role == 'assistant' %}"
-        "[[{{ ' ' + m.content }}<|im_end|>]]{{ ' ' }}{% else %}{{ '<|im_start|>' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+        "[[{{ ' ' + m.content }}<|im_end|>]]{{ ' ' }}{% else %}"
+        "{{ '<|im_start|>' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
     ),
     "model turns": (
         "{{ '<|endoftext|>' }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
