@@ -190,6 +190,11 @@ def test_too_long(module, caplog):
 def test_splits(tmp_path, module):
     data = module(chats(20), val_fraction=0.2, test_fraction=0.1, val_limit=2)
     assert [len(data.dataset(x)) for x in ("train", "val", "test")] == [14, 2, 2]
+    data = module(chats(20), val_fraction=0.2, test_fraction=0.2, val_limit=1)
+    assert (
+        [len(data.dataset(x)) for x in ("train", "val", "test")] == [12, 1, 4] == [12, 1, len(data.predict_dataset())]
+    )
+    data = module(chats(20), val_fraction=0.2, test_fraction=0.1, val_limit=2)
     assert "14 train, 2 val, 2 test" in data.describe() and "% of them to learn" in data.describe()
     whole = module(chats(20)).dataset("train")
     assert torch.equal(data.dataset("val")[0]["tokens"], whole[14]["tokens"])
