@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+#: metrics that are reported, by preference, before the loss
+UNITS = ("bits_per_byte", "bits_per_token")
+
 
 class RunReport(pl.Callback):
     """Writes `pattern.png` and `loss.png` into the run folder and prints validation next to the data's baseline.
@@ -63,27 +66,28 @@ class RunReport(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Keep the step's loss, without waiting for the device: the number is read when the curve is drawn."""
         seen = trainer.callback_metrics
-        self.unit = "bits per byte" if "train_bits_per_byte" in seen else "loss"
-        value = seen.get("train_bits_per_byte", seen.get("train_loss"))
+        name = next((x for x in UNITS if f"train_{x}" in seen), "loss")
+        self.unit, value = name.replace("_", " "), seen.get(f"train_{name}")
         if value is not None:
             self.train.append((trainer.global_step, value.detach().clone()))
 
     @rank_zero_only
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print bits per byte next to the baseline."""
-        value = trainer.callback_metrics.get("val_bits_per_byte")
+        """Print bits per byte, next to the baseline, or bits per token."""
+        name = next((x for x in UNITS if f"val_{x}" in trainer.callback_metrics), "loss")
+        value = trainer.callback_metrics.get(f"val_{name}") if name in UNITS else None
         if trainer.sanity_checking or value is None:
             return
         training = trainer.state.fn == "fit"
         if training:
             self.val.append((trainer.global_step, float(value)))
         data: Any = getattr(trainer, "datamodule", None)
-        if self.baseline is None and hasattr(data, "bigram_bits_per_byte"):
+        if self.baseline is None and name == UNITS[0] and hasattr(data, "bigram_bits_per_byte"):
             self.baseline = data.bigram_bits_per_byte("val")
         title = f"validation after step {trainer.global_step}" if training else "validation"
         table = Table(title=title, title_justify="left")
         table.add_column("model")
-        table.add_column("bits per byte", justify="right")
+        table.add_column(name.replace("_", " "), justify="right")
         table.add_row(type(pl_module).__name__, f"{float(value):.3f}")
         if self.baseline is not None:
             table.add_row("bigram of the training bytes", f"{self.baseline:.3f}")

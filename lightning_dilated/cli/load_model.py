@@ -158,7 +158,7 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Long
     model, kinds = load_any(path), (LongNetLM, HFCausalLM)
     size = getattr(model, "vocab_size", None)
     description = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {size}"
-    of_bytes = isinstance(model, kinds) and size == 256 and model.bytes_per_token == 1
+    of_bytes = isinstance(model, kinds) and size == 256 and model.bytes_per_token in (1, None)
     if not isinstance(model, kinds) or (vocab_size is None and not of_bytes):
         more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, kinds) and size == 256 else ""
         raise ValueError(

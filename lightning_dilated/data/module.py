@@ -264,7 +264,7 @@ class SequenceDataModule(SplitDataModule):
 
     Args:
         seq_len: N, tokens of a sequence.
-        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        val_limit: use at most this many sequences of the validation split; null for all.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
         batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
@@ -302,7 +302,7 @@ class SequenceDataModule(SplitDataModule):
 
     def limit(self, split: str) -> int | None:
         """The most sequences of a split; None for all."""
-        return None if split == "train" else self.val_limit
+        return self.val_limit if split == "val" else None
 
     @property
     def kind(self) -> str:

@@ -12,7 +12,16 @@ from typing import Any, Protocol
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.files import MARK, ByteStream, collect_files, paths_hint
-from lightning_dilated.data.rows import SUFFIXES, LoadedRows, Rows, is_saved, load, load_parquet, open_rows
+from lightning_dilated.data.rows import (
+    SUFFIXES,
+    LoadedRows,
+    Rows,
+    is_saved,
+    load,
+    load_parquet,
+    open_rows,
+    without_fillers,
+)
 
 #: rows that are taken from a stream of `datasets` at a time
 _AT_ONCE = 16
@@ -76,7 +85,7 @@ def _each(dataset: Any) -> Iterator[dict[str, Any]]:
     """The rows of a streaming dataset: all of them, also in a loader's worker, among which it would deal out its shards."""
     for batch in dataset.iter(batch_size=_AT_ONCE):
         for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
+            yield without_fillers(dict(zip(batch, values, strict=True)), dataset.features)
 
 
 def open_readers(sources: list[str] | dict[str, Any], name: str, count: int) -> tuple[Readers, str]:

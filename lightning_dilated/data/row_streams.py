@@ -270,7 +270,7 @@ class StreamedDataModule(SplitDataModule):
             Rows depend on it. Best a number that divides the files.
         epoch_rows: rows of an epoch, a multiple of S; training goes on across epochs.
         val_paths, test_paths: of validation and of test; null does without.
-        val_limit: the first so many rows of them are used, and kept in memory.
+        val_limit: the first so many rows of validation are used. They, and all rows of test, are kept in memory.
         num_workers, pin_memory: see `SplitDataModule`.
         cache_dir: folder of notes where rows begin; null is `streams` in the package's cache folder.
     """
@@ -369,7 +369,7 @@ class StreamedDataModule(SplitDataModule):
         rows = PackedReaders(readers, self.encoder(), type(self).pack, self.row_tokens)
         settings = f"{self.settings()}, rows of {self.row_tokens}"
         if split != "train":
-            first = itertools.islice(rows.rows(0, endless=False), self.val_limit)
+            first = itertools.islice(rows.rows(0, endless=False), self.val_limit if split == "val" else None)
             return HeldRows([row for row, _ in first], f"{settings}, {source}")
         identity = f"{count} readers, {settings}, {source}"
         root = cache_root() / "streams" if self.cache_dir is None else Path(self.cache_dir).expanduser()

@@ -158,6 +158,23 @@ def load_parquet(files: Sequence[str], streaming: bool = False) -> Any:
     return library().load_dataset("parquet", data_files=list(files), split="train", streaming=streaming)
 
 
+def without_fillers(value: Any, feature: Any) -> Any:
+    """A value of a table without the nulls that fill the fields which one row lacks and another has.
+
+    Nulls in lists stay, and values that a column keeps as JSON: no table adds these.
+
+    Args:
+        feature: the value's type, of `datasets`; None where it is not known.
+    """
+    if isinstance(value, Mapping) and (feature is None or isinstance(feature, Mapping)):
+        inner = {} if feature is None else feature
+        return {k: without_fillers(x, inner.get(k)) for k, x in value.items() if x is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return value if inner is None and feature is not None else [without_fillers(x, inner) for x in value]
+    return value
+
+
 def _json_rows(path: str) -> Rows:
     with open(path, "rb") as file:
         start = file.read(4096).lstrip()
@@ -257,7 +274,7 @@ class LoadedRows:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> Any:
-        return self.dataset[number]
+        return without_fillers(self.dataset[number], self.dataset.features)
 
     def where(self, number: int) -> str:
         return f"{self.name}, row {number:,} (counted from 0)"

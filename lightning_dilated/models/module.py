@@ -207,8 +207,15 @@ class DilatedModule(Pretrained, LearningRate):
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Further numbers to log with a mean loss, a scalar, by name."""
+        """Further numbers to log with a mean loss, a scalar, by name; not of a loss that a subclass redefines after the
+        class that defines them: it may mean something else."""
         return {}
+
+    def _derived(self, loss: Tensor) -> dict[str, Tensor]:
+        """`derived_metrics` of the loss that they were defined for, else none."""
+        names = {"derived_metrics", "loss_terms", "token_losses", "token_mean"}
+        latest = next(x for owner in (self, *type(self).__mro__) if (x := names & vars(owner).keys()))
+        return self.derived_metrics(loss) if "derived_metrics" in latest else {}
 
     @property
     def patterns(self) -> tuple[DilatedPattern, ...]:
@@ -425,7 +432,7 @@ class DilatedModule(Pretrained, LearningRate):
         self.log("train_loss", loss, batch_size=1)
         if attached_trainer(self) is not None:
             self._show(self._shown.of(loss))
-        for name, value in self.derived_metrics(loss).items():
+        for name, value in self._derived(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
         return share
 
@@ -469,7 +476,7 @@ class DilatedModule(Pretrained, LearningRate):
         loss = metric.compute()  # summed over the ranks by torchmetrics
         metric.reset()
         self._log_of_all(f"{stage}_loss", loss)
-        for name, value in self.derived_metrics(loss).items():
+        for name, value in self._derived(loss).items():
             self._log_of_all(f"{stage}_{name}", value, prog_bar=stage == "val")
 
     def _log_of_all(self, name: str, value: Any, **options: Any) -> None:

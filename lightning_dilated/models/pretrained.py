@@ -428,8 +428,10 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, (DilatedPattern, Path)):
         return value.to_dict() if isinstance(value, DilatedPattern) else str(value)
-    if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, Mapping) and all(type(k) in (str, int) for k in value):  # a config's id2label has numbers
+        plain = {str(k): _plain(v) for k, v in value.items()}
+        if len(plain) == len(value):
+            return plain
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):

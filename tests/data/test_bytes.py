@@ -44,7 +44,7 @@ def test_samples_lie_end_to_end_within_their_split(
     loaders = {"train": module.train_dataloader, "val": module.val_dataloader, "test": module.test_dataloader}
     for split, (start, stop) in bounds.items():
         part = values[start:stop].astype(np.int64)
-        count = (len(part) - 1) // seq_len if split == "train" or limit is None else limit
+        count = (len(part) - 1) // seq_len if split != "val" or limit is None else limit
         count = min(count, (len(part) - 1) // seq_len)
         served = []
         for batch in loaders[split]():
@@ -103,7 +103,7 @@ def test_description_and_vocabulary(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, 2000)
     (tmp_path / "empty").touch()
     module = ByteDataModule(folder, seq_len=10, val_limit=3)
-    assert module.describe() == "3 files, 2,000 bytes; sequences of 10: 179 train, 3 val, 3 test"
+    assert module.describe() == "3 files, 2,000 bytes; sequences of 10: 179 train, 3 val, 9 test"
     assert module.vocab_size == 256
 
 
@@ -307,5 +307,5 @@ def test_default_corpus() -> None:
     assert batch["tokens"].shape == (2, 1024)
     assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
     assert 0 <= batch["tokens"].min() <= batch["tokens"].max() <= 255
-    assert len(module.val_dataloader()) == len(module.test_dataloader()) == 4
+    assert len(module.val_dataloader()) == 4 < len(module.test_dataloader()) == len(module.predict_dataloader())
     assert 2 < module.bigram_bits_per_byte() < 5

@@ -58,12 +58,12 @@ def text(data, sample):
 
 
 # -- labels --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("template", "turn"), [(CHATML, END + "\n"), (TAGGED, END)])
-def test_labels_are_what_the_assistant_writes(module, template, turn):
+@pytest.mark.parametrize("template", [CHATML, TAGGED])
+def test_labels_are_what_the_assistant_writes(module, template):
     rows = [chat("the cat", "sat on", "a mat?", "nobody came 猫", system="it rained"), chat("dry", "wet")]
     data = module(rows, template=template)
     first, second = data.dataset("train")
-    assert learned(data, first) == f"sat on{turn}nobody came 猫{turn}" and learned(data, second) == f"wet{turn}"
+    assert learned(data, first) == f"sat on{END}nobody came 猫{END}" and learned(data, second) == f"wet{END}"
     assert text(data, second) == f"{START}user\ndry{END}\n{START}assistant\nwet{END}\n"
     for sample in (first, second):
         at = sample["labels"] != -100
@@ -80,7 +80,7 @@ STYLES = {
         "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
         "{{ '<|im_start|>' + role + '\n' + m.content | trim + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}",
-        "sat on<|im_end|>\ndry<|im_end|>\n",
+        "sat on<|im_end|>dry<|im_end|>",
     ),
     "headers": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_start|>\n\n' + m['content'] | trim + '<|im_end|>' }}"
@@ -89,7 +89,7 @@ STYLES = {
     ),
     "a system prompt of its own": (
         "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nbe good<|im_end|>\n' }}{% endif %}" + CHATML,
-        "sat on<|im_end|>\ndry<|im_end|>\n",
+        "sat on<|im_end|>dry<|im_end|>",
     ),
 }
 
@@ -113,17 +113,12 @@ def test_all_tokens(module):
     st.lists(st.text(min_size=1, max_size=20) | st.sampled_from([START, END + "\n", "\n\n"]), min_size=2, max_size=7)
 )
 def test_tagged_and_prefixes_agree(contents):
-    """Two independent ways to the same mask, but for the line break after an answer; special tokens in texts, too."""
+    """Two independent ways to the same mask; special tokens in texts, too."""
     row = conversation(chat(*contents), "here")
     by_prefix, by_tags = TOKENIZERS()
     ids, mask = by_prefix.tokens(row)
     other, tags = by_tags.tokens(row)
-    assert ids.tolist() == other.tolist()
-    newline = by_prefix.encode("\n")
-    after = np.flatnonzero(mask & ~tags)
-    assert not (tags & ~mask).any() and [ids[i] for i in after] == newline * sum(
-        x["role"] == "assistant" for x in row.messages
-    )
+    assert ids.tolist() == other.tolist() and mask.tolist() == tags.tolist()
 
 
 def TOKENIZERS(made=[]):  # noqa: B006
@@ -145,7 +140,7 @@ def test_long_conversations_are_encoded_about_twice(module, monkeypatch):
     encoded, encode = [], tokenizer.encode
     monkeypatch.setattr(tokenizer, "encode", lambda x: encoded.append(len(x)) or encode(x))
     _, mask = tokenizer.tokens(row)
-    assert sum(encoded) < 4 * len(tokenizer.render(row)) and mask.sum() == 800
+    assert sum(encoded) < 4 * len(tokenizer.render(row)) and mask.sum() == 700
 
 
 def test_prompt_and_completion(module):
@@ -195,6 +190,11 @@ def test_too_long(module, caplog):
 def test_splits(tmp_path, module):
     data = module(chats(20), val_fraction=0.2, test_fraction=0.1, val_limit=2)
     assert [len(data.dataset(x)) for x in ("train", "val", "test")] == [14, 2, 2]
+    data = module(chats(20), val_fraction=0.2, test_fraction=0.2, val_limit=1)
+    assert (
+        [len(data.dataset(x)) for x in ("train", "val", "test")] == [12, 1, 4] == [12, 1, len(data.predict_dataset())]
+    )
+    data = module(chats(20), val_fraction=0.2, test_fraction=0.1, val_limit=2)
     assert "14 train, 2 val, 2 test" in data.describe() and "% of them to learn" in data.describe()
     whole = module(chats(20)).dataset("train")
     assert torch.equal(data.dataset("val")[0]["tokens"], whole[14]["tokens"])

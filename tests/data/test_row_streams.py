@@ -256,6 +256,10 @@ def test_validation_rows(tmp_path, text):
     assert len(rows) == 3 and "3 rows of val" in data.describe() and not data.test_dataloader()
     want = [x for row in texts(9, seed=2) for x in (*data.tokenizer.encode(row["text"]), 0)]
     assert torch.cat([x["tokens"][0] for x in rows]).tolist() == want[:48]
+    tested = text(texts(12), val_paths=path, test_paths=path, val_limit=1)
+    assert len(tested.val_dataloader()) == 1
+    for loader in (tested.test_dataloader(), tested.predict_dataloader()):
+        assert torch.cat([x["tokens"][0] for x in loader]).tolist() == want
     every = text(texts(12), val_paths=path, val_limit=10_000)
     assert torch.cat([x["tokens"][0] for x in every.val_dataloader()]).tolist() == want
 

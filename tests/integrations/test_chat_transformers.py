@@ -59,7 +59,7 @@ def test_tokens_are_those_of_apply_chat_template(folder):
     for row in chats(5):
         ids, mask = tokenizer.tokens(conversation(row, "here"))
         assert ids.tolist() == tokenizer.tokenizer.apply_chat_template(row["messages"], return_dict=False)
-        answers = [x["content"] + END + "\n" for x in row["messages"] if x["role"] == "assistant"]
+        answers = [x["content"] + END for x in row["messages"] if x["role"] == "assistant"]
         assert tokenizer.tokenizer.decode(ids[mask]) == "".join(answers)
 
 

@@ -137,6 +137,21 @@ def test_metrics():
     assert values["bits_per_byte"] == 2 and values["perplexity"] == pytest.approx(256, rel=1e-5)
 
 
+def test_bits_are_named_after_what_is_known(tmp_path):
+    """Bits per byte with the data's bytes or one's own, else bits per token; also of files that say 1 of many tokens."""
+    (tmp_path / "a.txt").write_text("".join(f"line {i} of a text\n" for i in range(400)))
+    data = ld.data.ByteDataModule(str(tmp_path / "a.txt"), seq_len=100, val_fraction=0.2)
+    wide, many = config("llama", vocab_size=256), config("llama", vocab_size=600)
+    for model in (HFCausalLM(wide), HFCausalLM(many), HFCausalLM(many, bytes_per_token=1.0)):
+        (seen,) = pl_trainer(tmp_path).validate(model, data, verbose=False)
+        assert seen["val_bits_per_byte"] == pytest.approx(seen["val_loss"] / 0.6931472, rel=1e-6)
+        assert "val_bits_per_token" not in seen
+        (seen,) = pl_trainer(tmp_path).validate(model, data.val_dataloader(), verbose=False)
+        assert seen["val_bits_per_token"] == pytest.approx(seen["val_loss"] / 0.6931472, rel=1e-6)
+        assert "val_bits_per_byte" not in seen
+    assert "bits_per_byte" in HFCausalLM(wide, bytes_per_token=1).derived_metrics(torch.tensor(1.0))
+
+
 MISUSES = {
     "no config": (TypeError, "a folder, a hub repository or a config", {"model": 7}),
     "no model_type": (ValueError, "model_type", {"model": {"hidden_size": 8}}),

@@ -156,7 +156,36 @@ def test_tied_embeddings_and_further_modules(tmp_path):
     torch.testing.assert_close(merged(tokens(1, N)).logits, ours(batch()), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head", "embed_tokens"], "use_dora": True},
+        {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_adapters_of_tied_embeddings_are_merged(tmp_path, family, more):  # fmt: skip
+    """The folder computes what was trained; the trained model keeps its tie."""
+    ours = HFCausalLM(config(family, tie_word_embeddings=True), lora={"r": 4, **more}).eval()
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(0.1 * torch.randn_like(p) if p.requires_grad else 0)
+        want = ours(batch())
+        ours.save_pretrained(tmp_path, merge=True)
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        torch.testing.assert_close(merged(tokens(1, N)).logits, want, rtol=0, atol=1e-5)
+        assert torch.equal(ours(batch()), want)
+    assert ours.config.tie_word_embeddings
+    assert merged.config.tie_word_embeddings == (more == {"target_modules": ["q_proj"]})
+
+
 @pytest.mark.parametrize("lora, error, message", [
+    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, ValueError, "share their adapters, which cannot be"),
     (8, TypeError, "lora must be a mapping"),
     ({"rank": 8}, ValueError, "lora has no key 'rank'.*Allowed keys: .*r, "),
     ({"r": 0}, ValueError, r"lora\.r must be at least 1"),

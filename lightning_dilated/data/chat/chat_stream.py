@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.chat.messages import conversation
 from lightning_dilated.data.chat.module import TOO_LONG
+from lightning_dilated.data.chat.store import VERSION
 from lightning_dilated.data.chat.template import ChatTokenizer, load_chat_tokenizer
 from lightning_dilated.data.row_streams import Encode, StreamedDataModule, packed
 from lightning_dilated.data.text.any_tokenizer import checked_source
@@ -122,4 +123,4 @@ class ChatStreamDataModule(StreamedDataModule):
 
     def settings(self) -> str:
         limits = f"up to {self.seq_len}, longer {self.too_long}"
-        return f"conversations in {self.column} by {self.tokenizer.digest()}, {self.train_on}, {limits}"
+        return f"conversations ({VERSION}) in {self.column} by {self.tokenizer.digest()}, {self.train_on}, {limits}"

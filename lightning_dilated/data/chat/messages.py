@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ ANSWERS = "assistant"
 #: what a conversation looks like, for errors
 SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
+#: keys by which a message says that it is not learned
+_SWITCHES = ("weight", "train")
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -18,7 +22,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     where: str
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 def conversation(row: Any, where: str, column: str = "messages") -> Conversation:
@@ -27,6 +31,7 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
     Args:
         row: a mapping with `column`, a list of {"role", "content"}; or with "prompt" and "completion", each a text or a list
             of messages. "tools", if there, is passed to the template. Keys of messages whose value is null are left out.
+            Tools, and the `tool_calls` of a message, may be JSON as text: a column of a table has one type.
         where: the row's place, for errors.
 
     Raises: ValueError for anything else, and for an unknown role.
@@ -48,7 +53,18 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
             f"{where}: {column!r} must be a list of at least one message, got {str(turns)[:80]!r}: {SHAPE}"
         )
     messages = [_message(x, f"{where}, message {i}") for i, x in enumerate(turns)]
-    return Conversation(messages, where, row.get("tools") or None)
+    return Conversation(messages, where, _objects(row.get("tools"), f"{where}: 'tools'"))
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message may be learned: neither its `weight` nor its `train` is 0 or false."""
+    return all(message.get(name, 1) for name in _SWITCHES)
+
+
+def part_texts(message: Mapping[str, Any]) -> list[str] | None:
+    """The texts of a message's content as a list of parts; None for a content that is a text, or none."""
+    content = message.get("content")
+    return None if content is None or isinstance(content, str) else [x["text"] for x in content]
 
 
 def _turns(value: Any, role: str) -> Sequence[Any]:
@@ -62,16 +78,45 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; roles are {', '.join(ROLES)}: rename it")
+    if calls := _objects(message.pop("tool_calls", None), f"{where} ({role}): 'tool_calls'"):
+        message["tool_calls"] = calls
+    for name in _SWITCHES:
+        if message.get(name, 1) not in (0, 1):
+            raise ValueError(
+                f"{where} ({role}) has {name}: {message[name]!r}; a message is learned or not: set {name} to 0 or 1 (false "
+                "or true), or leave it out"
+            )
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return message
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else None
-    is_text = isinstance(content, str) or (
-        parts is not None and all(isinstance(x, Mapping) and x.get("type") == "text" for x in parts)
-    )
-    if not is_text:
+    if not (_is_text(content) or (content is None and calls)):
         raise ValueError(
-            f"{where} ({role}) has the content {str(content)[:80]!r}; it must be a text, or a list of parts of the type "
-            "'text': images and sounds have no tokens here"
+            f"{where} ({role}) has the content {str(content)[:80]!r}; it must be a text, or a list of parts such as "
+            '{"type": "text", "text": "..."}: images and sounds have no tokens here'
         )
-    return message
+    return {**message, "content": ""} if content == [] else message
+
+
+def _is_text(content: Any) -> bool:
+    """Whether a content is a text, or a list of parts that are texts."""
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    return all(isinstance(x, Mapping) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content)
+
+
+def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
+    """A list of objects, of which each, or all, may be JSON as text; None for none. Raises: ValueError for anything else."""
+    read = _from_json(value, what)
+    several = [read] if isinstance(read, Mapping) else read or []
+    objects = [_from_json(x, what) for x in several] if isinstance(several, list) else [None]
+    if not all(isinstance(x, Mapping) for x in objects):
+        raise ValueError(f"{what} must be a list of objects, or that list as JSON; got {str(value)[:80]!r}")
+    return objects or None
+
+
+def _from_json(value: Any, what: str) -> Any:
+    """What a text says in JSON; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is a text that is not JSON ({error}), but {value[:80]!r}") from None

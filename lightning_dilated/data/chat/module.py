@@ -39,7 +39,7 @@ class ChatDataModule(SplitDataModule):
         val_paths, test_paths: conversations for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the conversations of `paths`, the last ones; null is 0.05, or 0 if `val_paths`
             or `test_paths` is set.
-        val_limit: use at most this many conversations of the validation split, and of the test split; null for all.
+        val_limit: use at most this many conversations of the validation split; null for all.
         column: the name of the messages in a row.
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir: folder of the encoded conversations; null is `chat` in the package's cache folder.
@@ -172,4 +172,4 @@ class ChatDataModule(SplitDataModule):
         return Conversations(store, self._limited(numbers[~dropped], split), self.seq_len)
 
     def _limited(self, numbers: np.ndarray, split: str) -> np.ndarray:
-        return numbers if split == "train" else numbers[: self.val_limit]
+        return numbers[: self.val_limit] if split == "val" else numbers

@@ -27,7 +27,7 @@ from lightning_dilated.data.packing import next_tokens
 from lightning_dilated.data.rows import Rows, each
 
 #: of the files; changes with what they mean
-VERSION = 1
+VERSION = 2
 _ARRAYS = {"tokens": "uint32", "learn": "uint8", "bounds": "int64", "first": "int64"}
 
 

@@ -11,18 +11,21 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_dilated.data.chat.messages import ANSWERS, Conversation
+from lightning_dilated.data.chat.messages import ANSWERS, Conversation, is_learned, part_texts
 from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
 
 #: as transformers finds them
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: stand around what a template's tags enclose, in characters that no text should have
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+#: stands around the number of a part of a content, to see whether a template writes it; Python spells it in another way
+_PART = "\ue0f2"
 #: names of transformers for the texts of special tokens, which a tokenizer.json does not have
 _NAMED = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
 TEMPLATE_FILE = "chat_template.jinja"
@@ -46,29 +49,53 @@ class ChatTokenizer(TextTokenizer):
         """(tokens (N,) int64, whether each is to be learned (N,) bool).
 
         Args:
-            learn: "assistant" for what the assistant writes, "all" for every token.
+            learn: "assistant" for what the assistant writes, "all" for every token; but for messages that are not learned.
 
         Raises: ValueError naming the place of the conversation, where the template refuses it, where no token is the
             assistant's, or where it cannot be told which are.
         """
+        chat = self._with_contents(conversation)
         if learn == "all":
-            ids = self.encode(self.render(conversation))
+            ids = self.encode(self.render(chat))
             mask = [1] * len(ids)
-        elif not any(x["role"] == ANSWERS for x in conversation.messages):
+        elif not any(x["role"] == ANSWERS for x in chat.messages):
             raise ValueError(
-                f"{conversation.where} has no message of the role {ANSWERS!r}, so there is nothing to learn: leave the row "
+                f"{chat.where} has no message of the role {ANSWERS!r}, so there is nothing to learn: leave the row "
                 "out, or train on all tokens (data.train_on: all)"
             )
         elif _TAGS.search(self.template):
-            ids, mask = self.tagged(conversation)
+            ids, mask = self.tagged(chat)
         else:
-            ids, mask = _by_prefixes(self, conversation)
+            ids, mask = _by_prefixes(self, chat)
+        asked = [i for i, x in enumerate(chat.messages) if learn == "all" or x["role"] == ANSWERS]
+        silent = [i for i in asked if not is_learned(chat.messages[i])]
+        for begin, _, end in _spans(self, chat, ids, silent):
+            mask[begin:end] = [0] * (end - begin)
         if not any(mask[1:]):
             raise ValueError(
-                f"{conversation.where}: the chat template leaves no token to learn: check its {{% generation %}} tags, and "
-                "that messages have contents"
+                f"{chat.where}: the chat template leaves no token to learn: check its {{% generation %}} tags, and that "
+                "messages have contents and are not all of weight 0"
             )
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
+
+    def _with_contents(self, chat: Conversation) -> Conversation:
+        """The conversation, with a text in place of each list of parts that the template does not write part by part."""
+        parts = {i: texts for i, x in enumerate(chat.messages) if (texts := part_texts(x)) is not None}
+        if not parts:
+            return chat
+        marks = {i: [f"{_PART}{i}.{j}{_PART}" for j in range(len(texts))] for i, texts in parts.items()}
+        probe = list(chat.messages)
+        for i, texts in marks.items():
+            probe[i] = {**probe[i], "content": [{"type": "text", "text": x} for x in texts]}
+        try:
+            written = self.render(replace(chat, messages=probe))
+        except ValueError:  # a template that adds texts to a content takes no list
+            written = ""
+        messages = list(chat.messages)
+        for i, texts in parts.items():
+            if not all(x in written for x in marks[i]):
+                messages[i] = {**messages[i], "content": "".join(texts)}
+        return replace(chat, messages=messages)
 
 
 def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokenizer:
@@ -105,24 +132,41 @@ def template_text(template: str) -> str:
 # -- whose tokens ------------------------------------------------------------------------------------------------------
 def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int], list[int]]:
     """(tokens, 1 for the assistant's), by the beginnings of the conversation."""
+    ids = tokenizer.encode(tokenizer.render(chat))
+    mask = [0] * len(ids)
+    answers = [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS and is_learned(x)]
+    for begin, end, _ in _spans(tokenizer, chat, ids, answers):
+        mask[begin:end] = [1] * (end - begin)
+    return ids, mask
+
+
+def _spans(
+    tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(first token, end without white space behind a special token, end) of the messages with these numbers, an answer
+    without its header. Raises: ValueError where beginnings of the conversation are written in another way."""
+    if not numbers:
+        return []
     text = tokenizer.render(chat)
-    ids = tokenizer.encode(text)
-    cuts, numbers = [], [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS]
+    cuts = []
     for i in numbers:
-        for count, asks in ((i, True), (i + 1, False)):
-            start = tokenizer.render(chat, count, asks)
+        for count, asks in ((i, chat.messages[i]["role"] == ANSWERS), (i + 1, False)):
+            start = tokenizer.render(chat, count, asks) if count or asks else ""
             if not text.startswith(start):
                 raise _unstable(chat, i, _difference(start, text))
             cuts.append(len(start))
-    mask = [0] * len(ids)
-    places = cut_tokens(tokenizer, text, ids, cuts)
+    spans, places = [], cut_tokens(tokenizer, text, ids, cuts)
     for n, i in enumerate(numbers):
         begin, end = places[2 * n : 2 * n + 2]
         if begin is None or end is None:
             cut = cuts[2 * n] if begin is None else cuts[2 * n + 1]
             raise _unstable(chat, i, f"a token reaches over {text[cut - 20 : cut]!r} | {text[cut : cut + 20]!r}")
-        mask[begin:end] = [1] * (end - begin)
-    return ids, mask
+        last = end
+        while last > begin and not tokenizer.decode([ids[last - 1]]).strip():
+            last -= 1
+        ended = last > begin and ids[last - 1] in tokenizer.special
+        spans.append((begin, last if ended else end, end))
+    return spans
 
 
 def cut_tokens(tokenizer: ChatTokenizer, text: str, ids: list[int], cuts: Sequence[int]) -> list[int | None]:
@@ -154,11 +198,15 @@ def _difference(start: str, text: str) -> str:
 
 
 def _unstable(chat: Conversation, message: int, what: str) -> ValueError:
+    remedy = (
+        "Put the assistant's part of the template between {% generation %} and {% endgeneration %} (data.template: that "
+        "template), or train on all tokens (data.train_on: all)"
+    )
+    if not is_learned(chat.messages[message]):
+        remedy = "Leave out the row, or the weight (or train) by which this message is not learned"
     return ValueError(
-        f"{chat.where}: which tokens the assistant's message {message} has cannot be told, as the chat template writes the "
-        f"beginning of a conversation in another way than within the whole: {what}. Put the assistant's part of the "
-        "template between {% generation %} and {% endgeneration %} (data.template: that template), or train on all tokens "
-        "(data.train_on: all)"
+        f"{chat.where}: which tokens message {message} has cannot be told, as the chat template writes the "
+        f"beginning of a conversation in another way than within the whole: {what}. {remedy}"
     )
 
 
@@ -184,7 +232,8 @@ class JsonTokenizer(JsonText, ChatTokenizer):
         return self._written(conversation, count, asks).replace(_OPEN, "").replace(_CLOSE, "")
 
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        if any(x in json.dumps(conversation.messages, ensure_ascii=False) for x in (_OPEN, _CLOSE)):
+        data = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)
+        if _OPEN in data or _CLOSE in data:
             raise ValueError(f"{conversation.where} holds the character U+E0F0 or U+E0F1, which stand for tags here")
         pieces = re.split(f"[{_OPEN}{_CLOSE}]", self._written(conversation, None, False))
         ends = np.cumsum([len(x) for x in pieces]).tolist()

@@ -55,7 +55,7 @@ class GenomeDataModule(SequenceDataModule):
         n_policy: "skip" or "token", as above.
         max_n_fraction: most N that a window may have under "skip", from 0 to 1.
         short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
-        val_limit: use at most this many windows of the validation split, and of the test split; null for all.
+        val_limit: use at most this many windows of the validation split; null for all.
         cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is made for this user alone (mode 0700); to share it, make it.
         cache_gib: the most GiB that blocks of URLs take there, see `Opener`; decompressed files are not counted.

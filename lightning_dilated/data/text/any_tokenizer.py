@@ -29,6 +29,10 @@ class TextTokenizer(ABC):
         """The tokens of a text, and none that the tokenizer would put around it."""
 
     @abstractmethod
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, special ones included."""
+
+    @abstractmethod
     def end_token(self, name: str | None = None) -> int:
         """The token after a document, by its text; None: the tokenizer's own. Raises: ValueError without one."""
 
@@ -52,6 +56,9 @@ class JsonText(TextTokenizer):
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
 
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
     def end_token(self, name: str | None = None) -> int:
         return end_token(self.tokenizer, self.source, name, "set data.eos_token")
 
@@ -70,6 +77,9 @@ class TransformersText(TextTokenizer):
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def end_token(self, name: str | None = None) -> int:
         token = self.tokenizer.eos_token_id if name is None else self.tokenizer.get_vocab().get(name)

@@ -83,7 +83,7 @@ class ByteDataModule(SequenceDataModule):
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
         test_fraction: share of the bytes for test, likewise.
-        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        val_limit: use at most this many sequences of the validation split; null for all.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
@@ -101,6 +101,8 @@ class ByteDataModule(SequenceDataModule):
     """
 
     vocab_size: int = 256
+    #: bytes of text that a token stands for
+    bytes_per_token: float = 1.0
 
     def __init__(
         self,

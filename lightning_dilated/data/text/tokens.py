@@ -356,7 +356,7 @@ class TokenDataModule(SequenceDataModule):
             uint32.
         header: of .bin files: bytes before the first token (llm.c has 1024).
         eos_token: the token that ends a document; null takes everything as one text.
-        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        val_limit: use at most this many sequences of the validation split; null for all.
         scan: look at every token before training; false checks only what is served, and cannot find documents.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.

@@ -160,6 +160,21 @@ def save(adapted: Any, folder: str | Path, config: Any) -> None:
 
 
 def save_merged(adapted: Any, folder: str | Path) -> None:
-    """Write a folder of transformers whose weights hold the updates; merging copies the decoder."""
+    """Write a folder of transformers whose weights hold the updates; merging copies the decoder.
+
+    Embedding and output projection that share a weight get one each where one of them has adapters.
+    """
     with torch.no_grad():
-        copy.deepcopy(adapted).merge_and_unload(safe_merge=True).save_pretrained(folder)
+        merged = copy.deepcopy(adapted)
+        _untie(merged.get_base_model())
+        merged.merge_and_unload(safe_merge=True).save_pretrained(folder)
+
+
+def _untie(decoder: Any) -> None:
+    """Give embedding and output projection a weight each, if they share one and not both are plain modules."""
+    ends = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+    layers = [getattr(x, "base_layer", x) for x in ends]
+    if None not in ends and layers != list(ends) and layers[0].weight is layers[1].weight:
+        layers[1].weight = torch.nn.Parameter(layers[1].weight.clone(), layers[1].weight.requires_grad)
+        for config in (decoder.config, decoder.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = False

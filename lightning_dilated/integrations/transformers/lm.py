@@ -70,7 +70,8 @@ class HFCausalLM(DilatedModule):
 
     Batches are those of a `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position,
     -100 where there is none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are
-    global on every rank, and begin anew with each document. Logged with each mean loss: bits per byte and perplexity.
+    global on every rank, and begin anew with each document. Logged with each mean loss: perplexity, and bits per byte where
+    the bytes of a token are known, else bits per token.
 
     Args:
         model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
@@ -90,7 +91,8 @@ class HFCausalLM(DilatedModule):
             `callbacks.ActivationRecompute` takes its place.
         compile_blocks: compile every layer, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
             when it is first run; generation stays uncompiled.
-        bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token).
+        bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token). None: those of the
+            data, which `ByteDataModule` knows; with other data `bits_per_token` is logged.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     A checkpoint holds config and all weights, with `lora` the frozen ones too, so that it loads without `model`'s folder.
@@ -116,7 +118,7 @@ class HFCausalLM(DilatedModule):
         adapters: str | Path | None = None,
         gradient_checkpointing: bool = False,
         compile_blocks: bool = False,
-        bytes_per_token: float = 1.0,
+        bytes_per_token: float | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -131,7 +133,7 @@ class HFCausalLM(DilatedModule):
         self._read_sizes()
         self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
         self.compile_blocks = flag(compile_blocks, "compile_blocks")
-        self.bytes_per_token = real(bytes_per_token, "bytes_per_token", above=0)
+        self.bytes_per_token = None if bytes_per_token is None else real(bytes_per_token, "bytes_per_token", above=0)
         self.tile = None if tile is None else integer(tile, "tile", 1)
         self._check_fit()
         self._length_checked = False
@@ -418,8 +420,12 @@ class HFCausalLM(DilatedModule):
         return DynamicCache(config=self.decoder.config)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte, and perplexity of a token, from a scalar loss."""
-        return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
+        """Bits per byte, or bits per token where its bytes are not known, and perplexity of a token, from a scalar loss."""
+        size, bits = self.bytes_per_token, loss / math.log(2)
+        if size is None or (size == 1 and self.vocab_size > 512):  # more different tokens than there are bytes
+            size = self._data_setting("bytes_per_token")
+        name = "bits_per_token" if size is None else "bits_per_byte"
+        return {name: bits / (1 if size is None else size), "perplexity": loss.exp()}
 
     # -- what planning asks --------------------------------------------------------------------------------------------
     def example_batch(self, tokens: int) -> dict[str, Any]:

@@ -91,6 +91,12 @@ def check_targets(options: dict[str, Any], decoder: nn.Module) -> None:
             f"lora does not fit {type(decoder).__name__}: {error} Its linear layers are: "
             f"{', '.join(_linear_names(decoder))}."
         ) from error
+    ends = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+    if options.get("ensure_weight_tying") and any(hasattr(x, "lora_A") for x in ends):
+        raise ValueError(
+            "lora.ensure_weight_tying makes embedding and output projection share their adapters, which cannot be copied "
+            "and merged. Leave it out: each of the two that target_modules names has adapters of its own."
+        )
 
 
 def _linear_names(decoder: nn.Module) -> list[str]:

@@ -278,6 +278,10 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        return self._label_nats(batch)
+
+    def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
+        """`token_losses`, whatever a subclass trains on: what likelihoods are made of."""
         if "stream" in batch:
             return self._carried_nats(batch, per_token=True)
         if self._in_chunks(batch):
@@ -337,7 +341,7 @@ class LongNetLM(StreamedLosses, TokenModel):
         """
         if self.predict_embeddings:
             return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
-        losses, counted = self.token_losses(batch), batch["labels"] != IGNORE
+        losses, counted = self._label_nats(batch), batch["labels"] != IGNORE
         documents = sample_documents(batch, losses.shape[1])
         if documents is None:
             losses, counted = sequence_sum(losses.sum(1)), sequence_sum(counted.sum(1).to(losses.device))

@@ -169,7 +169,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
         for row, x in zip(target, chosen, strict=True):
             row[: len(x) - 1] = torch.where(_scored(x, never), x, IGNORE)[1:]
         # what follows a token does not change it, so padding need not be told
-        nats = model.token_losses({"tokens": tokens, "labels": send(target, model.embedding.weight.device)})
+        nats = model._label_nats({"tokens": tokens, "labels": send(target, model.embedding.weight.device)})
         out[numbers, 0] = -nats.double().sum(1).cpu()
         out[numbers, 1] = (target != IGNORE).sum(1).double()
     return out
