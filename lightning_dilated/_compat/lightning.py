@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.core.saving import _default_map_location, _load_state
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.migration import pl_legacy_patch
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
@@ -192,6 +195,42 @@ class SignalHooks:
 
 def _nothing(*args: Any) -> None:
     """In place of the broadcast before a batch; a lambda could not be pickled with the Trainer."""
+
+
+class EndsRuns(_SubprocessScriptLauncher):
+    """A launcher that calls `strategy.end_run()` after the last hook of a run; 2.6.6.
+
+    `Strategy.teardown` comes before `on_fit_end` and the teardown hooks, which may still call collectives. A run that ended
+    with an exception calls `Strategy.teardown` last, see `is_over`.
+    """
+
+    starts_processes = True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Lightning's, and the end of the run."""
+        if self.starts_processes:
+            result = super().launch(function, *args, trainer=trainer, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        if trainer is not None:
+            trainer.strategy.end_run()
+        return result
+
+
+def end_runs(strategy: Any) -> None:
+    """Give a strategy a launcher that ends runs, in place of `_launcher`; launchers of other kinds end the process.
+
+    ModelParallelStrategy has none where another program, such as torchrun, starts the processes.
+    """
+    if strategy._launcher is None or type(strategy._launcher) is _SubprocessScriptLauncher:
+        launcher = EndsRuns(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        launcher.starts_processes, strategy._launcher = strategy._launcher is not None, launcher
+
+
+def is_over(trainer: Any) -> bool:
+    """Whether no hook of a run comes after `Strategy.teardown`: an exception ended it, or Lightning's Tuner did."""
+    tuned = isinstance(sys.exc_info()[1], _TunerExitException)
+    return tuned or trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 def forget_launched_processes(launcher: Any) -> None:

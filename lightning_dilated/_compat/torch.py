@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -96,6 +98,16 @@ def set_nested(state: Any, path: tuple[str | int, ...], value: Any) -> None:
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process: the keys of `distributed_c10d._world.pg_map`. Holds for torch 2.11 to 2.13."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def collectives_begun(group: dist.ProcessGroup | dist.ProcessGroupGloo) -> int:
+    """How many calls a group has begun on this rank: `_get_sequence_number_for_group`. Holds for torch 2.11 to 2.13."""
+    return group._get_sequence_number_for_group()
+
+
 def gloo_backend(group: dist.ProcessGroup, name: str, timeout: timedelta | None) -> dist.ProcessGroupGloo:
     """A gloo backend of a group's ranks, over a connection of its own that `name` tells apart.
 
@@ -117,6 +129,43 @@ def in_backward() -> bool:
     2.11 to 2.13.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+class ThreadStack(threading.local):
+    """A stack of values of which each thread has its own; a backward sees the stack of the thread that called it.
+
+    Autograd runs the backward of a GPU in threads of its own. Torch stores the caller's `contextvars` for them under
+    "context" (`torch._C._get_obj_in_tls`). `values` serves torch.compile, which cannot read a ContextVar. Holds for torch
+    2.11 to 2.13.
+
+    Args:
+        copy: holds the same values as `values`.
+    """
+
+    def __init__(self, copy: ContextVar[tuple[Any, ...]]) -> None:  # called in each thread
+        self.values: tuple[Any, ...] = ()
+        self._copy = copy
+
+    @contextlib.contextmanager
+    def with_top(self, value: Any) -> Iterator[None]:
+        """Within, a value is on top of this thread's stack."""
+        before = self.values
+        self._set((*before, value))
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+        self._copy.set(values)
+
+    def of_backward(self) -> tuple[Any, ...]:
+        """The stack of the thread that called the backward which this thread runs; outside of one, this thread's."""
+        if self.values or not in_backward() or not torch._C._is_key_in_tls("context"):
+            return self.values
+        context = torch._C._get_obj_in_tls("context")
+        return () if context is None else context.get(self._copy, ())
 
 
 # -- models and training in less memory --------------------------------------------------------------------------------

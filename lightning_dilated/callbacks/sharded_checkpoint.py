@@ -311,6 +311,11 @@ class ShardedCheckpoint(Checkpoint):
         if self._lock is not None and not self._background.running:
             self._lock.release()
             self._lock = None
+        groups = [x.group for x in (self._peers, self._writers) if x.group is not None]
+        if groups and isinstance(trainer.strategy, SequenceStrategy) and not self._background.running:
+            trainer.strategy.run_groups.add(groups)  # other strategies do not say when the last hook has run
+            self._peers = self._writers = Peers()
+            self._world = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where a signal ended the fit on all ranks; release the folder."""

@@ -1,7 +1,7 @@
 """One sequence on many ranks: how it is sharded, which rows must move, and the exact exchanges that move them."""
 
 from lightning_dilated.sequence.collectives import loss_share, loss_sum, sequence_gather, sequence_mean, sequence_sum
-from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence, no_sequence
 from lightning_dilated.sequence.halo import SequenceConv1d, sequence_halo
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import Plan, make_problem, plan
@@ -19,6 +19,7 @@ __all__ = [
     "loss_share",
     "loss_sum",
     "make_problem",
+    "no_sequence",
     "plan",
     "sequence_gather",
     "sequence_halo",

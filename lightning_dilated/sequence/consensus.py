@@ -10,12 +10,12 @@ import functools
 import hashlib
 import json
 import os
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,19 +45,26 @@ class PendingGather:
         return self.tensors
 
 
-class _ThreadedGloo:
+class ThreadedGloo:
     """A gloo backend whose collectives another thread starts, in the order of the calls.
 
     torch's `Work` keeps the state of the thread that started it, autograd's current hooks among it. Where activations are
     recomputed these hold a block's input, so deferred checks would keep as many inputs alive.
     """
 
-    def __init__(self, backend: dist.ProcessGroupGloo) -> None:
-        self.backend = backend
+    def __init__(self, backend: dist.ProcessGroupGloo, name: str) -> None:
+        self.backend: dist.ProcessGroupGloo | None = backend
+        self.name = name
 
     def allgather(self, tensors: list[Tensor], own: Tensor) -> Future[Any]:
         """Start to gather; the future of torch's `Work`."""
+        if self.backend is None:
+            raise RuntimeError(f"the connection {self.name} ended with the run of its Trainer.")
         return _thread(os.getpid()).submit(self.backend.allgather, [tensors], [own])
+
+    def close(self) -> None:
+        """End the connection; it waits for gathers that other ranks have not joined."""
+        self.backend = None
 
 
 @functools.cache
@@ -66,16 +73,43 @@ def _thread(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "control-messages")
 
 
+Connection: TypeAlias = tuple[dist.ProcessGroup, timedelta | None, str]
 #: by process group, timeout and channel; kept, since one that ends waits for what other ranks have not joined
-_connections: dict[tuple[dist.ProcessGroup, timedelta | None, str], _ThreadedGloo] = {}
+_connections: dict[Connection, ThreadedGloo] = {}
+#: how often each was made, so that no rank reads the addresses of an earlier one
+_times: Counter[tuple[str, timedelta | None, str]] = Counter()
+#: channels of a sequence's group; others belong to a run
+OF_SEQUENCE = ("", "differences")
 
 
-def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> _ThreadedGloo:
+def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> ThreadedGloo:
     """One backend for each channel of a group, however often it is asked for."""
     key = group, timeout, channel
     if key not in _connections:
-        _connections[key] = _ThreadedGloo(gloo_backend(group, channel, timeout))
+        times = group.group_name, timeout, channel
+        name = channel if not _times[times] else f"{channel}/{_times[times]}"
+        _times[times] += 1
+        _connections[key] = ThreadedGloo(gloo_backend(group, name, timeout), f"{group.group_name}/{name}")
     return _connections[key]
+
+
+def connections() -> set[Connection]:
+    """The connections that there are now."""
+    return set(_connections)
+
+
+def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[ThreadedGloo]:
+    """Connections of a run, which its next one makes anew: those of these groups, and those of a run made since `before`.
+
+    The caller closes them. The thread of control messages ends with the last.
+    """
+    ended = set(groups)
+    ending = [k for k in _connections if k[0] in ended or (k not in before and k[2] not in OF_SEQUENCE)]
+    forgotten = [_connections.pop(key) for key in ending]
+    if not _connections and _thread.cache_info().currsize:
+        _thread(os.getpid()).shutdown()
+        _thread.cache_clear()
+    return forgotten
 
 
 class ControlGroup:

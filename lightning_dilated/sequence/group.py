@@ -11,13 +11,14 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from lightning_dilated._compat.torch import in_backward
+from lightning_dilated._compat.torch import ThreadStack, in_backward
 from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import Agreement, Consensus
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
@@ -26,7 +27,7 @@ from lightning_dilated.sequence.planner import Plan, check_exchange, check_excha
 from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_head_size, check_layout, check_stream
 
 _groups: dict[str, SequenceGroup] = {}
-_active: list[SequenceGroup | None] = []  # of the process, not of a thread: the backward runs in threads of its own
+_active = ThreadStack(ContextVar("active", default=()))
 _numbers = itertools.count()
 #: latest calls whose routes a group keeps: several layers' of a step, forward and backward
 REMEMBERED = 32
@@ -99,7 +100,8 @@ class SequenceGroup:
         self.shares = 0  # calls of `loss_share`
         self.unshared: str | None = None  # why losses cannot be added now
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
-        self.timeout, self._consensus = timeout, Consensus(self.group, timeout)
+        self.timeout = timeout
+        self._consensus: Consensus | None = Consensus(self.group, timeout)
         self._trusted = False
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
@@ -128,21 +130,28 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:
-        """Within, `dilated_attention` without `sequence=` computes over this group.
+        """Within, `dilated_attention` without `sequence=` computes over this group; in this thread alone.
 
         With recomputation the backward has to run within, too, since it calls `dilated_attention` again.
         """
         self.was_active = True
-        _active.append(self)
-        try:
+        with _active.with_top(self):
             yield self
-        finally:
-            _active.pop()
 
     def close(self) -> None:
         """Forget the group and all that it holds: the op, and backwards still to come, no longer know its name."""
         _groups.pop(self.name, None)
         self.forget()
+        self._consensus = None  # with it the process groups
+        self.group = self.loss_group = None  # type: ignore[assignment]
+
+    def _open(self) -> Consensus:
+        if self._consensus is None:
+            raise RuntimeError(
+                f"{self.name} was closed, by close() or at the end of the Trainer's run that made it: make another "
+                "SequenceGroup, or call within the run."
+            )
+        return self._consensus
 
     def forget(self) -> None:
         """Free the routes of earlier calls, which hold device memory; later calls compute theirs again."""
@@ -205,7 +214,7 @@ class SequenceGroup:
         if chunk is not None:  # a short last chunk may leave some ranks as many tokens as a full one
             facts["tokens of the chunk"] = chunk
         check = functools.partial(self._checked, length is not None)
-        agreed = self._consensus.agree(facts, length or 0, seed, turn, later and self._trusted, check)
+        agreed = self._open().agree(facts, length or 0, seed, turn, later and self._trusted, check)
         if length is not None and chunk is None:
             self.agreed = agreed
         if self.forward_traffic.log is not None:
@@ -231,13 +240,13 @@ class SequenceGroup:
             ValueError: as `agree`.
         """
         begin = time.perf_counter()
-        self._consensus.flush()
+        self._open().flush()
         if self.forward_traffic.log is not None:
             self.forward_traffic.log.agreeing += time.perf_counter() - begin
 
     def refuse(self, error: BaseException) -> None:
         """Report to the other ranks, which wait to agree, that this one cannot go on; the caller then raises `error`."""
-        self._consensus.refuse(error)
+        self._open().refuse(error)
 
     def guard(self, check: Callable[..., Any], *args: Any) -> Any:
         """check(*args); if it raises on this rank, the other ranks raise too instead of waiting."""
@@ -285,31 +294,31 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def active_sequence() -> SequenceGroup | None:
-    """The innermost `SequenceGroup.active()`, None outside of one.
+    """The innermost `SequenceGroup.active()` of this thread (in a backward, of the thread that called it), None outside.
 
     Raises:
         RuntimeError: in a backward (that recomputes activations) outside of `active()`, while a group that was active is
             still open: the forward may have been that group's.
     """
-    if not _active and not torch.compiler.is_compiling() and in_backward():
-        for group in _groups.values():
+    stack = _active.values
+    if not stack and not torch.compiler.is_compiling() and in_backward():
+        stack = _active.of_backward()
+        for group in list(_groups.values()) if not stack else ():
             if group.was_active:
                 raise RuntimeError(
                     "activations are recomputed outside of SequenceGroup.active(), so the sequence they belong to is not "
                     "known. Call backward within active(), or pass sequence= to dilated_attention; a group that is no "
-                    "longer used has to be closed with close()."
+                    "longer used has to be closed with close(). In a thread whose model shares no sequence, call forward "
+                    "and backward within lightning_dilated.sequence.no_sequence()."
                 )
-    return _active[-1] if _active else None
+    return stack[-1] if stack else None
 
 
 @contextlib.contextmanager
 def no_sequence() -> Iterator[None]:
-    """Within, no sequence is active: for what a group of one rank computes alone."""
-    _active.append(None)
-    try:
+    """Within, no sequence is active in this thread, as for what a rank computes alone."""
+    with _active.with_top(None):
         yield
-    finally:
-        _active.pop()
 
 
 def find_sequence(name: str) -> SequenceGroup:

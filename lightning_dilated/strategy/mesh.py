@@ -11,7 +11,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_dilated._compat.torch import flatten_mesh
+from lightning_dilated._compat.torch import collectives_begun, default_store, flatten_mesh, process_groups
 from lightning_dilated._validation import integer
+from lightning_dilated.sequence.consensus import connections, forget_connections
 from lightning_dilated.sequence.shard import check_head_size
 
 AXES = ("data", "ring", "head")
@@ -112,17 +113,20 @@ class MeshSizes:
         """(data, ring, head) of a region."""
         return self.data // self.regions, self.sequence_size // self.head_size, self.head_size
 
-    def make(self, device_type: str, timeout: timedelta | None = None) -> tuple[DeviceMesh, dist.ProcessGroup]:
-        """The mesh (data, ring, head) of this rank's region, and the process group of its sequence; every rank has to call.
+    def make(self, device_type: str) -> DeviceMesh:
+        """The mesh (data, ring, head) of this rank's region; every rank has to call."""
+        if self.regions == 1:
+            return init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
+        return init_device_mesh(device_type, (self.regions, *self.shape), mesh_dim_names=("region", *AXES))[AXES]
+
+    def sequence_group(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """The process group of this rank's sequence; every rank has to call.
 
         A sequence that is the region has a group of its own, too, so that its rows do not queue behind gradients.
         """
-        if self.regions == 1:
-            mesh = init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
-        else:
-            mesh = init_device_mesh(device_type, (self.regions, *self.shape), mesh_dim_names=("region", *AXES))[AXES]
-        sequence = flatten_mesh(mesh["ring", "head"], "sequence").get_group()
-        return mesh, self.new_group("region", timeout) if self.shape[0] == 1 else sequence
+        if self.shape[0] == 1 and self.region_size > 1:
+            return self.new_group("region", timeout)
+        return flatten_mesh(mesh["ring", "head"], "sequence").get_group()
 
     def new_group(
         self,
@@ -135,6 +139,91 @@ class MeshSizes:
         regions = [list(range(first, first + self.region_size)) for first in range(0, self.world, self.region_size)]
         ranks = regions if kind == "region" else [list(peers) for peers in zip(*regions, strict=True)]
         return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, pg_options=options)[0]
+
+
+class RunGroups:
+    """Process groups that a strategy made for a run, and connections between hosts, which all end with the run.
+
+    A group ends when all of its ranks have arrived at the end of the run: one that left earlier might break what another
+    still reads. After an exception ranks may have stopped in different calls, and a group in which one waits for another
+    would end after its timeout only: such a group is left to the end of the process.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[dist.ProcessGroup] = []
+        self._before = connections()
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Within, new process groups of this process are those of the run."""
+        before = process_groups()
+        try:
+            yield
+        finally:
+            self.groups += [group for group in process_groups() if group not in before]
+
+    def add(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Let these end with the run, too."""
+        self.groups += groups
+
+    def hold(self, names: set[str]) -> bool:
+        """Whether a group of these names is among those of the run; then all of them last, but not the connections."""
+        if not any(group.group_name in names for group in self.groups):
+            return False
+        _left.append(forget_connections(self._before, ()))
+        return True
+
+    def end_now(self) -> None:
+        """End the groups that lasted."""
+        for group in set(self.groups) & set(process_groups()):
+            dist.destroy_process_group(group)
+        self.groups.clear()
+
+    def end(self, run: int, patience: timedelta, failed: bool) -> None:
+        """End all; every rank calls.
+
+        Args:
+            run: a number, equal on all ranks and another in each run.
+            patience: for which to wait for the other ranks.
+            failed: whether an exception ended the run on this rank.
+        """
+        known = process_groups()  # a user may have ended some
+        groups, self.groups = [x for x in self.groups if x in known], []
+        closing = forget_connections(self._before, groups)
+        if not dist.is_initialized():
+            return
+        begun = {x.group_name: collectives_begun(x) for x in groups}
+        begun |= {x.name: collectives_begun(x.backend) for x in closing if x.backend is not None}
+        if not _all_arrived(run, patience, failed, begun):
+            _left.append((groups, closing))
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
+        for connection in closing:
+            connection.close()
+
+
+#: for which a rank waits for the others as a run ends, also after an exception, where they may hang
+AFTER_RUN, AFTER_FAILURE = timedelta(seconds=60), timedelta(seconds=2)
+#: groups in which a call may wait for other ranks
+_left: list[Any] = []
+
+
+def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, int]) -> bool:
+    """Whether all ranks ended a run within `patience`, and, after an exception, each group after equally many calls."""
+    if dist.get_world_size() == 1:
+        return True
+    try:
+        store = dist.PrefixStore(f"lightning-dilated/ends/{run}", default_store())
+        store.set(str(dist.get_rank()), json.dumps([failed, begun]))
+        ranks = [str(rank) for rank in range(dist.get_world_size())]
+        store.wait(ranks, patience)
+        ends = [json.loads(store.get(rank)) for rank in ranks]
+    except RuntimeError:  # a rank did not come, or the store is gone
+        return False
+    if not any(has_failed for has_failed, _ in ends):
+        return True
+    return all(len({counts[name] for _, counts in ends if name in counts}) == 1 for name in begun)
 
 
 #: thread blocks of a communicator that works during the backward: while it waits for a slower rank, its kernels keep these

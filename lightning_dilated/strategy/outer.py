@@ -171,8 +171,27 @@ class Fragment:
         self.sent, shared = None, self.shared.to(self.device)
         self.write(torch.lerp(shared, self.local(), self._settings.mix) if self._settings.mix else shared)
 
+    def leave(self, failed: bool) -> None:
+        """Forget the group of the other regions, after what is on its way has arrived.
+
+        After an exception other regions may not have sent; then it is dropped.
+        """
+        if failed and self._work is not None and not self._work.is_completed():
+            self._message = self._work = None
+        self.receive()
+        self._peers = None
+
     def mean(self) -> Tensor:
-        """(P,) the mean of the regions' parameters; every rank calls."""
+        """(P,) the mean of the regions' parameters; every rank calls.
+
+        Raises:
+            RuntimeError: where the run ended before the mean was taken.
+        """
+        if self._peers is None and self._regions > 1:
+            raise RuntimeError(
+                "the run ended with an exception, and the regions no longer meet, so the mean of their parameters is not "
+                "known. Begin a fit from the latest checkpoint."
+            )
         mean = self.local()
         if self._peers is not None:
             dist.all_reduce(mean, group=self._peers)
@@ -206,6 +225,11 @@ class OuterOptimizer:
     def parameters(self) -> dict[str, nn.Parameter]:
         """All that are synchronised, by name."""
         return {name: p for fragment in self.fragments for name, p in fragment.named.items()}
+
+    def leave(self, failed: bool) -> None:
+        """Forget the other regions, as a run ends."""
+        for fragment in self.fragments:
+            fragment.leave(failed)
 
     def step(self, flagged: bool = False) -> tuple[bool, bool]:
         """After each inner step, on every rank: sends and applies what is due.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -35,7 +34,7 @@ from lightning_dilated._compat.lightning import (
     set_module_device,
     writes_one_file,
 )
-from lightning_dilated._compat.torch import flatten_mesh, map_tensors
+from lightning_dilated._compat.torch import map_tensors
 from lightning_dilated._device import leave_room
 from lightning_dilated.attention.recurrent_branch import Decay
 from lightning_dilated.checkpoint.state import refuse_one_file
@@ -103,7 +102,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
                 strategy._start_outer_steps()
                 strategy._replicas = make_replicas(strategy)
                 return None
-            shard_parameters(module, strategy.device_mesh, policy_for(strategy._offload, strategy.root_device))
+            with strategy.run_groups.making():
+                shard_parameters(module, strategy.device_mesh, policy_for(strategy._offload, strategy.root_device))
             place_parameters(module, strategy.root_device, strategy._offload is not None)
             with counts_as_configured(module):
                 lightning(trainer)  # moves what is not sharded, makes the optimizers
@@ -115,7 +115,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             # without another rank to average with, no wrapper, and no second copy of the gradients
             if strategy.sizes.region_size == 1:
                 return None
-            set_gradient_options(strategy)
+            with strategy.run_groups.making():
+                set_gradient_options(strategy)
             lightning()  # wraps the module in DDP
             # else DDP would send all that it is called with to the GPU, also a stream's tokens, which wait on the host
             strategy.model.device_ids = None
@@ -136,28 +137,26 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 
 # -- process groups ----------------------------------------------------------------------------------------------------
 def make_groups(strategy: SequenceStrategy) -> None:
-    """The mesh and the sequence group, once for all runs of a strategy; every module gets the mesh."""
+    """The mesh and the sequence group of a run; the module gets the mesh.
+
+    The mesh is an earlier run's where parameters are still sharded over it.
+    """
     sizes, timeout = strategy.sizes, strategy._rank_timeout
     stream = chunk_of(strategy.lightning_module.trainer, strategy._exchange_settings["layout"])
-    strategy._make_region_groups()
-    if strategy._mesh is None:
-        strategy._mesh, ranks = sizes.make(strategy.root_device.type, timeout)
-        per_node = strategy._ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
-        strategy._sequence = SequenceGroup(
-            ranks,
-            stream=stream,
-            ranks_per_node=per_node if per_node is None else min(per_node, sizes.sequence_size),
-            loss_group=strategy._region_group or dist.group.WORLD,
-            timeout=timeout,
-            **strategy._exchange_settings,
-        )
-        # the threads of its control messages end with the strategy, so that trainers may follow one another in a process
-        weakref.finalize(strategy, strategy._sequence.close)
-    if strategy.sequence.stream != stream:
-        raise ValueError(
-            f"the ranks shared chunks of {strategy.sequence.stream} tokens in an earlier run, and now of {stream}: take a "
-            "new Trainer and strategy."
-        )
+    with strategy.run_groups.making():
+        strategy._make_region_groups()
+        if strategy._mesh is None:
+            strategy._mesh = sizes.make(strategy.root_device.type)
+        ranks = sizes.sequence_group(strategy._mesh, timeout)
+    per_node = strategy._ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
+    strategy._sequence = SequenceGroup(
+        ranks,
+        stream=stream,
+        ranks_per_node=per_node if per_node is None else min(per_node, sizes.sequence_size),
+        loss_group=strategy._region_group or dist.group.WORLD,
+        timeout=timeout,
+        **strategy._exchange_settings,
+    )
     set_device_mesh(strategy.lightning_module, strategy._mesh)
 
 
@@ -216,6 +215,12 @@ def join_host(device: torch.device, existed: bool) -> None:
 ONE_BUCKET = 2**20
 
 
+def lasting_groups(module: nn.Module) -> set[str]:
+    """Names of the process groups that parameters stay sharded over."""
+    meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
+    return {group.group_name for mesh in meshes for group in mesh.get_all_groups()}
+
+
 def set_gradient_options(strategy: Any) -> None:
     """Have DDP sum gradients within a region; on GPUs, give it a communicator of its own, and on one node a single bucket.
 
@@ -223,8 +228,6 @@ def set_gradient_options(strategy: Any) -> None:
     the backward (benchmarks/results/2026-11-22_h200_scaling.md).
     """
     options = ddp_options(strategy)
-    if "process_group" in options:
-        return
     if process_group_backend(strategy) != "nccl":
         if strategy._region_group is not None:
             options["process_group"] = strategy._region_group
@@ -233,6 +236,12 @@ def set_gradient_options(strategy: Any) -> None:
     if not overlapped:
         options["bucket_cap_mb"] = ONE_BUCKET
     options["process_group"] = gradient_group(strategy, overlapped)
+
+
+def forget_gradient_options(strategy: Any) -> None:
+    """Leave the group of a run's gradients to that run."""
+    if not strategy.shards_parameters:
+        ddp_options(strategy).pop("process_group", None)
 
 
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
@@ -272,7 +281,9 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
         )
     if sharded:
         return
-    options = {"mesh": flatten_mesh(mesh, "fsdp"), "offload_policy": offload or OffloadPolicy()}
+    # not a part of `mesh`, which the module would hold, and with it the groups of a run
+    ranks = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("fsdp",))
+    options = {"mesh": ranks, "offload_policy": offload or OffloadPolicy()}
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     for layer in (layer for layers in lists for layer in layers):
         if any(True for _ in layer.parameters()):

@@ -82,6 +82,7 @@ class Preemption:
         """Give the Trainer its own functions back."""
         self._hooks.restore()
         self._second.close()
+        self._quiet = self._region = None
 
     # -- signal handlers: they only record, as they may run anywhere ---------------------------------------------------
     def _register_signal_handlers(self) -> None:
@@ -197,6 +198,10 @@ class Preemption:
             self._hooks.requeue(signum, None)
 
 
+#: in place of a signal's number: ends the thread
+_END = 0
+
+
 class OnSecondInterrupt:
     """Calls `act` at the second SIGINT, in a thread: while the main thread waits in a collective, no handler runs.
 
@@ -205,6 +210,11 @@ class OnSecondInterrupt:
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act, self._pipe = act, (-1, -1)
+        self._thread: threading.Thread | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return {"_act": self._act, "_pipe": (-1, -1), "_thread": None}
 
     def watch(self) -> None:
         """Begin, in the main thread; without effect where another reader has the pipe, as asyncio does."""
@@ -220,23 +230,28 @@ class OnSecondInterrupt:
             return
         self._pipe = read, write
         _watched.add(write)
-        threading.Thread(target=self._count, args=(read,), name="interrupts", daemon=True).start()
+        self._thread = threading.Thread(target=self._count, args=(read,), name="interrupts", daemon=True)
+        self._thread.start()
 
     def _count(self, read: int) -> None:
         seen = 0
-        while signals := os.read(read, 64):
+        while _END not in (signals := os.read(read, 64)):
             seen += signals.count(signal.SIGINT)
             if seen > 1:
                 self._act()
-        os.close(read)
 
     def close(self) -> None:
         """End the thread."""
-        write, self._pipe = self._pipe[1], (-1, -1)
-        if write >= 0:
-            _watched.discard(write)
-            signal.set_wakeup_fd(-1)
-            os.close(write)
+        (read, write), self._pipe = self._pipe, (-1, -1)
+        if write < 0 or self._thread is None:
+            return
+        _watched.discard(write)
+        signal.set_wakeup_fd(-1)
+        os.set_blocking(write, True)
+        os.write(write, bytes([_END]))  # a fork, such as a loader's worker, may hold the pipe open
+        self._thread.join()
+        os.close(read)
+        os.close(write)
 
 
 #: pipes into which this process writes its signals

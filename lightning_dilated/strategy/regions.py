@@ -89,6 +89,9 @@ class TrainsInRegions:
     def _make_region_groups(self) -> None:
         """Process groups of this region, and over regions; every rank calls."""
         self._outer, self._loaded_outer, self._loaded_local, self._outer_applied = None, None, False, True
+        self._join_regions()
+
+    def _join_regions(self) -> None:
         if self.sizes.regions > 1 and self._peers is None:
             timeout = self._rank_timeout  # type: ignore[attr-defined]
             self._region_group = self.sizes.new_group("region", timeout)
@@ -96,6 +99,12 @@ class TrainsInRegions:
             self._peers = self._peers_on_host
             if dist.get_backend() == "nccl":
                 self._peers = self.sizes.new_group("peers", timeout, "nccl", nccl_options(overlapped=True))
+
+    def _leave_regions(self, failed: bool) -> None:
+        """The groups end with the run; the state of outer steps stays, for checkpoints."""
+        self._region_group = self._peers = self._peers_on_host = None
+        if self._outer is not None:
+            self._outer.leave(failed)
 
     def _copy_first_region(self, module: nn.Module) -> None:
         """Begin with the same parameters and buffers in all regions."""
@@ -195,11 +204,21 @@ class TrainsInRegions:
         if outer is not None:
             checkpoint["outer_steps"] = outer
             own = {"state_dict": self.local_state_dict(), "optimizer_states": checkpoint["optimizer_states"]}
-            if self._peers is not None and self.global_rank % self.sizes.region_size == 0:
-                regions: list[Any] | None = [None] * self.sizes.regions if self.global_rank == 0 else None
-                dist.gather_object(_on_host(own), regions, group=self._peers_on_host, group_dst=0)
-                checkpoint["regions"] = {str(number): state for number, state in enumerate(regions or ())}
+            if self.sizes.regions > 1:
+                checkpoint["regions"] = self._gather_regions(own)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _gather_regions(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Each region's state by its number, on rank 0; also after a run, in whose end its groups ended."""
+        size, first = self.sizes.region_size, self.global_rank == 0
+        group = self._peers_on_host or self.sizes.new_group("peers", self._rank_timeout, "gloo")  # type: ignore[attr-defined]
+        regions: list[Any] | None = [None] * self.sizes.regions if first else None
+        if self.global_rank % size == 0:
+            dist.gather_object(_on_host(own), regions, group=group, group_dst=0)
+        if self._peers_on_host is None:
+            dist.barrier()  # a rank that ended the group might break what another still reads
+            dist.destroy_process_group(group)
+        return {str(number): state for number, state in enumerate(regions or ())}
 
     def _of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A loaded checkpoint as this region goes on from it; says where that is not what was saved.

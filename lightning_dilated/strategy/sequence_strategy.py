@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_debug, rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
+from lightning_dilated._compat.lightning import attached_trainer, end_runs, is_over, set_device_mesh
 from lightning_dilated._validation import integer, real
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
@@ -25,9 +28,18 @@ from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import Replicas, balance_hint, check_first_batch, computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
-from lightning_dilated.strategy.mesh import HeadSize, MeshSizes, SequenceSize, join_under_torchrun, step_seeds
+from lightning_dilated.strategy.mesh import (
+    AFTER_FAILURE,
+    AFTER_RUN,
+    HeadSize,
+    MeshSizes,
+    RunGroups,
+    SequenceSize,
+    join_under_torchrun,
+    step_seeds,
+)
 from lightning_dilated.strategy.outer import OuterSteps
-from lightning_dilated.strategy.parallelize import parallelize
+from lightning_dilated.strategy.parallelize import forget_gradient_options, lasting_groups, parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
 from lightning_dilated.strategy.regions import Regions, TrainsInRegions, check_regions
 
@@ -80,6 +92,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self._loaders: Loaders | None = None
         self._why_unshared: dict[str, str] = {}  # {stage: why losses cannot be added over ranks there}
         self._first_step, self._shares, self._seed = True, 0, 0
+        self._run_groups: RunGroups | None = None
         self._checks_first_batch = check_first_batch
         self._check_replicas = None if check_replicas is None else integer(check_replicas, "check_replicas", 1)
         self._replicas: Replicas | None = None
@@ -152,6 +165,18 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self._check_precision()
         _ = self.sizes  # raises in Trainer(...), before a process is launched
         super()._configure_launcher()
+        end_runs(self)
+
+    @property
+    def run_groups(self) -> RunGroups:
+        """Process groups that end with the run; others, of callbacks, may be made within `run_groups.making()`.
+
+        Raises:
+            RuntimeError: outside of a run.
+        """
+        if self._run_groups is None:
+            raise RuntimeError("process groups of a run are made when the Trainer runs: ask in `setup` or later.")
+        return self._run_groups
 
     @override
     def setup_environment(self) -> None:
@@ -165,6 +190,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self.accelerator.setup_device(self.root_device)
         join_under_torchrun(self._get_process_group_backend(), self._rank_timeout, self.root_device)
         self._start_process_group()
+        self._run_groups = self._run_groups or RunGroups()
 
     def _start_process_group(self) -> None:
         """By Lightning, where torchrun did not start the processes."""
@@ -187,6 +213,29 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             self._sequence.was_active = False  # a recomputation from now on belongs to another strategy
             self._sequence.forget()
         super().teardown()
+        trainer = None if self.lightning_module is None else attached_trainer(self.lightning_module)
+        if trainer is not None and is_over(trainer):
+            self.end_run(failed=trainer.state.status == TrainerStatus.INTERRUPTED)
+
+    def end_run(self, failed: bool = False) -> None:
+        """After the last hook of a run: process groups, their threads and connections end.
+
+        Groups that parameters stay sharded over (`fully_shard`) end when the module is no longer used.
+        """
+        if self._run_groups is None:
+            return
+        if self._sequence is not None:
+            self._sequence.close()
+        groups, self._run_groups, module = self._run_groups, None, self.lightning_module
+        self._leave_regions(failed)
+        forget_gradient_options(self)
+        if module is not None and groups.hold(lasting_groups(module)):
+            weakref.finalize(module, groups.end_now)
+        else:
+            self._mesh = None
+            if module is not None:
+                set_device_mesh(module, None)
+            groups.end(self._run, min(self._rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
 
     def _stage(self) -> str:
         """The stage of the run: train, val, test or predict.
@@ -216,6 +265,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             "_region_group",
             "_peers",
             "_peers_on_host",
+            "_run_groups",
         )
         state = {**super().__getstate__(), **dict.fromkeys(local)}
         if "_ddp_kwargs" in state:

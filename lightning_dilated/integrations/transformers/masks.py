@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.torch import is_fake
+from lightning_dilated._compat.torch import ThreadStack, is_fake
 from lightning_dilated.integrations.transformers.padding import Padding
 from lightning_dilated.sequence.collectives import sequence_gather
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
@@ -26,7 +27,7 @@ SDPA = 'Load the model with attn_implementation="sdpa" for it.'
 
 
 #: bounds of documents that a caller knows
-_known: list[Tensor | None] = []
+_known = ThreadStack(ContextVar("known_documents", default=()))
 
 
 @contextlib.contextmanager
@@ -35,11 +36,8 @@ def known_documents(bounds: Tensor | None) -> Iterator[None]:
 
     Positions must begin anew with each document, and be global on ranks: they are not looked at.
     """
-    _known.append(bounds)
-    try:
+    with _known.with_top(bounds):
         yield
-    finally:
-        _known.pop()
 
 
 class VisibleKeys:
@@ -67,7 +65,8 @@ class VisibleKeys:
     ) -> None:
         self.length, self.window, self.padding, self.starts = length, window, padding, starts
         self.has_padding_mask, self.follows = has_padding_mask, follows
-        self.known, self.bounds = bool(_known), _known[-1] if _known else None
+        known = _known.of_backward()
+        self.known, self.bounds = bool(known), known[-1] if known else None
         self._documents: tuple[Any, Any, Tensor | None] | None = None
 
     @property
@@ -173,8 +172,8 @@ def _mask_of_whole(
     if is_fake(none):  # in a plan, whose tensors have no values
         return VisibleKeys(length, local_size, None, attention_mask is not None, none)
     starts = check(_intervals, mask_function, batch, length, local_size, device, use_vmap)
-    if _known and group is None:
-        _check_known(starts, _known[-1])
+    if (known := _known.of_backward()) and group is None:
+        _check_known(starts, known[-1])
     padding = None
     if attention_mask is not None:
         check(_check_padding_mask, attention_mask, batch, length)

@@ -11,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dilated._compat.torch import ThreadStack
 
 #: kinds of `rope_parameters` whose frequencies follow the length
 BY_LENGTH = ("dynamic", "longrope")
 #: kinds whose factor is a ratio of lengths; that of llama3 is not: Llama 3.1 has 8 for 16 times as many tokens
 BY_RATIO = ("yarn", "longrope")
 #: the furthest position of the sequence that is computed, where a caller knows it
-_furthest: list[int] = []
+_furthest = ThreadStack(ContextVar("furthest_position", default=()))
 
 
 def _each_parameters(config: Any) -> list[dict[str, Any]]:
@@ -94,11 +97,8 @@ def _factor(length: int, original: int) -> str:
 @contextlib.contextmanager
 def furthest_position(position: int) -> Iterator[None]:
     """Within, decoders that `whole_lengths` was called for take the frequencies of a sequence with this last position."""
-    _furthest.append(position)
-    try:
+    with _furthest.with_top(position):
         yield
-    finally:
-        _furthest.pop()
 
 
 def whole_lengths(decoder: nn.Module) -> None:
@@ -113,7 +113,7 @@ def _append(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a rotary layer, with one position more."""
-    if not _furthest:
+    if not _furthest.values:
         return None
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": _longer(kwargs["position_ids"])}
@@ -122,9 +122,9 @@ def _append(
 
 def _longer(positions: Tensor) -> Tensor:
     """(B, L + 1) of (B, L)."""
-    return torch.cat([positions, positions.new_full((len(positions), 1), _furthest[-1])], 1)
+    return torch.cat([positions, positions.new_full((len(positions), 1), _furthest.values[-1])], 1)
 
 
 def _cut(module: nn.Module, args: tuple[Any, ...], angles: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """(cos, sin) (B, L, ...) of the positions that were given."""
-    return tuple(x[:, :-1] for x in angles) if _furthest else None
+    return tuple(x[:, :-1] for x in angles) if _furthest.values else None

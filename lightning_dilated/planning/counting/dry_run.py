@@ -307,7 +307,7 @@ def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token
 def _alone() -> Iterator[None]:
     """Within, the sequence and the gradient mode of a surrounding run have no effect."""
     with (
-        compat.replaced(group, "_active", []),
+        group.no_sequence(),
         compat.replaced(group, "_groups", {}),
         torch.inference_mode(False),
         torch.enable_grad(),
