@@ -444,9 +444,9 @@ class DilatedModule(Pretrained, LearningRate):
         if made_for is not None and seq_len > made_for:
             self._warned_of_length = True
             rank_zero_warn(
-                f"{type(self).__name__} trains on a sequence of {seq_len:,} tokens, and is made for max_seq_len={made_for:,}. "
-                f'Set the model\'s max_seq_len to {seq_len} or more (a rotary_base of "length" follows it), or shorten the '
-                "data's sequences."
+                f"{type(self).__name__} is made for max_seq_len={made_for:,}, and trains on a sequence of {seq_len:,} "
+                f'tokens. Set the model\'s max_seq_len to {seq_len} or more (a rotary_base of "length" follows it), or '
+                "shorten the data's sequences."
             )
         if self._explained is not None and seq_len > self._explained:
             hints = [hint for hint in (advice(self, seq_len), position_advice(self, seq_len)) if hint]
