@@ -21,7 +21,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, ThroughputMonitor
 from lightning.pytorch.core.saving import _default_map_location, _load_state
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -37,14 +37,15 @@ from lightning_dilated._validation import check_input
 # -- strategies, checkpoints and the Trainer's connectors; all of it holds for lightning 2.6.6 ---------------------------
 
 #: private methods and attributes of Lightning's classes that ours override or use on `self`: there is no public hook to
-#: refuse sizes before processes start, to take DDP's process group and buckets, to set up without Lightning's own mesh, or
-#: to time batches without waiting for the GPU
+#: refuse sizes before processes start, to take DDP's process group and buckets, to set up without Lightning's own mesh, to
+#: name an epoch in the progress bar, or to time batches without waiting for the GPU
 OVERRIDDEN: dict[type, tuple[str, ...]] = {
     DDPStrategy: ("_configure_launcher", "_get_process_group_backend", "_ddp_kwargs"),
     ModelParallelStrategy: (
         *("_configure_launcher", "_get_process_group_backend", "_setup_distributed", "_device_mesh"),
         "_save_distributed_checkpoint",
     ),
+    RichProgressBar: ("_get_train_description",),
     ThroughputMonitor: ("_start", "_update", "_throughputs", "_t0s", "_lengths", "_samples", "_batches"),
 }
 

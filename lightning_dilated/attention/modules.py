@@ -55,6 +55,29 @@ def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
     return (~pad).sum(1)
 
 
+#: what to do without a mask
+MASKS = (
+    "Leave attn_mask (src_mask of nn.TransformerEncoderLayer) out: the pattern says who attends to whom, and causal=True of "
+    "the layer or is_causal=True of the call hides later tokens. For padding pass lengths or key_padding_mask, for "
+    "documents cu_seqlens."
+)
+
+
+def is_causal_mask(mask: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an `attn_mask` of torch, (N, N) or of `shape` (B H, N, N), is exactly the causal one.
+
+    It is bool, True at the keys behind a query; or float, -inf there and 0 elsewhere, as
+    `nn.Transformer.generate_square_subsequent_mask` makes it.
+    """
+    if not isinstance(mask, Tensor) or tuple(mask.shape) not in (shape, shape[1:]):
+        return False
+    tokens = shape[-1]
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype == torch.bool:
+        return bool((mask == hidden).all())
+    return mask.is_floating_point() and bool((mask == torch.zeros_like(mask).masked_fill(hidden, -torch.inf)).all())
+
+
 @dataclass
 class Projection:
     """From x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D).
@@ -185,7 +208,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     It loads the state dict of nn.MultiheadAttention (`in_proj_weight`, `in_proj_bias`, `out_proj.*`) and can be the
     `self_attn` of nn.TransformerEncoderLayer. Differences: `need_weights` is False by default, since the weights are never
-    formed, and `attn_mask` is refused (the pattern and `causal` say who attends to whom).
+    formed, and an `attn_mask` other than the causal one is refused (the pattern and `causal` say who attends to whom).
 
     Args:
         embed_dim: E; the head dim is E / num_heads.
@@ -295,7 +318,8 @@ class MultiheadDilatedAttention(nn.Module):
         Args:
             key, value: None, or the same tensor as `query`.
             key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
-            need_weights, attn_mask: must be False and None.
+            need_weights: must be False.
+            attn_mask: None, or exactly the causal mask of the N tokens (see `is_causal_mask`), which makes this call causal.
             average_attn_weights: without effect, since no weights are returned.
             is_causal: True makes this call causal, as a module built with causal=True always is.
             lengths, cu_seqlens: as in `dilated_attention`.
@@ -311,6 +335,9 @@ class MultiheadDilatedAttention(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what was given and what is allowed.
         """
+        if attn_mask is not None and cache is not None:
+            raise ValueError(f"attn_mask goes with whole sequences, not with a cache or stream. {MASKS}")
+        is_causal = is_causal or attn_mask is not None  # a mask that is not refused is the causal one
         group, arguments = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         self._refuse(*arguments) if group is None else group.guard(self._refuse, *arguments)
         if query.ndim == 2:
@@ -416,10 +443,14 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError("a rank's part of key_padding_mask does not tell the global lengths; pass lengths (B,).")
         if need_weights:
             raise ValueError("need_weights=True is not offered: the weights are never formed. Pass need_weights=False.")
-        if attn_mask is not None:
+        if attn_mask is not None and active_sequence() is not None:
+            raise ValueError(f"a rank's part of attn_mask does not tell what the whole sequence's is. {MASKS}")
+        tokens = query.shape[-2]
+        matrices = self.num_heads * (1 if query.ndim == 2 else len(query))
+        if attn_mask is not None and not is_causal_mask(attn_mask, (matrices, tokens, tokens)):
             raise ValueError(
-                "attn_mask is not offered: the pattern and causal=True say who attends to whom. "
-                "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
+                f"attn_mask is not exactly the causal mask of {tokens} tokens, ({tokens}, {tokens}) with True or -inf "
+                f"behind each query and False or 0 elsewhere, and no other one is offered. {MASKS}"
             )
         if is_causal and self.kv_conv is not None and not self.attention.causal:
             raise ValueError(

@@ -16,7 +16,7 @@ LEAST, MOST = 8, 40
 
 
 class MetricsProgressBar(RichProgressBar):
-    """Lightning's `RichProgressBar`, whose bar is shorter in a narrow terminal.
+    """Lightning's `RichProgressBar`, with a shorter bar in a narrow terminal, and no number of a last epoch without one.
 
     Rich gives the bar and the metrics equal room, and cuts `val_bits_per_byte` in a terminal of 80 columns. Here metrics
     have 23 of these, and the bar what is left, from 8 to 40.
@@ -31,3 +31,8 @@ class MetricsProgressBar(RichProgressBar):
             if isinstance(column, BarColumn):
                 column.bar_width = min(MOST, max(LEAST, get_console().width - BESIDE))
         return columns
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Lightning's "Epoch 1/9"; of a run that steps end, whose `max_epochs` is -1, "Epoch 1" in place of "Epoch 1/-2"."""
+        text = super()._get_train_description(current_epoch)
+        return text.replace("/-2", "  ") if self.trainer.max_epochs == -1 else text

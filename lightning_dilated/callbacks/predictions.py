@@ -14,7 +14,8 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_dilated._validation import flag, integer, one_of
@@ -31,6 +32,9 @@ class PredictionWriter(BasePredictionWriter):
     A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as the
     `predict_step` of `LongNetLM` and `SlideEncoder` returns it. A tensor (B, E) has columns NAME_0, NAME_1 and so on, or,
     called "embedding", e0, e1 and so on: in one file with its name, batch by batch, which any spreadsheet reads.
+
+    Of a text, the last columns are the `file` and the `offset` of the sequence's first token in it, in bytes, or in tokens
+    of a file of tokens.
 
     Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
     front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
@@ -68,6 +72,7 @@ class PredictionWriter(BasePredictionWriter):
     ) -> None:
         # checked on every rank of a sequence: if only one raised, the others would wait for it
         columns = _columns(f"{type(pl_module).__name__}.predict_step", prediction)
+        columns |= _places(trainer, columns, dataloader_idx)
         if self._header not in (None, list(columns)):
             raise ValueError(
                 f"{type(pl_module).__name__}.predict_step returned the columns {_some(columns)} after batches with "
@@ -86,9 +91,37 @@ class PredictionWriter(BasePredictionWriter):
             writer.writerows(map(guarded_field, row) for row in zip(*columns.values(), strict=True))
         self._started = True
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that `validate` writes nothing."""
+        _say_when(self, trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that `test` writes nothing."""
+        _say_when(self, trainer)
+
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._started and trainer.is_global_zero:
             print(f"predictions: {self._target}")
+
+
+def _say_when(writer: pl.Callback, trainer: pl.Trainer) -> None:
+    """Say that a writer of predictions writes in `predict` only; nothing in a fit, whose recipe may serve `predict`, too."""
+    if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
+        command = trainer.state.fn.value
+        rank_zero_info(f"{type(writer).__name__} writes nothing in `{command}`: run `predict` in place of it")
+
+
+def _places(trainer: pl.Trainer, columns: dict[str, list[Any]], dataloader_idx: int) -> dict[str, list[Any]]:
+    """Columns of where each sequence begins, by its `index`; none for data that do not say it."""
+    if "index" not in columns or {"file", "offset"} & columns.keys():
+        return {}
+    loaders: Any = trainer.predict_dataloaders
+    loader = loaders[dataloader_idx] if isinstance(loaders, list | tuple) else loaders
+    place_of = getattr(getattr(loader, "dataset", None), "place_of", None)
+    if not callable(place_of):
+        return {}
+    places = [place_of(int(index)) for index in columns["index"]]
+    return {"file": [file for file, _ in places], "offset": [offset for _, offset in places]}
 
 
 def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
@@ -190,6 +223,14 @@ class AttentionWriter(pl.Callback):
             raise ValueError(f"AttentionWriter has layer={self.layer}, but the model has {pl_module.depth} layers.")
         self._grounds = {} if self.thumbnails is None else self._find_thumbnails(Path(self.thumbnails), trainer)
         self._folder = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "attention")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that `validate` writes nothing."""
+        _say_when(self, trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that `test` writes nothing."""
+        _say_when(self, trainer)
 
     def _find_thumbnails(self, where: Path, trainer: Any) -> dict[str, tuple[Path, tuple[int, int]]]:
         """{slide: (thumbnail, the slide's size)} of the slides to be predicted."""

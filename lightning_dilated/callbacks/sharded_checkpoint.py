@@ -335,6 +335,7 @@ class ShardedCheckpoint(Checkpoint):
             if trainer.global_step != self._saved_step:
                 self._save(trainer, trainer.global_step)
             self._wait_for_files()
+            rank_zero_info(f"a signal ended the fit; its last step is in {self._target / name_of(self._saved_step)}")
             if preemption.requeue and self._peers.rank == 0:
                 requeue_job()
         except (OSError, RuntimeError) as error:

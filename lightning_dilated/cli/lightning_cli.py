@@ -4,6 +4,7 @@ checkpoint's model settings between those of the recipe and of the command line.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import re
@@ -16,11 +17,11 @@ import lightning.pytorch as pl
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_dilated._compat.lightning import argument_types
-from lightning_dilated.callbacks import BootstrapIntervals, PredictionWriter
+from lightning_dilated.callbacks import BootstrapIntervals, MetricsProgressBar, PredictionWriter
 from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.cli.explain import class_of, with_length
@@ -59,6 +60,69 @@ def with_checkpoint(argv: list[str]) -> list[str]:
             "The config.yaml in its run folder does." + _recipe_of_run(path)
         )
     return [argv[0], *configs, *checkpoint_settings(path, class_name, model_arguments(configs, rest)), *rest]
+
+
+def with_parts(argv: list[str]) -> list[str]:
+    """The arguments; in place of each that sets a part of a mapping or list, such as --model.pattern.hybrid.local 128, the
+    whole of it with that part changed. The parser alone would drop the other parts."""
+    out: list[str] = []
+    wholes: dict[tuple[str, str], Any] = {}
+    words = iter(argv)
+    for word in words:
+        option, equals, text = word.partition("=")
+        match = re.fullmatch(r"--(model|data)\.(?:init_args\.)?(\w+)((?:\.\w+)*)", option)
+        is_config = option in ("--config", "-c")
+        following = [] if equals or not (match or is_config) else [*itertools.islice(words, 1)]
+        text = next(iter(following), text)
+        if is_config:
+            for config in read([text]):
+                wholes |= _arguments(config)
+        elif match:
+            key, parts = (match[1], match[2]), match[3].split(".")[1:]
+            whole = wholes.get(key, {} if key == ("model", "pattern") else None)
+            if not parts:
+                wholes[key] = _plain(text)
+            elif isinstance(whole, dict | list) and "class_path" not in whole:
+                wholes[key] = _with_part(copy.deepcopy(whole), parts, _plain(text), option)
+                flow = yaml.safe_dump(wholes[key], default_flow_style=True, sort_keys=False, width=float("inf")).strip()
+                word, following = f"{option.removesuffix(match[3])}={flow}", []
+        out += [word, *following]
+    return out
+
+
+def _arguments(config: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """{(section, name): value} of the arguments of a recipe's model and data."""
+    sections = ((section, config.get(section)) for section in ("model", "data"))
+    arguments = ((section, x.get("init_args")) for section, x in sections if isinstance(x, dict))
+    return {(section, name): value for section, x in arguments if isinstance(x, dict) for name, value in x.items()}
+
+
+def _plain(text: str) -> Any:
+    """The value of an option; text that is no YAML as it is."""
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.safe_load(text)
+    return text
+
+
+def _with_part(whole: Any, keys: list[str], value: Any, option: str) -> Any:
+    """A mapping or list, in which the part that the keys lead to has this value."""
+    part = whole
+    for i, key in enumerate(keys):
+        name = ".".join([option.removesuffix("." + ".".join(keys)), *keys[:i]])
+        place: Any = next((x for x in part if str(x) == key), key) if isinstance(part, dict) else key
+        if isinstance(part, list):
+            if not key.isdecimal() or int(key) >= len(part):
+                fail(f"{option}: {name} is a list, whose parts are called 0 to {len(part) - 1}; got {key!r}.")
+            place = int(key)
+        elif not isinstance(part, dict):
+            fail(f"{option}: {name} is {part!r}, which has no parts. Set {name} itself.")
+        if i == len(keys) - 1:
+            part[place] = value
+        elif isinstance(part, list) or part.get(place) is not None:
+            part = part[place]
+        else:
+            part[place] = part = {}
+    return whole
 
 
 def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
@@ -300,11 +364,13 @@ class DilatedCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add a writer for our models' predictions, and one for the metrics of a test, unless the recipe has one; and a
-        short table of the model in place of Lightning's."""
+        short table of the model and our progress bar in place of Lightning's."""
         trainer = super().instantiate_trainer(**kwargs)
         config = self.config.get(str(self.subcommand), self.config)  # of a command of its own, all of it
         if "ModelSummary" not in str(config.trainer.callbacks):
             trainer.callbacks = [ModelTable() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
+        if "RichProgressBar" not in str(config.trainer.callbacks):  # Lightning's default
+            trainer.callbacks = [MetricsProgressBar() if type(c) is RichProgressBar else c for c in trainer.callbacks]
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
         is_ours = isinstance(self.model, (TokenModel, PooledModule))
         if self.subcommand == "predict" and is_ours and not writers:

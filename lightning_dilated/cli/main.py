@@ -11,7 +11,7 @@ import warnings
 from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
-from lightning_dilated.cli.lightning_cli import DilatedCLI, chosen_classes, with_checkpoint, with_recipes
+from lightning_dilated.cli.lightning_cli import DilatedCLI, chosen_classes, with_checkpoint, with_parts, with_recipes
 from lightning_dilated.cli.parsing import class_help
 
 #: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
             if pages := class_help.pages(argv, chosen_classes(argv[1:])):
                 print("\n\n".join(pages))
                 return
-            sys.argv = [sys.argv[0], *with_checkpoint(argv)]
+            sys.argv = [sys.argv[0], *with_parts(with_checkpoint(argv))]
         try:
             DilatedCLI()
         finally:

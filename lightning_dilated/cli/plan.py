@@ -14,7 +14,14 @@ from lightning_dilated.cli.plan_request import Request, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import advice
 from lightning_dilated.pattern.rows import in_turns
-from lightning_dilated.planning.candidates import candidates_of, in_words, recommended, streams, yaml_lines
+from lightning_dilated.planning.candidates import (
+    candidates_of,
+    in_words,
+    recommended,
+    streams,
+    whole_recipe,
+    yaml_lines,
+)
 from lightning_dilated.planning.counting.footprint import Exchanged, lighter
 from lightning_dilated.planning.counting.memory_tracker import KINDS
 from lightning_dilated.planning.counting.model_specs import subject_of
@@ -241,8 +248,13 @@ def report(request: Request) -> Report:
     chosen = next((row for row in rows if row.settings == best), None)
     lines = [*_head(request, case), "", *_table(rows, best, request.tokens)]
     if chosen is not None and chosen.memory is not None:
-        lines += ["", *_details(case, chosen), *_head_sizes(request, case, chosen.tokens), "", "in the recipe:", ""]
-        lines += [f"  {line}" for line in yaml_lines(best, case.setup, request.residual)]
+        lines += [
+            "",
+            *_details(case, chosen),
+            *_head_sizes(request, case, chosen.tokens),
+            "",
+            *_recipe(request, case, chosen),
+        ]
     else:
         lines += ["", _nothing(case, rows, request)]
     notes = assumptions(request, case, chosen and chosen.time)
@@ -456,6 +468,22 @@ def _prices(layer: str, x: Exchanged) -> list[str]:
     if x.plan.prices:
         lines += [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
     return lines
+
+
+def _recipe(request: Request, case: Case, row: Row) -> list[str]:
+    """The whole recipe of a run as it is planned; of sizes that no recipe has, what there is of it."""
+    if request.recipe is None:
+        lines = yaml_lines(row.settings, case.setup, request.residual)
+        return ["in the recipe:", "", *(f"  {line}" for line in lines)]
+    recipe, memory = request.recipe, request.exchange_memory
+    init_args = (recipe.get("data") or {}).get("init_args") or {}
+    if "seq_len" in init_args and init_args["seq_len"] is None:  # neither option nor recipe has it: the longest
+        recipe = {**recipe, "data": {**recipe["data"], "init_args": {**init_args, "seq_len": row.tokens}}}
+    options = {"exchange": request.exchange, "head_size": request.head_size}
+    options |= {"exchange_memory_gib": None if memory is None else memory / GIB}
+    lines = whole_recipe(recipe, row.settings, case.setup, options, request.residual)
+    head = "in the recipe, all of which can be saved and run by `lightning-dilated fit --config FILE`:"
+    return [head, "", *(f"  {line}" for line in lines)]
 
 
 def _nothing(case: Case, rows: list[Row], request: Request) -> str:

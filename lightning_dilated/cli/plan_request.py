@@ -152,6 +152,8 @@ class Request:
         head_size: of the strategy; "auto" is chosen and printed, and others than 1 are only named.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
         data_ranks: of `Setup`: the recipe's GPUs, by those that are planned.
+        recipe: all of the recipe with what the options change, but for memory settings and strategy; None where no recipe
+            can say it.
     """
 
     model: DilatedModule
@@ -179,6 +181,7 @@ class Request:
     exchange_memory: int | None = None
     stream: int | None = None
     data_ranks: int = 1
+    recipe: dict[str, Any] | None = None
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
@@ -226,8 +229,31 @@ def settled(args: argparse.Namespace) -> Request:
         _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
         recipe.head_size if args.head_size is None else args.head_size,
         check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), args.stream,
-        max(1, _own_ranks(trainer) // ranks),
+        max(1, _own_ranks(trainer) // ranks), _with_options(args, config, model, precision),
     )  # fmt: skip
+
+
+def _with_options(
+    args: argparse.Namespace, config: dict[str, Any], model: DilatedModule, precision: str
+) -> dict[str, Any] | None:
+    """`Request.recipe`."""
+    if config:
+        arguments, data = _arguments(args, config, type(model)), config.get("data")
+        if args.tokens and seq_len_of(args.config, data) is not None:
+            data = {**(data or {}), "init_args": {**((data or {}).get("init_args") or {}), "seq_len": args.tokens}}
+    elif model.causal:
+        arguments = _size_arguments(args, args.tokens)
+        data = {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": args.tokens}}
+    else:  # a LongNetLM is causal, and the options name no other class
+        return None
+    if not config or args.compile is not None:
+        arguments["compile_blocks"] = args.compile is not False
+    trainer = {**(config.get("trainer") or {}), "precision": precision}
+    if args.gpus or args.nodes:
+        trainer = {name: value for name, value in trainer.items() if name not in ("devices", "num_nodes")}
+    class_path = (config.get("model") or {}).get("class_path", "lightning_dilated.LongNetLM")
+    recipe = {**config, "trainer": trainer, "model": {"class_path": class_path, "init_args": arguments}}
+    return recipe if data is None else {**recipe, "data": data}
 
 
 def _recipe(path: Path | None) -> dict[str, Any]:
@@ -245,8 +271,14 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
     Raises:
         ValueError: naming an option that the model has no argument for.
     """
-    config_of_model = config["model"]
-    cls = class_of(args.config, config_of_model.get("class_path", "LongNetLM"), "lightning_dilated")
+    model = config["model"]
+    cls = class_of(args.config, model.get("class_path", "LongNetLM"), "lightning_dilated")
+    changed = {**model, "init_args": _arguments(args, config, cls)}
+    return made_model(args.config, changed, seq_len_of(args.config, config.get("data")))
+
+
+def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
+    """Arguments of the recipe's model, with the sizes of the options; errors as of `_from_recipe`."""
     takes = options_of(cls)
     options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     options |= {
@@ -261,12 +293,10 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
             raise ValueError(
                 f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
             )
-    arguments = {**(config_of_model.get("init_args") or {}), **options}
+    arguments = {**(config["model"].get("init_args") or {}), **options}
     if args.segments or args.dilations or args.geometric:
         arguments |= _branches(args, cls, "segment_lengths" not in takes)
-    return made_model(
-        args.config, {**config_of_model, "init_args": arguments}, seq_len_of(args.config, config.get("data"))
-    )
+    return arguments
 
 
 def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:
@@ -299,12 +329,17 @@ def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
     missing = [f"--{name}" for name in ("dim", "depth", "heads") if getattr(args, name) is None]
     if missing:
         raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
-    model = LongNetLM(
-        _pattern(args, tokens), args.vocab or 256, args.dim, args.depth, args.heads, num_kv_heads=args.kv_heads,
-        ffn_dim=args.ffn_dim, residual_dtype=args.residual_dtype, bytes_per_token=1.0,
-    )  # fmt: skip
+    model = LongNetLM(**_size_arguments(args, tokens), bytes_per_token=1.0)
     model.causal = args.causal is not False
     return model
+
+
+def _size_arguments(args: argparse.Namespace, tokens: int | None) -> dict[str, Any]:
+    """Arguments of a LongNetLM of the options."""
+    named = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
+    arguments = {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": args.vocab or 256}
+    arguments |= {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
+    return arguments | {name: value for name, value in named.items() if value is not None}
 
 
 def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:

@@ -332,6 +332,11 @@ class ByteStream:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": OrderedDict()}
 
+    def where(self, position: int) -> tuple[str, int]:
+        """(file, position in the file) of a byte of the stream."""
+        index = int(np.searchsorted(self._ends, position, side="right"))
+        return self.files[index], position - int(self._ends[index]) + self.sizes[index]
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read bytes [start, stop) into a new uint8 array of shape (stop - start,).
 

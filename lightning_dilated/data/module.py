@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
@@ -245,6 +246,8 @@ class SplitDataModule(pl.LightningDataModule):
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
                 raise ValueError(f"there is no {split} split to run on: {missing}")
+            # Lightning asks whether this was intended: the settings say so
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
         rank, replicas = self._replica()
         samples = self.dataset(split) if make is None else make()

@@ -163,6 +163,7 @@ class DilatedModule(Pretrained, LearningRate):
         self._shown = Newest()
         self._patterns: tuple[DilatedPattern, ...] = ()
         self._explained: int | None = 0  # longest sequence that the pattern was checked for; None: advice was given
+        self._warned_of_length = False
         means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
 
@@ -454,11 +455,20 @@ class DilatedModule(Pretrained, LearningRate):
                 graphs.free()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length."""
-        if self._explained is None:
+        """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length; and of
+        a sequence of more than `max_seq_len` tokens."""
+        made_for = None if self._warned_of_length else getattr(self, "max_seq_len", None)
+        if self._explained is None and made_for is None:
             return
         seq_len = self._longest(batch)
-        if seq_len > self._explained:
+        if made_for is not None and seq_len > made_for:
+            self._warned_of_length = True
+            rank_zero_warn(
+                f"{type(self).__name__} is made for max_seq_len={made_for:,}, and trains on a sequence of {seq_len:,} "
+                f'tokens. Set the model\'s max_seq_len to {seq_len} or more (a rotary_base of "length" follows it), or '
+                "shorten the data's sequences."
+            )
+        if self._explained is not None and seq_len > self._explained:
             hints = [hint for hint in (advice(self, seq_len), position_advice(self, seq_len)) if hint]
             self._explained = None if hints else seq_len
             for hint in hints:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+import yaml
 
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.estimate import Case, Facts
@@ -11,6 +15,13 @@ from lightning_dilated.planning.memory import Setup
 
 #: tokens of a tile in them
 TILE = 16384
+#: the callback that has them
+RECOMPUTE = "ActivationRecompute"
+#: strategies by their names for the Trainer
+CLASSES = {
+    "ring_dilated": "lightning_dilated.RingDilatedStrategy",
+    "ring_dilated_fsdp": "lightning_dilated.RingDilatedFSDPStrategy",
+}
 #: most windows of heads in them
 SEARCH_WINDOWS = 6
 
@@ -74,6 +85,55 @@ def _budget(x: float) -> str:
 def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = None) -> list[str]:
     """The lines of a recipe for these settings."""
     return list(_yaml(settings, setup, residual))
+
+
+class _Indented(yaml.SafeDumper):
+    """YAML whose lists are indented, as the recipes' are."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def whole_recipe(
+    recipe: dict[str, Any], settings: MemorySettings, setup: Setup, options: dict[str, Any], residual: str | None
+) -> list[str]:
+    """The lines of a recipe with these settings in it; all else of it is unchanged.
+
+    `options`: of the strategy, besides those of `setup`.
+    """
+    config = copy.deepcopy(recipe)
+    trainer, model = config["trainer"], config["model"]
+    changes = yaml.safe_load("\n".join(yaml_lines(settings, setup, residual))) or {}
+    planned = changes.get("trainer", {})
+    listed = trainer.get("callbacks") or []
+    listed = listed if isinstance(listed, list) else [listed]
+    place = next((i for i, x in enumerate(listed) if RECOMPUTE in str(x)), len(listed))
+    others = [x for x in listed if RECOMPUTE not in str(x)]
+    trainer["callbacks"] = [*others[:place], *planned.get("callbacks", []), *others[place:]]
+    if setup.strategy != "single":
+        if setup.ranks > 1 and settings.stream is not None:
+            options = {**options, "layout": "chunked"}
+        trainer["strategy"] = _strategy(trainer.get("strategy"), setup, options)
+    if "devices" not in trainer:
+        trainer |= {x: planned[x] for x in ("devices", "num_nodes") if x in planned}
+    arguments = changes.get("model", {}).get("init_args", {})
+    if "optimizer" in arguments and isinstance(model["init_args"].get("optimizer"), dict):  # an AdamW's other arguments
+        arguments["optimizer"] = model["init_args"]["optimizer"] | arguments["optimizer"]
+    model["init_args"] |= arguments
+    return yaml.dump(config, Dumper=_Indented, sort_keys=False, width=float("inf")).splitlines()
+
+
+def _strategy(own: Any, setup: Setup, options: dict[str, Any]) -> Any:
+    """The recipe's strategy where it is of the planned kind, else the planned one; with the options that differ."""
+    path = str((own.get("class_path") if isinstance(own, dict) else own) or "")
+    alike = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
+    arguments = dict(own.get("init_args") or {}) if alike and isinstance(own, dict) else {}
+    options = {**options, "cpu_offload": setup.cpu_offload, "bucket_cap_mb": setup.bucket_cap_mb}
+    defaults = {"exchange": "auto", "head_size": 1, "cpu_offload": False}
+    arguments |= {x: value for x, value in options.items() if value != arguments.get(x, defaults.get(x))}
+    if not arguments:
+        return own if alike else setup.strategy
+    return {"class_path": path if alike and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
 
 
 def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:

@@ -190,6 +190,63 @@ def test_inside_an_encoder(training, nested):
     same(got[~right_padding(False)], want[~right_padding(False)])
 
 
+CAUSAL_MASKS = {
+    "bool": torch.ones(N, N, dtype=torch.bool).triu(1),
+    "float": nn.Transformer.generate_square_subsequent_mask(N, dtype=torch.float64),
+    "float32": nn.Transformer.generate_square_subsequent_mask(N),
+    "a matrix a head": torch.ones(3 * H, N, N, dtype=torch.bool).triu(1),
+}
+FUTURE = CAUSAL_MASKS["float"]
+OTHER_MASKS = {
+    "nothing hidden": torch.zeros(N, N, dtype=torch.bool),
+    "all hidden": torch.ones(N, N, dtype=torch.bool),
+    "the diagonal hidden, too": torch.ones(N, N, dtype=torch.bool).triu(),
+    "one key more": FUTURE.index_put((torch.tensor(5), torch.tensor(2)), torch.tensor(-torch.inf, dtype=FUTURE.dtype)),
+    "one key less": FUTURE.index_put((torch.tensor(2), torch.tensor(5)), torch.tensor(0.0, dtype=FUTURE.dtype)),
+    "a bias": FUTURE + torch.full((N, N), 0.5).tril(-1),
+    "a large number in place of infinity": FUTURE.clamp(min=-1e9),
+    "the other way": FUTURE.T,
+    "integers": FUTURE.isinf().long(),
+    "one token more": nn.Transformer.generate_square_subsequent_mask(N + 1),
+    "other matrices": torch.ones(H, N, N, dtype=torch.bool).triu(1),
+}
+
+
+@pytest.mark.parametrize("hint", [True, False], ids=["is_causal", "no hint"])
+@pytest.mark.parametrize("mode", ["train", "eval, no_grad"])
+@pytest.mark.parametrize("mask", CAUSAL_MASKS)
+def test_an_encoder_layer_takes_the_causal_mask(mask, mode, hint):
+    block, _ = encoder_layer()
+    x = rand(3, N).detach()
+    with torch.set_grad_enabled(mode == "train"):
+        got = block.train(mode == "train")(x, src_mask=CAUSAL_MASKS[mask], is_causal=hint)
+    block.self_attn.attention.causal = True
+    same(got, by_hand(block, x))
+
+
+def test_an_encoder_and_one_sample_take_the_causal_mask():
+    encoder = nn.TransformerEncoder(encoder_layer()[0], 2, enable_nested_tensor=False)
+    x, mask = rand(3, N).detach(), CAUSAL_MASKS["float"]
+    got = encoder(x, mask=mask, is_causal=True), encoder.layers[0](x[0], src_mask=mask, is_causal=True)
+    for block in encoder.layers:
+        block.self_attn.attention.causal = True
+    same(got[0], by_hand(encoder.layers[1], by_hand(encoder.layers[0], x)))
+    same(got[1], by_hand(encoder.layers[0], x[:1])[0])
+
+
+@pytest.mark.parametrize("mask", OTHER_MASKS)
+def test_other_masks_are_refused(mask):
+    """With the hint, too, which torch takes the caller's word for."""
+    for hint in (True, False):
+        with pytest.raises(ValueError, match=r"not exactly the causal mask of .* tokens.*is_causal=True of the call"):
+            layer()(rand(3, N), attn_mask=OTHER_MASKS[mask], is_causal=hint)
+
+
+def test_a_layer_that_sees_both_sides_refuses_the_causal_mask():
+    with pytest.raises(ValueError, match="its kv_conv sees tokens on both sides"):
+        layer(kv_conv=3)(rand(3, N), attn_mask=CAUSAL_MASKS["bool"])
+
+
 def test_grouped_query_equals_repeated_weights():
     grouped, full, state = layer(num_kv_heads=2), layer(), {}
     for name, x in grouped.state_dict().items():

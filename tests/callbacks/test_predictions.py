@@ -1,17 +1,19 @@
 """PredictionWriter: one CSV row a sequence, batch by batch, and a clear word to modules that return something else."""
 
 import csv
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dilated import LongNetClassifier, LongNetLM
-from lightning_dilated.callbacks import PredictionWriter
-from lightning_dilated.data import SlideDataModule, write_synthetic_slides
+from lightning_dilated.callbacks import AttentionWriter, PredictionWriter
+from lightning_dilated.data import ByteDataModule, SlideDataModule, TokenDataModule, write_synthetic_slides
 from lightning_dilated.data.files import plain_field
 
 from ..models import PATTERN, SIZES, batch, loader, text, tiny, trainer
@@ -56,6 +58,50 @@ def test_test_split_of_a_datamodule(tmp_path):
     model = LongNetLM(PATTERN, dim=16, depth=1, num_heads=4)
     predict(PredictionWriter(str(tmp_path / "p.csv")), text(tmp_path), model)
     assert [line[:2] for line in rows(tmp_path / "p.csv")[1:]] == [[str(i), "32"] for i in range(3)]
+
+
+@pytest.mark.parametrize("pack_tokens", [None, 64], ids=["sequences", "packed files"])
+def test_a_text_has_file_and_offset(tmp_path, pack_tokens):
+    """Sequences begin anywhere, also in a file behind the first one of the split."""
+    sizes = {"a.txt": 40, "b.txt": 100, "c.txt": 70}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(97 + i % 26 for i in range(size)))
+    paths = [str(tmp_path / name) for name in sizes]
+    sizes_of_data = {"seq_len": 32, "val_fraction": 0.0, "test_fraction": 0.8, "pack_tokens": pack_tokens}
+    data = ByteDataModule(paths, **sizes_of_data)
+    predict(PredictionWriter(str(tmp_path / "p.csv")), data, LongNetLM(PATTERN, dim=16, depth=1, num_heads=4))
+    header, *lines = rows(tmp_path / "p.csv")
+    assert header[-2:] == ["file", "offset"] and len(lines) > 3
+    samples, at = data.dataset("test"), header.index("index")
+    for line in lines:
+        tokens, begin = samples[int(line[at])]["tokens"], int(line[-1])
+        text = Path(line[-2]).read_bytes()[begin : begin + len(tokens)]
+        assert text == bytes(tokens.tolist())[: len(text)] and text
+    assert len({line[-2] for line in lines}) > 1
+
+
+def test_tokens_have_file_and_offset_in_tokens(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    np.save(tmp_path / "b.npy", np.arange(100, 200, dtype=np.uint16))
+    data = TokenDataModule(str(tmp_path), vocab_size=256, seq_len=16, val_fraction=0.0, test_fraction=0.9)
+    predict(PredictionWriter(str(tmp_path / "p.csv")), data, LongNetLM(PATTERN, dim=16, depth=1, num_heads=4))
+    lines = rows(tmp_path / "p.csv")[1:]
+    for line in lines:
+        assert data.dataset("test")[int(line[0])]["tokens"][0] == np.load(line[-2])[int(line[-1])]
+    assert {Path(line[-2]).name for line in lines} == {"a.npy", "b.npy"}
+
+
+@pytest.mark.parametrize("writer", [PredictionWriter(), AttentionWriter()], ids=["predictions", "attention"])
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_other_commands_say_that_nothing_is_written(tmp_path, writer, command, caplog):
+    logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
+    run = trainer(callbacks=[writer], default_root_dir=tmp_path)
+    try:
+        getattr(run, command)(tiny(dtype=torch.float32), loader(batch(2, 20)))
+    finally:
+        logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
+    assert f"{type(writer).__name__} writes nothing in `{command}`" in caplog.text
+    assert "run `predict` in place of it" in caplog.text and not [*tmp_path.iterdir()]
 
 
 def test_each_rank_has_its_own_file(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -274,6 +275,61 @@ def test_lines_of_a_recipe_have_the_settings(settings):
     assert ActivationRecompute(**callback.get("init_args") or {}).settings == settings
     assert config["trainer"]["devices"] == 8 and config["trainer"]["num_nodes"] == 2
     assert config["model"]["init_args"]["residual_dtype"] == "bfloat16"
+
+
+def saved(result):
+    """The recipe that a plan prints."""
+    lines = result.out.split("can be saved and run by `lightning-dilated fit --config FILE`:\n\n")[1].split("\n\n")[0]
+    return yaml.safe_load(lines)
+
+
+def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
+    """Layout, callbacks, data and model of the recipe are in it, and the options and settings that were planned."""
+    recipe = yaml.safe_load(Path("recipes/quickstart.yaml").read_text())
+    recipe["trainer"]["strategy"] = {
+        "class_path": "lightning_dilated.RingDilatedStrategy",
+        "init_args": {"layout": "zigzag"},
+    }
+    recipe["trainer"]["callbacks"].insert(
+        1,
+        {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"policy": "block", "tile": 64}},
+    )
+    recipe["data"]["init_args"] |= {"paths": "text.txt", "val_limit": 2}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe))
+    result = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", 128, "--exchange", "gather", "--depth", 2)
+    assert result.code == 0, result.err
+    printed = saved(result)
+    recipe["trainer"]["strategy"]["init_args"]["exchange"] = "gather"
+    recipe["trainer"]["callbacks"][1]["init_args"] = {"policy": "block", "tile": 64}
+    recipe["trainer"]["precision"] = "bf16-mixed"
+    recipe["model"]["init_args"]["depth"], recipe["data"]["init_args"]["seq_len"] = 2, 128
+    assert printed == recipe
+    (tmp_path / "y.yaml").write_text(yaml.safe_dump(printed))
+    run = cli("fit", "--config", "y.yaml", "--trainer.max_steps", 1, "--trainer.val_check_interval", 1)
+    assert run.code == 0 and [*tmp_path.rglob("last.ckpt")], run.err
+
+
+def test_a_recipe_of_sizes_runs(cli, tmp_path):
+    argv = [*SIZES, "--policy", "none", "--tokens", 256, "--strategy", "ring_dilated"]
+    result = cli("plan", *argv, "--kv_heads", 2)
+    assert result.code == 0, result.err
+    (tmp_path / "y.yaml").write_text(yaml.safe_dump(saved(result)))
+    argv = ["--data.paths", "text.txt", "--data.val_limit", 2, "--trainer.accelerator", "cpu"]
+    run = cli("fit", "--config", "y.yaml", *argv, "--trainer.max_steps", 1)
+    assert run.code == 0, run.err
+
+
+def test_a_recipe_for_other_gpus(cli):
+    """Devices and nodes are those of the options, and recomputation that is not recommended is taken out."""
+    argv = ["--config", "regions.yaml", "--tokens", "64K", "--gpus", 16, "--policy", "none"]
+    result = cli("plan", *argv, "--strategy", "ring_dilated_fsdp", "--head_size", 2)
+    assert result.code == 0, result.err
+    printed = saved(result)["trainer"]
+    assert (printed["devices"], printed["num_nodes"]) == (8, 2)
+    path = "lightning_dilated.RingDilatedFSDPStrategy"
+    assert printed["strategy"] == {"class_path": path, "init_args": {"head_size": 2}}
+    names = [x["class_path"].rpartition(".")[2] for x in printed["callbacks"]]
+    assert "ShardedCheckpoint" in names and "ActivationRecompute" not in names
 
 
 def test_numbers():

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
+from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM
 
 from . import SIZES, batch, loader, trainer
 from .test_module import Line, points
@@ -73,6 +73,32 @@ def test_one_line(name):
 def test_a_longer_batch_is_looked_at():
     found = told(LongNetLM(WALLS, **SIZES), batch(1, 16), batch(1, 40), batch(1, 50))
     assert len(found) == 1 and "at 40 tokens" in found[0]
+
+
+@pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM, LongNetClassifier])
+def test_longer_than_max_seq_len(cls):
+    """Said once, at the first longer batch, whatever else was said of a shorter one before."""
+    sizes = {**SIZES, "vocab_size": 11}
+    model = cls(
+        WALLS, max_seq_len=20, rotary_base=10000, **sizes, **({"num_classes": 2} if cls is LongNetClassifier else {})
+    )
+    data = [batch(1, n) | {"label": torch.tensor([1]), "index": torch.tensor([0])} for n in (17, 20, 21, 40)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(max_epochs=2).fit(model, loader(*data))
+    said = [str(w.message) for w in caught if "max_seq_len" in str(w.message)]
+    assert (
+        len(said) == 1
+        and f"{cls.__name__} is made for max_seq_len=20, and trains on a sequence of 21 tokens" in said[0]
+    )
+    assert "Set the model's max_seq_len to 21 or more" in said[0]
+
+
+def test_not_longer_than_max_seq_len():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(max_epochs=1).fit(LongNetLM(FINE, max_seq_len=40, **SIZES), loader(batch(1, 40)))
+    assert not [w for w in caught if "max_seq_len" in str(w.message)]
 
 
 def test_a_module_without_a_pattern_says_nothing():

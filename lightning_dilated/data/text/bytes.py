@@ -42,6 +42,10 @@ class ByteSequences(Dataset):
             f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
         )
 
+    def place_of(self, index: int) -> tuple[str, int]:
+        """(file, position in the file) of a sequence's first token."""
+        return self.stream.where(self.start + index * self.seq_len)
+
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.
 

@@ -19,6 +19,10 @@ class Readable(Protocol):
         """Items [start, stop)."""
         ...
 
+    def where(self, position: int) -> tuple[str, int]:
+        """(file, position in the file) of an item."""
+        ...
+
     def fingerprint(self) -> str: ...
 
     def content(self) -> str: ...
@@ -60,6 +64,10 @@ class Documents(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} was asked for, but there are {len(self)}")
         return int(self.lengths[index])
+
+    def place_of(self, index: int) -> tuple[str, int]:
+        """(file, position in the file) of a sample's first token."""
+        return self.stream.where(int(self.begins[index]))
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Tokens [start, stop) of the stream, int64."""

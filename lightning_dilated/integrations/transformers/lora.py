@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -111,7 +112,9 @@ def add_adapters(decoder: Any, options: dict[str, Any]) -> Any:
     Adapters begin as no change, and have the dtype of the weights, but fp32 where those are of 16 bits.
     """
     peft = peft_library()
-    return peft.get_peft_model(decoder, peft.LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(options)))
+    with warnings.catch_warnings():  # of what peft reads, which its users cannot change
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(decoder, peft.LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(options)))
 
 
 def wide_adapters(module: nn.Module) -> dict[str, torch.Tensor]:
