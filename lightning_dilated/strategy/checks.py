@@ -452,7 +452,7 @@ def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
         f"the busiest of {ranks} ranks with layout='contiguous' computes {busiest['contiguous']:.2f} times the mean rank's "
         "(query, key) pairs, since the last ones of a causal sequence see most keys, and the others wait for it. With "
         f"layout='zigzag' each rank has an early and a late part, and the busiest computes {busiest['zigzag']:.2f} times "
-        "the mean. Set it by RingDilatedStrategy(layout='zigzag'), or --trainer.strategy.layout zigzag."
+        "the mean. Set it as the strategy's layout, in YAML trainer.strategy.init_args.layout: zigzag."
     )
 
 

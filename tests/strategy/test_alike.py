@@ -441,7 +441,7 @@ def test_the_layout_that_balances_is_named_once(pools, pattern, options, kind, t
         assert not first
         return
     ((hint, step),) = first
-    assert UNEVEN + times in hint and "--trainer.strategy.layout zigzag" in hint and step == 0
+    assert UNEVEN + times in hint and "trainer.strategy.init_args.layout: zigzag" in hint and step == 0
 
 
 class Validated(Plain):
