@@ -31,6 +31,12 @@ def test_metrics_are_shown_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "…" in shown(RichProgressBar, 74, monkeypatch)
 
 
+def test_an_epoch_has_no_last_one_where_steps_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shown(ld.callbacks.MetricsProgressBar, 100, monkeypatch)
+    assert "Epoch 0" in own and "/-2" not in own
+    assert "Epoch 0/-2" in shown(RichProgressBar, 100, monkeypatch)
+
+
 @pytest.mark.parametrize("width, columns", [(40, 8), (80, 10), (100, 30), (200, 40)])
 def test_bar_takes_what_metrics_leave(width: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rich, "_console", rich.console.Console(file=io.StringIO(), width=width))

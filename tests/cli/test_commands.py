@@ -40,6 +40,12 @@ COMMANDS = (
 )
 
 
+def test_lightnings_own_bar_shows_no_epoch_behind_the_last(cli):
+    """Where a recipe names no bar, and steps end the run."""
+    result = cli("fit", *TINY, "--trainer.callbacks", "null", "--trainer.enable_progress_bar", "true")
+    assert result.code == 0 and "Epoch 0" in result.out and "/-2" not in result.out, result.err
+
+
 # -- help --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]], ids=["nothing", "-h", "--help"])
 def test_help_fits_a_screen(cli, argv):

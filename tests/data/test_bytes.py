@@ -1,6 +1,7 @@
 """ByteDataModule: samples, splits, batches, loaders in a Trainer, and errors before any work."""
 
 import multiprocessing
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+import lightning_dilated as ld
 from lightning_dilated.data import ByteDataModule
 
 from ..examples import examples
@@ -309,3 +311,20 @@ def test_default_corpus() -> None:
     assert 0 <= batch["tokens"].min() <= batch["tokens"].max() <= 255
     assert len(module.val_dataloader()) == 4 < len(module.test_dataloader()) == len(module.predict_dataloader())
     assert 2 < module.bigram_bits_per_byte() < 5
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
+def test_no_validation_is_no_warning(tmp_path, strategy):
+    """Lightning would say that the total length of a list, or of what wraps it, is zero."""
+    data = ByteDataModule(write(tmp_path, 300)[0], seq_len=10, val_fraction=0, test_fraction=0)
+    model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=8, depth=1, num_heads=1)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pl.Trainer(max_steps=1, accelerator="cpu", devices=1, strategy=strategy, **quiet).fit(model, data)
+    assert not [w for w in caught if "Total length" in str(w.message)]

@@ -1,6 +1,7 @@
 """LoRA in HFCausalLM: adapters alone train, on one rank as on many; folders are peft's and transformers'."""
 
 import sys
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -30,6 +31,12 @@ def model(family="qwen3", **options):
 
 def is_adapter(name):
     return ".lora_" in name
+
+
+def test_peft_gives_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model().configure_model()
 
 
 RUNS = {
