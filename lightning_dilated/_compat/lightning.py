@@ -350,6 +350,7 @@ def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | No
     return model if device is None else model.to(device)
 
 
+@functools.cache
 def argument_types(cls: Any) -> dict[str, list[Any]]:
     """The annotations that a command line's parser reads each argument of a class by; several for a dataclass.
 

@@ -212,7 +212,8 @@ def model_arguments(configs: list[str], rest: list[str]) -> set[str]:
     models = [model for config in read(configs) if isinstance(model := config.get("model"), dict)]
     inner = [x for model in models if isinstance(x := model.get("init_args"), dict)]
     words = [match[1] for word in rest if (match := re.match(r"--model\.(?:init_args\.)?(\w+)", word))]
-    return {*words, *(str(name) for mapping in (*models, *inner) for name in mapping)}
+    names = {*words, *(str(name) for mapping in (*models, *inner) for name in mapping)}
+    return names - {"class_path", "init_args"}
 
 
 def read(configs: list[str]) -> list[dict[str, Any]]:

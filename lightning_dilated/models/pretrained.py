@@ -69,7 +69,7 @@ class _Checked:
     """Values of a file, each checked once; their number is limited, as YAML can name a value many times."""
 
     def __init__(self, where: str | Path) -> None:
-        self.where, self.left = where, 1_000_000
+        self.where, self.left = where, 100_000
 
     def value(self, value: Any, name: str, depth: int = 0) -> Any:
         """The same value, a class of `VALUES` by its public name; ValueError for another class."""

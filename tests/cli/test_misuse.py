@@ -334,12 +334,18 @@ def evil_checkpoint(folder, fitted, monkeypatch, **hparams):
 
 EVIL_WAYS = {
     "validate": ["validate", *DATA],
-    "generate": ["generate", "--prompt", "a", "--max_new_bytes", "1"],
+    "test": ["test", *DATA],
+    "predict": ["predict", *DATA],
     "fit": ["fit", *TINY, "--trainer.max_steps", "4"],
+    "generate": ["generate", "--prompt", "a", "--max_new_bytes", "1"],
+    "evaluate": ["evaluate", "--task", "needle", "--out", "out"],
+    "score": ["score", "--vcf", "x.vcf", "--fasta", "x.fa", "--out", "x.csv"],
+    "export": ["export", "--out", "x.onnx"],
+    "consolidate": ["consolidate", "evil.ckpt", "--out", "out"],
 }
 
 
-@pytest.mark.parametrize("name", EVIL_WAYS)
+@pytest.mark.parametrize("name", ["validate", "generate", "fit"])
 def test_optimizers_of_a_checkpoint_are_not_read(cli, fitted, tmp_path, monkeypatch, name):
     """The recipe's is taken to fit; to validate and generate none is needed."""
     evil = {"class_path": "evilmod.X"}
@@ -349,13 +355,49 @@ def test_optimizers_of_a_checkpoint_are_not_read(cli, fitted, tmp_path, monkeypa
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize("name", EVIL_WAYS)
+def test_no_command_calls_what_a_checkpoint_names(cli, fitted, tmp_path, monkeypatch, name):
+    called = []
+    monkeypatch.setattr(os, "system", called.append)
+    system = {"class_path": "os.system", "init_args": {"command": "true"}}
+    value = {"class_path": "torch.optim.SGD", "init_args": {"lr": system}}
+    for hparams in ({"pattern": value}, {"recurrence": [value]}, {"init_args": {"pattern": value}}):
+        ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, **hparams)
+        words = [] if name == "consolidate" else ["--ckpt_path", ckpt]
+        result = cli(*EVIL_WAYS[name], *words)
+        if name == "fit" and "pattern" in hparams:  # the recipe has its own
+            assert result.code == 0, result.err
+        else:
+            refused(result, [r"evil\.ckpt", "does not decide which class|not the name of a hyperparameter"])
+    assert not called and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["validate", "generate"])
 def test_other_classes_of_a_checkpoint_are_not_imported(cli, fitted, tmp_path, monkeypatch, name):
-    for hparams in ({"engine": {"class_path": "evilmod.X"}}, {"engine": "evilmod.X"}):
-        ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, **hparams)
-        result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
-        refused(result, [r"evil\.ckpt names evilmod\.X", "not imported here", "import evilmod before"])
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, engine={"class_path": "evilmod.X"})
+    result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
+    refused(result, [r"evil\.ckpt names evilmod\.X \(engine\)", "a file does not decide", "give engine yourself"])
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, engine="evilmod.X")
+    refused(cli(*EVIL_WAYS[name], "--ckpt_path", ckpt), [r"engine must be one of.*evilmod\.X"])
     assert not (tmp_path / "mark").exists()
+
+
+def test_texts_of_a_checkpoint_are_no_files(cli, fitted, tmp_path, monkeypatch):
+    """Nor addresses: a parser would read a pattern there, and make its class."""
+    (tmp_path / "evil.txt").write_text("class_path: evilmod.X\n")
+    for text in ("evil.txt", "memory://evil", "evilmod.X"):
+        ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, pattern=text)
+        refused(
+            cli("validate", *DATA, "--ckpt_path", ckpt), [rf"evil\.ckpt has pattern='{text}'", "give pattern yourself"]
+        )
+    assert not (tmp_path / "mark").exists()
+
+
+def test_the_recipes_own_value_takes_the_place_of_a_class(cli, fitted, tmp_path, monkeypatch):
+    pattern = str(torch.load(fitted.ckpt, weights_only=True)["hyper_parameters"]["pattern"]).replace("'", '"')
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, pattern={"class_path": "evilmod.X"})
+    result = cli("validate", *DATA, "--ckpt_path", ckpt, "--model.pattern", pattern.replace("None", "null"))
+    assert result.code == 0, result.err
 
 
 def test_the_class_of_a_checkpoint_is_not_imported(cli, fitted, tmp_path, monkeypatch):

@@ -33,6 +33,21 @@ def is_folder(path: str | Path) -> bool:
     return (Path(path) / _OPTIONS).is_file() and not (Path(path) / "config.json").is_file()
 
 
+def check_plain(folder: str | Path) -> None:
+    """Refuse options of adapters that name a module, which peft would import; transformers reads those of any folder.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    path = Path(folder) / _OPTIONS
+    values = _read_values(path) if path.is_file() else {}
+    if values.get("megatron_config"):
+        raise ValueError(
+            f"{path} has megatron_config, with which peft imports the module that megatron_core names, and a file does not "
+            "decide which is imported. Take that out of it, if you trust the adapters."
+        )
+
+
 def base_of(folder: str | Path) -> str:
     """The folder or repository of the model that adapters belong to.
 
@@ -98,7 +113,7 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
             f"adapters={str(folder)!r} holds no {_OPTIONS}. Give a folder that save_pretrained of an HFCausalLM with lora, "
             "or peft, wrote."
         )
-    _read_values(Path(folder) / _OPTIONS)
+    check_plain(folder)
     if not any((Path(folder) / name).is_file() for name in _WEIGHTS):
         raise FileNotFoundError(f"{folder} holds options of adapters, but no {_WEIGHTS[0]}. Write the folder again.")
     peft = peft_library()

@@ -168,7 +168,7 @@ class HFCausalLM(DilatedModule):
         """A decoder of transformers with the weights of a folder or repository, or random ones."""
         from transformers import AutoModelForCausalLM
 
-        options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype()}
+        options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype(), "trust_remote_code": False}
         try:
             if source is None:
                 return AutoModelForCausalLM.from_config(self.config, **options)

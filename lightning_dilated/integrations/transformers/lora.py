@@ -15,6 +15,9 @@ from lightning_dilated._validation import integer, known_keys, real
 
 #: options of peft.LoraConfig that this package sets, or that change what a decoder is
 REFUSED = {
+    "auto_mapping": "the decoder is known",
+    "megatron_config": "peft would import the module that megatron_core names",
+    "megatron_core": "peft would import the module that it names",
     "task_type": "it is always CAUSAL_LM",
     "peft_type": "it is always LORA",
     "inference_mode": "adapters are trained",

@@ -71,6 +71,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
+        adapter_folders.check_plain(model)
         if Path(model).is_absolute() and not Path(model).exists():
             raise FileNotFoundError(
                 f"model={str(model)!r} is not there. Give a folder of transformers, or a hub repository."
