@@ -118,7 +118,7 @@ def test_consolidate_takes_every_decoder(tmp_path, kind):
 def test_keys_that_json_would_join_are_refused():
     assert plain_arguments({"names": {0: "a", "b": {1: [2]}}}, "Model") == {"names": {"0": "a", "b": {"1": [2]}}}
     for names in ({1: "a", "1": "b"}, {1.5: "a"}, {None: "a"}, {True: "a"}):
-        with pytest.raises(TypeError, match="names=.* cannot be written"):
+        with pytest.raises(TypeError, match=r"names=.* cannot be written"):
             plain_arguments({"names": names}, "Model")
 
 
