@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_dilated.cli.load_model import load_module
+from lightning_dilated.cli.load_model import load_any, load_module
+from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.models.export import Exported, export
 
 LOADED = {
@@ -17,11 +18,16 @@ LOADED = {
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "lightning-dilated export",
-        description="Write the model of a checkpoint as a file that runs without this package, and compare the two.",
+        description="Write the model of a checkpoint as a file that runs without this package, and compare the two; or a "
+        "decoder of transformers as a plain folder.",
     )
     p.add_argument("--ckpt_path", type=Path, required=True, help="a .ckpt of fit, or a folder of save_pretrained")
     p.add_argument(
-        "--out", type=Path, required=True, help="NAME.onnx for onnxruntime, NAME.pt2 for torch alone (AOTInductor)"
+        "--out",
+        type=Path,
+        required=True,
+        help="NAME.onnx for onnxruntime, NAME.pt2 for torch alone (AOTInductor); any other name, for an HFCausalLM: a "
+        "folder of transformers, with low-rank updates merged",
     )
     p.add_argument(
         "--max_len",
@@ -54,6 +60,10 @@ def run(argv: list[str]) -> None:
         FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: as `load_module` and `export`.
     """
     args = parser().parse_args(argv)
+    if args.out.suffix not in LOADED and isinstance(decoder := load_any(args.ckpt_path), HFCausalLM):
+        decoder.save_pretrained(args.out, merge=True)
+        print(f"{args.out}: a folder of transformers, {type(decoder.decoder).__name__}, from {args.ckpt_path}")
+        return
     model = load_module(args.ckpt_path)
     max_len = args.max_len or getattr(model, "max_seq_len", None)
     if max_len is None:

@@ -49,7 +49,7 @@ from lightning_dilated.integrations.transformers.rotary import (
     length_warning,
     whole_lengths,
 )
-from lightning_dilated.integrations.transformers.sources import Source, changed_config, with_depth
+from lightning_dilated.integrations.transformers.sources import Source, changed_config, is_of_package, with_depth
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
@@ -282,8 +282,25 @@ class HFCausalLM(DilatedModule):
             options["attention_mask"] = positions < torch.as_tensor(lengths, device=tokens.device)[:, None]
         return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
 
-    def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """Logits (B, N, V) of a batch; within an active sequence those of this rank's tokens."""
+    def forward(
+        self,
+        batch: Mapping[str, Any] | Tensor,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, N, V) of tokens (B, N) or of a batch; within an active sequence those of this rank's tokens.
+
+        Args:
+            lengths, cu_seqlens: with tokens, as in a batch.
+        """
+        options = {k: x for k, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if x is not None}
+        if isinstance(batch, Tensor):
+            batch = {"tokens": batch, **options}
+        elif options:
+            raise ValueError(
+                f"{' and '.join(options)} belong into the batch, where forward takes one in place of tokens."
+            )
         self.configure_model()
         with self._call(batch) as (tokens, options):
             return self.decoder(tokens, **options).logits
@@ -485,7 +502,9 @@ class HFCausalLM(DilatedModule):
 
     @classmethod
     def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:
-        """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded."""
+        """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded; also of a folder that `consolidate` wrote."""
+        if is_of_package(path_or_repo):
+            return super().from_pretrained(path_or_repo, **changes)
         module = cls(path_or_repo, **changes)
         module.configure_model()
         return module

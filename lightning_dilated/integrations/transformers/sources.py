@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_dilated._validation import known_keys
 from lightning_dilated.data.text.tokenizer_files import read_files
@@ -71,11 +75,8 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
+        _check_folder(model)
         adapter_folders.check_plain(model)
-        if Path(model).is_absolute() and not Path(model).exists():
-            raise FileNotFoundError(
-                f"model={str(model)!r} is not there. Give a folder of transformers, or a hub repository."
-            )
         return str(model), _without_its_code(model)
     if isinstance(model, Mapping):
         if "model_type" not in model:
@@ -89,12 +90,55 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
     return None, type(model).from_dict(model.to_dict())  # transformers keeps the attention implementation in it
 
 
+def is_of_package(folder: str | Path) -> bool:
+    """Whether a folder is one that `consolidate` or `save_pretrained` of this package wrote, not transformers."""
+    try:
+        return "class_path" in json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _check_folder(model: str | Path) -> None:
+    """Raise for what can only be a folder and is none, before a hub is asked; a repository is `name` or `owner/name`."""
+    path, name = Path(model), str(model)
+    if path.is_dir():
+        if is_of_package(path):
+            raise ValueError(
+                f"model={name!r} holds a model of this package, not of transformers. Load it by "
+                f"HFCausalLM.from_pretrained({name!r})."
+            )
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"model={name!r} is a folder without config.json. Give one that save_pretrained of transformers wrote."
+            )
+        return
+    if path.exists():
+        raise NotADirectoryError(f"model={name!r} is a file. Give a folder of transformers, or a hub repository.")
+    is_folder = isinstance(model, Path) or name[:1] in (".", "~") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+    if is_folder or (path.parent != Path() and path.parent.is_dir()):
+        raise FileNotFoundError(
+            f"model={name!r}: no such folder. Give a folder of transformers, or the name of a hub repository (owner/name)."
+        )
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        rank_zero_info(f"model={name!r}: no such folder here; the hub is asked for a repository of that name.")
+
+
 def _without_its_code(model: str | Path) -> Any:
     """The config of a folder or repository; transformers would ask at the terminal whether to run code that lies there."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except OSError as error:
+        if Path(model).is_dir():
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise FileNotFoundError(
+            f"model={str(model)!r}: no such folder, and no hub repository of that name can be read ({lines[0][:160]}). Give "
+            "a folder of transformers, or the name of a repository that you may read."
+        ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
