@@ -382,10 +382,11 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
         bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
         return bits if bits < 1 << 16 else CHARACTERS + 1  # products of long numbers take too long
     if operator == "+":
-        return sum(len(x) for x in (left, right) if isinstance(x, Sized))
+        return sum(len(x) * (1 if isinstance(x, str) else 16) for x in (left, right) if isinstance(x, Sized))
     if operator == "*" or (operator == "%" and isinstance(left, str)):
         values = right if isinstance(right, tuple) else (right,)
-        return max(1, _size(left)) * max([1, *map(_size, values)])
+        most = max(1, _size(left)) * max([1, *map(_size, values)])
+        return most if isinstance(left, str) or isinstance(right, str) else 16 * most  # bytes of an entry
     return 0
 
 
@@ -395,9 +396,9 @@ def _refusing(chat: Conversation, render: Any) -> str:
     try:
         return render()
     except Exception as error:  # a template may raise any
+        what = str(error)[:200] or type(error).__name__
         raise ValueError(
-            f"{chat.where}: the chat template refuses this conversation ({str(error)[:200] or type(error).__name__}): change the row, or set "
-            "data.template"
+            f"{chat.where}: the chat template refuses this conversation ({what}): change the row, or set data.template"
         ) from None
     finally:
         _LEFT.reset(token)
