@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from lightning_dilated._compat.torch import replaced
 
 
 def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:
@@ -15,6 +18,27 @@ def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:
     """
     layer.gradient_checkpointing = function is not None
     layer._gradient_checkpointing_func = function
+
+
+@contextlib.contextmanager
+def templates_compiled_in(environment: type[Any]) -> Iterator[None]:
+    """Within, chat templates are compiled in a subclass of Jinja's ImmutableSandboxedEnvironment.
+
+    Replaces `_compile_jinja_template` and `ImmutableSandboxedEnvironment` of `transformers.utils.chat_template_utils`.
+    Known to hold for transformers 5.24.
+    """
+    from transformers.utils import chat_template_utils
+
+    with replaced(chat_template_utils, "_compile_jinja_template", functools.partial(_compiled_in, environment)):
+        yield
+
+
+@functools.lru_cache
+def _compiled_in(environment: type[Any], template: str) -> Any:
+    from transformers.utils import chat_template_utils
+
+    with replaced(chat_template_utils, "ImmutableSandboxedEnvironment", environment):
+        return chat_template_utils._cached_compile_jinja_template(template)
 
 
 def look_for_documents_in_tokens_only() -> None:

@@ -323,7 +323,33 @@ class DilatedModule(Pretrained, LearningRate):
         return super(DilatedModule, self._built_outside()).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._built and attached_trainer(self) is None:
+            self.load_without_values(*args, **kwargs)
         return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
+
+    def load_without_values(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Self:
+        """Compare a state dict with the layers, before these are made: a file may declare sizes that no memory holds.
+
+        Returns:
+            The model on the meta device.
+
+        Raises:
+            ValueError: for more layers than tensors.
+            RuntimeError: as nn.Module's `load_state_dict`.
+        """
+        depth = getattr(self, "depth", 0)
+        if isinstance(depth, int) and depth > len(state_dict):
+            raise ValueError(
+                f"the hyperparameters declare depth={depth:,}, but there are {len(state_dict):,} tensors: they are those of "
+                "another model, or the file is not whole."
+            )
+        blank: Any = self.planning_copy(depth)
+        blank._built = True
+        with torch.device("meta"), warnings.catch_warnings():
+            blank.build()
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+            nn.Module.load_state_dict(blank, state_dict, strict)
+        return blank
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """nn.Module's, which .to(), .double() and the like call."""

@@ -516,7 +516,14 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     """Load the tensors into the model, in their dtype; raises ValueError for those that do not fit."""
-    alias = _aliases(model)
+    try:
+        blank = model.load_without_values(tensors, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{wrong} {CONFIG}. {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{wrong} {CONFIG}: {error}") from None
+    _check_complete(blank, tensors, wrong)
+    model.state_dict()  # makes the layers
     wide = names_in_fp32(model)  # whatever the others are
     dtypes = {x.dtype for name, x in tensors.items() if x.is_floating_point() and name not in wide}
     if len(dtypes) == 1:
@@ -524,10 +531,16 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     weights = {name for name, _ in model.named_parameters()}  # a buffer may hold infinities on purpose
     check_finite({name: x for name, x in tensors.items() if name in weights}, wrong.split(" does not ")[0])
     try:
-        missing, more = model.load_state_dict(tensors, strict=False)
+        model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         raise ValueError(f"{wrong} {CONFIG}. {error}") from None
-    missing = [name for name in missing if alias.get(name) not in tensors]
+
+
+def _check_complete(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
+    """Raise ValueError for tensors that are missing, or that the model has not."""
+    alias, names = _aliases(model), model.state_dict().keys()
+    missing = [name for name in names if alias.get(name, name) not in tensors and name not in tensors]
+    more = [name for name in tensors if name not in names]
     if missing or more:
         lists = (("missing", missing), ("too many", more))
         parts = [f"{what}: {', '.join(names[:5])}" for what, names in lists if names]

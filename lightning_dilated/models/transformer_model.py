@@ -23,6 +23,7 @@ from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
+from lightning_dilated.pattern.pattern import LAYERS
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 else:
     Unpack = list  # jsonargparse would read a TypedDict, which has no defaults, and not follow the call that has them
 
+#: the most features of a hidden state; of a feed-forward 8 times as many
+WIDTH = 1 << 20
 #: arguments that are not part of the model itself, or are saved in another form
 NOT_SAVED = (
     "pattern",
@@ -230,7 +233,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        self.dim, self.depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
+        self.dim = integer(dim, "dim", 1, most=WIDTH)
+        self.depth = integer(depth, "depth", 1, most=LAYERS)
         self.num_heads = integer(num_heads, "num_heads", 1)
         self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
         self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
@@ -240,7 +244,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
-        self.ffn_dim = default_hidden(dim, ffn) if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
+        self.ffn_dim = default_hidden(dim, ffn) if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1, most=8 * WIDTH)
         for name, value in (("bias", bias), ("sub_layernorm", sub_layernorm), ("compile_blocks", compile_blocks)):
             flag(value, name)
         self.compile_blocks = compile_blocks

@@ -240,8 +240,9 @@ def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
         whole = branches[i]
         if isinstance(whole, Window) and whole.offset == 0 and whole.dilation_rate > 1:
             whole = replace(whole, offset=None)
-        parts = whole.residues()
-        matches = tuple(branches[i : i + len(parts)]) == parts
+        rate = whole.dilation_rate if isinstance(whole, Window) else 1
+        parts = whole.residues() if i + rate <= len(branches) else ()
+        matches = bool(parts) and tuple(branches[i : i + len(parts)]) == parts
         out.append(whole if matches else branches[i])
         i += len(parts) if matches else 1
     return out

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
-from lightning_dilated.pattern.pattern import DilatedPattern
+from lightning_dilated.pattern.pattern import LAYERS, DilatedPattern
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
 #: what a model takes as `pattern`: one for all layers, or a list of them for layers 0, 1, ..., which repeats
@@ -34,7 +34,7 @@ def read_patterns(
     Raises:
         TypeError, ValueError: for anything else, an empty list, or one that is longer than the model is deep.
     """
-    depth = integer(depth, "depth", 1)
+    depth = integer(depth, "depth", 1, most=LAYERS)
     if isinstance(value, Mapping) and "hybrid" in value:
         others = [name for name in value if name != "hybrid"]
         if others:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 OFFSETS = ("interleaved", "blocked")
 OFFSET_HEADS = ("query", "kv")
 PADDING = ("masked", "attended")
+#: the most branches of a pattern, layers and query heads of a model: a file may say any number
+BRANCHES, LAYERS, HEADS = 1024, 10_000, 65_536
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class DilatedPattern:
                 f"got {self.branches!r}."
             )
         listed = [read_branch(b, f"branches[{i}]") for i, b in enumerate(self.branches)]
+        count = sum(x.dilation_rate if isinstance(x, Window) and x.offset is None else 1 for x in listed)
+        if count > BRANCHES:
+            raise ValueError(
+                f"the pattern has {count:,} branches, a window of rate r counted as r, and may have at most {BRANCHES:,}."
+            )
         branches = tuple(x for b in listed for x in b.residues())
         if not branches:
             raise ValueError("branches is empty: a pattern needs at least one branch, such as Branch(2048, 1).")
@@ -179,7 +186,11 @@ class DilatedPattern:
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        depth, local, window = integer(depth, "depth", 1), integer(local, "local", 1), flag(window, "window")
+        depth, local, window = (
+            integer(depth, "depth", 1, most=LAYERS),
+            integer(local, "local", 1),
+            flag(window, "window"),
+        )
         num_heads, num_kv_heads = DilatedPattern.dense(local).check_heads(num_heads, num_kv_heads)
         global_every = integer(global_every, "global_every", 1)
         first = _first_global_layer(depth, global_every, global_first)
@@ -317,7 +328,7 @@ class DilatedPattern:
         Raises:
             ValueError: naming the branch and its heads.
         """
-        num_heads = integer(num_heads, "num_heads", 1)
+        num_heads = integer(num_heads, "num_heads", 1, most=HEADS)
         num_kv_heads = num_heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads", 1)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}.")

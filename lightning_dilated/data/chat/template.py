@@ -7,18 +7,23 @@ to it. That is right only if both are beginnings of the whole conversation, as t
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lightning_dilated._compat.transformers import templates_compiled_in
 from lightning_dilated.data.chat.messages import ANSWERS, Conversation, is_learned, part_texts
 from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
+from lightning_dilated.data.text.tokenizer import panics_named
 
 #: as transformers finds them
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -259,7 +264,6 @@ def _compiled(template: str) -> Any:
     import jinja2
     from jinja2 import meta, nodes
     from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
@@ -275,7 +279,7 @@ def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = bounded_environment()(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
@@ -283,7 +287,7 @@ def _compiled(template: str) -> Any:
     try:
         named = meta.find_undeclared_variables(environment.parse(template)) & _NAMED
         compiled = environment.from_string(template)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # Jinja's own, and those of Python's compiler for code that is nested too deeply
         raise ValueError(f"the chat template cannot be read ({error}). {_WHAT}") from None
     if named:
         raise ValueError(
@@ -293,17 +297,160 @@ def _compiled(template: str) -> Any:
     return compiled
 
 
+# -- bounds of a template ----------------------------------------------------------------------------------------------
+#: the most steps (passes of loops, calls, filters, operations), characters and seconds of one text
+STEPS, CHARACTERS, SECONDS = 2_000_000, 1 << 28, 20.0
+#: what makes a text of the size of its arguments' product
+_MULTIPLY = {"replace", "join", "indent", "wordwrap", "expandtabs", "translate", "format", "format_map", "tojson"}
+
+
+class _Left:
+    """What a text may still take."""
+
+    def __init__(self) -> None:
+        self.steps, self.characters, self.end = STEPS, CHARACTERS, time.monotonic() + SECONDS
+
+    def spend(self, characters: int = 0, steps: int = 1) -> None:
+        self.steps -= steps
+        self.characters -= characters
+        if self.steps < 0:
+            raise ValueError(f"it takes more than {STEPS:,} steps")
+        if self.characters < 0:
+            raise ValueError(f"it makes more than {CHARACTERS:,} characters")
+        if not self.steps % 1024 and time.monotonic() > self.end:
+            raise ValueError(f"it takes more than {SECONDS:g} seconds")
+
+
+#: of the text that is being made; without it nothing is counted, as while Jinja compiles
+_LEFT: ContextVar[_Left | None] = ContextVar("left", default=None)
+
+
+def _spend(characters: int = 0, steps: int = 1) -> None:
+    left = _LEFT.get()
+    if left is not None:
+        left.spend(characters, steps)
+
+
+def _size(value: Any) -> int:
+    """The size of what an argument may ask for: characters, entries, or a number itself."""
+    if isinstance(value, int):
+        return max(0, int(value))
+    if isinstance(value, str):
+        return max([len(value), *(int(x[:18]) for x in re.findall(r"[0-9]{4,}", value[:10_000]))])
+    return len(value) if isinstance(value, Sized) else 1
+
+
+def _bounded(function: Any, name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
+    """What `call` returns, of a function or filter on a value; its size is known before it is made, or charged after."""
+    more = [_size(x) for x in (*args, *kwargs.values())]
+    numbers = sum(_size(x) for x in (*args, *kwargs.values()) if isinstance(x, int))
+    _spend(numbers + (max(1, _size(value)) * max(more, default=0) if name in _MULTIPLY else 0))
+    result = call()
+    if isinstance(result, (str, list, tuple, dict)) and result is not value:
+        _spend(len(result), steps=0)
+    return result
+
+
+@functools.cache
+def bounded_environment() -> type[Any]:
+    """Jinja's sandbox, with a bound on the steps and the characters of a text. Raises: ValueError in `_refusing`."""
+    from jinja2 import nodes, pass_context
+    from jinja2.compiler import CodeGenerator
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Filters(dict):  # type: ignore[type-arg]
+        """Filters that are counted where a compiled template takes them."""
+
+        def __getitem__(self, name: str) -> Any:
+            function = super().__getitem__(name)
+            skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+            @functools.wraps(function)
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                value, more = args[skipped], args[skipped + 1 :]
+                return _bounded(function, name, value, more, kwargs, lambda: function(*args, **kwargs))
+
+            return counted
+
+    class Counting(CodeGenerator):
+        """Lets each pass of a loop and each body of a macro count."""
+
+        def visit_Template(self, node: Any, frame: Any = None) -> None:
+            for inner in (*node.find_all(nodes.For), *node.find_all(nodes.Macro), *node.find_all(nodes.CallBlock)):
+                text = sum(len(x.data) for x in inner.find_all(nodes.TemplateData))
+                steps = 1 if isinstance(inner, nodes.For) else 8  # about what a call takes
+                costs = [nodes.Const(text), nodes.Const(steps)]
+                count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
+                inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))
+            for inner in list(node.find_all(nodes.Concat)):  # `~`, which no method of an environment sees
+                joined = nodes.Filter(nodes.List(inner.nodes), "_concat", [], [], None, None)
+                inner.__class__, inner.__dict__ = (
+                    nodes.Filter,
+                    {**inner.__dict__, **joined.__dict__, "lineno": inner.lineno},
+                )
+            super().visit_Template(node, frame)
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**", "+", "%"})
+        code_generator_class = Counting
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "optimized": False, "finalize": pass_context(_written)})
+            self.filters = Filters(self.filters)
+            self.filters["_concat"] = lambda values: "".join(map(str, values))
+            self.globals.pop("lipsum")
+
+        spend = staticmethod(_spend)
+
+        def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            if obj is _spend:
+                return obj(*args)
+            name = getattr(obj, "__name__", "")
+            value = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+            value = value if isinstance(value, (str, list)) else None
+            return _bounded(
+                obj, name, value, args, kwargs, lambda: super(Bounded, self).call(context, obj, *args, **kwargs)
+            )
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _spend(_size_of_result(operator, left, right))
+            return super().call_binop(context, operator, left, right)
+
+    return Bounded
+
+
+def _written(context: Any, value: Any) -> Any:
+    """Charge what a template writes."""
+    _spend(len(value) if isinstance(value, str) else 1, steps=0)
+    return value
+
+
+def _size_of_result(operator: str, left: Any, right: Any) -> int:
+    """Characters, entries or digits of what an operator makes."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
+        return bits if bits < 1 << 16 else CHARACTERS + 1  # products of long numbers take too long
+    if operator == "+":
+        return sum(len(x) * (1 if isinstance(x, str) else 16) for x in (left, right) if isinstance(x, Sized))
+    if operator == "*" or (operator == "%" and isinstance(left, str)):
+        values = right if isinstance(right, tuple) else (right,)
+        most = max(1, _size(left)) * max([1, *map(_size, values)])
+        return most if isinstance(left, str) or isinstance(right, str) else 16 * most  # bytes of an entry
+    return 0
+
+
 def _refusing(chat: Conversation, render: Any) -> str:
     """What `render` gives. Raises: ValueError naming the conversation, where the template refuses it."""
-    import jinja2
-
+    token = _LEFT.set(_Left())
     try:
         return render()
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except Exception as error:  # a template may raise any
+        what = str(error)[:200] or type(error).__name__
         raise ValueError(
-            f"{chat.where}: the chat template refuses this conversation ({str(error)[:200]}): change the row, or set "
-            "data.template"
+            f"{chat.where}: the chat template refuses this conversation ({what}): change the row, or set data.template"
         ) from None
+    finally:
+        _LEFT.reset(token)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -327,13 +474,15 @@ class TransformersTokenizer(TransformersText, ChatTokenizer):
     def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
         options = {"tools": conversation.tools, "tokenize": False, "add_generation_prompt": asks}
         messages = conversation.messages[:count]
-        return _refusing(conversation, lambda: self.tokenizer.apply_chat_template(messages, **options))
+        return _refusing(conversation, lambda: self._applied(messages, **options))
+
+    def _applied(self, messages: Any, **options: Any) -> Any:
+        with templates_compiled_in(bounded_environment()), panics_named(self.source):
+            return self.tokenizer.apply_chat_template(messages, **options)
 
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         options["tokenizer_kwargs"] = {"verbose": False}
         messages, tools = conversation.messages, conversation.tools
-        encoded: Any = _refusing(
-            conversation, lambda: self.tokenizer.apply_chat_template(messages, tools=tools, **options)
-        )
+        encoded: Any = _refusing(conversation, lambda: self._applied(messages, tools=tools, **options))
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dilated.data.remote import refuse_url
-from lightning_dilated.data.text.tokenizer import encode, end_token, load_tokenizer, special_tokens, vocabulary_size
+from lightning_dilated.data.text.tokenizer import (
+    encode,
+    end_token,
+    load_tokenizer,
+    panics_named,
+    special_tokens,
+    vocabulary_size,
+)
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
 
 
@@ -54,7 +61,7 @@ class JsonText(TextTokenizer):
         self.special = frozenset(special_tokens(self.tokenizer).values())
 
     def encode(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text)
+        return encode(self.tokenizer, text, self.source)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -76,7 +83,8 @@ class TransformersText(TextTokenizer):
         self.special = frozenset(self.tokenizer.all_special_ids) | added
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        with panics_named(self.source):
+            return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -141,7 +149,8 @@ def load_transformers(source: str) -> Any:
             f"data.tokenizer {source}: no such folder or file, and not the name of a repository (owner/name)"
         )
     try:
-        return AutoTokenizer.from_pretrained(source)
+        with panics_named(source):
+            return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # of several kinds, of transformers and of the hub
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = (

@@ -10,6 +10,7 @@ agree, such as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of cha
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import json
 import os
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 _CONTEXT = 16
 #: replaces bytes that are not (yet) text, and tokens that the tokenizer does not have
 _BROKEN = "\ufffd"
+
+
+@contextlib.contextmanager
+def panics_named(path: str | Path) -> Iterator[None]:
+    """Let a panic of the library, which is no Exception, be a ValueError that names the tokenizer."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(
+            f"tokenizer {path} does not work ({str(error)[:120]}): it is damaged, or of another version of the library. "
+            "Make it again, or install another version of `tokenizers`."
+        ) from None
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -67,8 +82,10 @@ def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
 
 def _whole(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
     try:
-        tokenizer = load()
-    except Exception as error:  # the library raises no other kind
+        with panics_named(path):
+            tokenizer = load()
+            tokenizer.encode("a", add_special_tokens=False)  # as far as it can be seen now
+    except Exception as error:
         raise ValueError(
             f"tokenizer {path} cannot be read ({str(error)[:120]}). Pass a tokenizer.json, as tokenizers and transformers "
             "save it; models of sentencepiece and vocabularies alone have to be converted first."
@@ -131,9 +148,10 @@ def _has_all_bytes(state: dict[str, Any]) -> bool:
     return all(letter in model["vocab"] for letter in ByteLevel.alphabet())
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, without tokens that a template would put around it."""
-    return tokenizer.encode(text, add_special_tokens=False).ids
+def encode(tokenizer: Tokenizer, text: str, path: str | Path = "of the model") -> list[int]:
+    """The ids of a text, without tokens that a template would put around it; `path` is the tokenizer's, for errors."""
+    with panics_named(path):
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
@@ -159,8 +177,9 @@ def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> I
 
 def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
     """What ids[shown:] add to the text of those before: a token may read otherwise alone (a leading space)."""
-    before = tokenizer.decode(ids[:shown], skip_special_tokens=False)
-    return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
+    with panics_named("of the model"):
+        before = tokenizer.decode(ids[:shown], skip_special_tokens=False)
+        return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
 
 
 # -- text files to token files -----------------------------------------------------------------------------------------
@@ -397,8 +416,9 @@ def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Itera
 def _encodings(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[tuple[_Text, Encoding]]:
     while batch := list(itertools.islice(pieces, _AT_ONCE)):
         try:
-            encodings = tokenizer.encode_batch([text for _, _, text, _ in batch], add_special_tokens=False)
-        except Exception as error:  # the library raises no other kind
+            with panics_named("of these files"):
+                encodings = tokenizer.encode_batch([text for _, _, text, _ in batch], add_special_tokens=False)
+        except Exception as error:
             files = ", ".join(dict.fromkeys(file for file, _, _, _ in batch))
             raise ValueError(f"the tokenizer cannot encode the text of {files} ({error}).") from None
         yield from zip(batch, encodings, strict=True)

@@ -1,0 +1,127 @@
+"""Sizes that a file declares: compared with its tensors before any layer is made, and bounded without tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_dilated import DilatedModule, DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM, Window
+from lightning_dilated.cli.load_model import load_module
+from lightning_dilated.models.pretrained import CONFIG, WEIGHTS
+
+SIZES = {"dim": 16, "depth": 2, "num_heads": 2}
+
+
+def model() -> LongNetLM:
+    return LongNetLM(DilatedPattern.longnet([8], [1]), vocab_size=32, **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def no_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where more than a megabyte is allocated."""
+    empty = torch.empty
+
+    def small(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = empty(*args, **kwargs)
+        assert out.is_meta or out.nbytes < 1 << 20, out.shape
+        return out
+
+    monkeypatch.setattr(torch, "empty", small)
+
+
+def folder_of(tmp_path: Path, **changes: Any) -> Path:
+    path = model().save_pretrained(tmp_path / "folder")
+    config = json.loads((path / CONFIG).read_text())
+    config["init_args"] |= changes
+    (path / CONFIG).write_text(json.dumps(config))
+    return path
+
+
+def ckpt_of(tmp_path: Path, **changes: Any) -> Path:
+    trained = model()
+    hparams = {**copy.deepcopy(dict(trained.hparams)), **changes}
+    stored = {
+        "state_dict": trained.state_dict(),
+        "hyper_parameters": hparams,
+        "pytorch-lightning_version": pl.__version__,
+    }
+    torch.save(stored, tmp_path / "it.ckpt")
+    return tmp_path / "it.ckpt"
+
+
+DECLARED = {
+    "depth": ({"depth": 9_000}, r"depth=9,000, but there are \d+ tensors"),
+    "a layer more": ({"depth": 3}, "blocks.2"),
+    "a layer less": ({"depth": 1}, "blocks.1"),
+    "width": ({"dim": 1 << 19}, "size mismatch|large"),
+    "ffn": ({"ffn_dim": 1 << 22}, "size mismatch"),
+    "vocabulary": ({"vocab_size": 1 << 30}, "size mismatch"),
+    "convolution": ({"kv_conv": 4}, "kv_conv|conv"),
+    "too deep": ({"depth": 10**8}, "depth must be at most 10,000, got 100,000,000"),
+    "too wide": ({"dim": 1 << 30}, r"dim must be at most 1,048,576"),
+    "heads": ({"num_heads": 1 << 19, "dim": 1 << 19}, "num_heads must be at most 65,536"),
+    "windows": (
+        {"pattern": {"branches": [{"width": 8, "dilation_rate": 1024}] * 3000}},
+        "has 3,072,000 branches.* at most 1,024",
+    ),
+    "branches": ({"pattern": {"branches": [[8, 1]] * 2000}}, "has 2,000 branches.* at most 1,024"),
+    "a rate": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**12}]}}, "at most 1,024"),
+    "rates": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**9, "offset": 0}] * 500}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", [x for x in DECLARED if x != "rates"])
+@pytest.mark.parametrize("form", ["folder", "ckpt", "command"])
+def test_sizes_that_are_not_those_of_the_tensors(name: str, form: str, tmp_path: Path) -> None:
+    changes, message = DECLARED[name]
+    begin = time.perf_counter()
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
+        if form == "folder":
+            DilatedModule.from_pretrained(folder_of(tmp_path, **changes))
+        elif form == "ckpt":
+            LongNetLM.load_from_checkpoint(ckpt_of(tmp_path, **changes), weights_only=True)
+        else:
+            load_module(ckpt_of(tmp_path, _class_path="lightning_dilated.LongNetLM", **changes))
+    assert time.perf_counter() - begin < 20
+
+
+def test_windows_of_one_residue_are_compared_quickly() -> None:
+    begin = time.perf_counter()
+    pattern = DilatedPattern([Window(8, dilation_rate=10**9, offset=0)] * 500)
+    assert len(pattern.branches) == 500 and time.perf_counter() - begin < 5
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, dim=4096, num_heads=2)
+    save_file({}, path / WEIGHTS)
+    with pytest.raises(ValueError, match=r"depth=2, but there are 0 tensors"):
+        DilatedModule.from_pretrained(path)
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, path / WEIGHTS)
+    with pytest.raises(ValueError, match="missing: "):
+        DilatedModule.from_pretrained(path)
+
+
+@pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM, LongNetClassifier])
+def test_sizes_that_fit_load(cls: type, tmp_path: Path) -> None:
+    more = {"num_classes": 3} if cls is LongNetClassifier else {}
+    first = cls(DilatedPattern.longnet([8], [1]), vocab_size=32, **SIZES, **more)
+    second = DilatedModule.from_pretrained(first.save_pretrained(tmp_path / "it"))
+    tensors, other = first.state_dict(), second.state_dict()
+    assert tensors.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in tensors.items())
+    assert not any(x.is_meta for x in second.parameters()) and load_file(tmp_path / "it" / WEIGHTS)
+
+
+@pytest.mark.parametrize("depth", [10_001, 10**8])
+def test_a_model_without_a_file_is_bounded(depth: int) -> None:
+    with pytest.raises(ValueError, match="depth must be at most 10,000"):
+        LongNetLM({"hybrid": {}}, dim=16, depth=depth, num_heads=2)
+    with pytest.raises(ValueError, match="depth must be at most 10,000"):
+        DilatedPattern.hybrid(depth, 2)
