@@ -509,6 +509,15 @@ def test_replaced_functions():
         pass
 
 
+def test_transforms():
+    assert not torchs.transformed()
+    seen = []
+    torch.func.grad(lambda x: seen.append(torchs.transformed()) or x)(torch.ones(()))
+    assert seen == [True], (
+        "transforms of torch.func are not noticed: forward-mode derivatives of our ops are silently zero"
+    )
+
+
 def test_modes():
     words = (
         "the stack of {} modes is asked otherwise: memory is counted where it cannot be, or operators are counted twice"

@@ -586,7 +586,7 @@ def autograd_within_op() -> Iterator[None]:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func runs: `torch._C._functorch.peek_interpreter_stack`. Known to hold for 2.11 to 2.13."""
+    """Whether a transform of torch.func runs: `torch._C._functorch.peek_interpreter_stack`; 2.11 to 2.13."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -62,7 +62,7 @@ def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
 def fading(log_decay: Tensor) -> Tensor:
     """(T, K, C, C): how much of what token j adds is left at token i, exp of the log_decay (T, K, C) from j + 1 to i.
 
-    Each j has a sum of its own: a difference of sums from the begin of the chunk has lost what follows a very negative number.
+    Each j has a sum of its own: a difference of sums from the chunk's first token on loses what follows a very negative one.
     """
     width = log_decay.shape[-1]
     later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()

@@ -96,10 +96,11 @@ def recurrent_attention(
 
     Take q and k before rotary positions. Products are taken in fp32 (fp64 for float64), also under autocast; on GPUs leave
     `torch.backends.cuda.matmul.allow_tf32` off. Triton kernels compute gated_delta on NVIDIA GPUs of compute capability 8.0
-    and later with D and E up to 128, but not in float64: rows of 16 bits have products in TF32, or in bf16 where both
+    and later with D and E up to 128, but not in float64, and with D or E up to 16 only in 16 bits and with none above 64:
+    there and elsewhere torch's operations do. Rows of 16 bits have products in TF32, or in bf16 where both
     factors are, with fp32 sums, and with bf16 rows what one kernel leaves for another is bf16, so that gradients of the
     gates are as exact as bf16, too; fp32 rows have three TF32 products each, which keep 22 of 24 bits. Their gradient cannot
-    be differentiated again. Memory is O(N).
+    be differentiated again. Memory is O(N). Tensors without values (meta, FakeTensorMode) give those that a call returns.
 
     Args:
         q: (B, N, H, D), any floating dtype.
@@ -166,6 +167,11 @@ def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Te
 def _without_values(x: Tensor) -> bool:
     """Whether a tensor has a shape alone."""
     return x.is_meta or is_fake(x)
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether values may be read on the host: not while a graph is made, nor within torch.func."""
+    return not (is_fake(x) or is_traced() or transformed())
 
 
 def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
@@ -379,8 +385,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
                 f"{x.dtype} {tuple(x.shape)} on {x.device}."
             )
         # elsewhere it would wait for the device
-        readable = x.device.type == "cpu" and not is_fake(x) and not transformed()
-        if readable and x.numel() and not torch.compiler.is_compiling():
+        if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and _readable(x):
             low, high = (float(edge) for edge in x.detach().aminmax())
             if low < least or high > most or low == -torch.inf:
                 limits = "finite and at most 0" if name == "log_decay" else "between 0 and 2"
@@ -418,7 +423,9 @@ def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
         if not _without_values(values):
             return tuple(values.tolist())
         if not shapes:
-            raise ValueError(f"{name} has no values ({type(values).__name__} on {values.device}), while q has; give a list.")
+            raise ValueError(
+                f"{name} has no values ({type(values).__name__} on {values.device}), while q has; give a list."
+            )
         return (0,) * len(values)
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be an integer tensor or a list of integers, got {values!r}.")

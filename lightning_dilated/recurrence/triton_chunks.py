@@ -49,7 +49,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             f"takes head dims up to {NARROW} only in 16 bits and with none above {SMALL}, not {dims[0]} and {dims[1]} in "
             f"{str(q.dtype).removeprefix('torch.')}"
         )
-    return "takes no transforms of torch.func" if transformed() else kernels.why_not(q.device)
+    return kernels.why_not(q.device) or ("takes no transforms of torch.func" if transformed() else None)
 
 
 def proven(dtype: torch.dtype, dim: int, values: int) -> bool:

@@ -22,6 +22,17 @@ def test_forward_mode():
         torch.func.jvp(lambda q: ld.dilated_attention(q, k, v, PATTERN), (q,), (torch.ones_like(q),))
 
 
+def test_transforms_of_torch_func():
+    q, k, v = qkv()
+    call = lambda q: ld.dilated_attention(q, k, v, PATTERN).sum()  # noqa: E731
+    many = torch.func.vmap(torch.func.grad(call))
+    for gradient in (torch.func.grad(call), lambda q: torch.func.vjp(call, q), lambda q: many(q[None])):
+        with pytest.raises(
+            RuntimeError, match=r"dilated_attention has no derivative by torch.func .*loss.backward\(\)"
+        ):
+            gradient(q)
+
+
 @pytest.mark.parametrize("scale", [1e-46, 1e-44, np.float32(0.3)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_small_scales_are_right(scale, causal):

@@ -105,6 +105,15 @@ def test_four_ranks(pool, kind, layout, documents, packed, earlier):
         check(pool, 4, Case(kind, documents, packed, earlier, segment=7), layout, program)
 
 
+@pytest.mark.parametrize("reset", [-80.0, -1e9])
+def test_resets(pool, reset):
+    case = Case("gated_delta", (10, 0, 93, 1), True, (2, 3, 0, 5), reset=reset)
+    for program in PROGRAMS:
+        check(pool, 4, case, "zigzag", program)
+    check(pool, 3, Case("gated_delta", (91,), reset=reset), "chunked", stream=12)
+    compare(case.run(), case.by_definition())
+
+
 @pytest.mark.parametrize("segment", [4, 7])
 def test_both_sides(pool, segment):
     for documents, packed in (((37, 20), False), ((10, 0, 23, 1), True), ((3,), False)):

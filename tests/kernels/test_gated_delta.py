@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_dilated import recurrent_attention
 from lightning_dilated.planning.counting.memory_tracker import Meter
@@ -115,7 +116,11 @@ def empty(x):
     x[0][:, 3:7], x[1][:, 5:9], x[2][:, 60:] = 0, 0, 0
 
 
-EDGES = {"equal keys": repeated, "far decay": forgotten, "reflections": reflected, "zero rows": empty}
+def reset(x):
+    x[3][:, 20:30], x[3][:, 70], x[3][:, 100:102] = -80, -1e9, -3e38
+
+
+EDGES = {"resets": reset, "equal keys": repeated, "far decay": forgotten, "reflections": reflected, "zero rows": empty}
 
 
 def edge(rank, group, name):
@@ -286,6 +291,20 @@ def test_what_the_kernels_take():
     rows = lambda dim, dtype=torch.float32: [torch.zeros(1, 2, 1, dim, dtype=dtype) for _ in range(3)]  # noqa: E731
     assert "head dims up to 128, not 130" in triton_chunks.why_not(*rows(130))
     assert "not float64" in triton_chunks.why_not(*rows(8, torch.float64))
+    with mock.patch.object(triton_chunks.kernels, "why_not", lambda device: None):
+        reasons = []
+        torch.func.vmap(lambda x: reasons.append(triton_chunks.why_not(x, x, x)) or x)(torch.zeros(1, 1, 2, 1, 8))
+        assert "torch.func" in reasons[0]
+    with FakeTensorMode(), mock.patch.object(triton_chunks.kernels, "why_not", lambda device: None):
+        narrow = [torch.zeros(1, 2, 1, dim, device="cuda") for dim in (16, 16, 64)]
+        assert "up to 16 only in 16 bits and with none above 64, not 16 and 64 in float32" in triton_chunks.why_not(
+            *narrow
+        )
+        assert triton_chunks.serves("gated_delta", *(x.bfloat16() for x in narrow))
+        assert not triton_chunks.serves(
+            "gated_delta", *(x.bfloat16() for x in (*narrow[:2], torch.cat([narrow[2]] * 2, 3)))
+        )
+        assert triton_chunks.serves("gated_delta", narrow[2], narrow[2], narrow[2])
     assert "TRITON_INTERPRET" in triton_chunks.why_not(*rows(8)) and not triton_chunks.serves("delta", *rows(8))
 
 

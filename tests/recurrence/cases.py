@@ -18,6 +18,8 @@ from lightning_dilated.recurrence.rules import KINDS, oracle
 
 #: of the results' gradients
 NAMES = ("q", "k", "v", "log_decay", "beta")
+#: log_decay of tokens after which little or nothing is left; the sum of several of the last leaves the range of fp32
+RESETS = (-1.0, -80.0, -1e4, -1e6, -1e9, -3e38)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Case:
         earlier: tokens of each document that an earlier call has seen; None: no state.
         padding: tokens after the longest sample; None: without lengths, which are then equal.
         chunk: C, of gated_delta.
+        reset: log_decay of every third token; None: all are random.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class Case:
     values: int = 2
     chunk: int = 64
     dtype: torch.dtype = torch.float64
+    reset: float | None = None
 
     @property
     def batch(self) -> int:
@@ -68,6 +72,8 @@ class Case:
         tensors = [random(b, n, k * self.group, d), random(b, n, k, d), random(b, n, k, e)]
         if self.kind == "gated_delta":
             tensors += [-random(b, n, k).square(), random(b, n, k).sigmoid()]
+            if self.reset is not None:
+                tensors[3][:, ::3] = self.reset
         return tuple(x.to(self.dtype).requires_grad_() for x in tensors)
 
     def settings(self) -> dict[str, Any]:
@@ -178,4 +184,5 @@ def cases(draw: st.DrawFn, longest: int = 30) -> Case:
         dim=draw(st.integers(1, 5)),
         values=draw(st.integers(1, 4)),
         chunk=draw(st.integers(1, 12)),
+        reset=draw(st.sampled_from([None, *RESETS])),
     )

@@ -12,7 +12,7 @@ from lightning_dilated.recurrence import chunks, compute
 from lightning_dilated.recurrence.rules import KINDS, oracle
 
 from ..examples import examples
-from .cases import Case, cases, compare
+from .cases import RESETS, Case, cases, compare
 
 
 @given(case=cases(), grouped_from=st.integers(2, 40))
@@ -94,6 +94,36 @@ def test_gradcheck(kind):
     case = Case(kind, (7,), segment=3, kv_heads=1, group=2, dim=2)
     call = lambda *x: recurrent_attention(*x, **case.settings())  # noqa: E731
     assert torch.autograd.gradcheck(call, case.tensors())
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("reset", RESETS)
+def test_resets(reset, dtype, tol):
+    """What follows a token that nothing is left behind is as exact as elsewhere."""
+    case = Case("gated_delta", (150, 65), packed=True, earlier=(70, 3), kv_heads=1, dim=16, values=8, reset=reset)
+    want = case.by_definition()
+    tensors, past = (tuple(x.detach().to(dtype).requires_grad_() for x in y) for y in (case.tensors(), case.past()))
+    settings = {**case.settings(), **case.limits(), "state": case.state(past)}
+    out, state = recurrent_attention(*tensors, **settings, return_state=True)
+    got = case.results(out, case.summary(state), tensors, past)
+    compare({name: x.double() for name, x in got.items()}, want, tol)
+
+
+def test_a_reset_begins_a_document():
+    tensors = [x.detach().float() for x in Case("gated_delta", (150,), packed=True).tensors()]
+    documents = recurrent_attention(*tensors, cu_seqlens=[0, 70, 150])
+    tensors[3][:, 70] = -1e9
+    torch.testing.assert_close(recurrent_attention(*tensors), documents, rtol=0, atol=2e-6)
+
+
+def test_many_moderate_decays_before_others():
+    """The sum of the chunk's first tokens is -2560, of whose digits fp32 keeps 2e-4."""
+    case = Case("gated_delta", (64,), kv_heads=1, group=1, dim=16, values=8)
+    tensors = [x.detach() for x in case.tensors()]
+    tensors[3][:, :32], tensors[3][:, 32:] = -80, -0.01
+    out = recurrent_attention(*(x.float() for x in tensors))
+    want = oracle(*(x[0] for x in tensors), kind="gated_delta").out
+    torch.testing.assert_close(out[0].double(), want, rtol=0, atol=3e-6 * float(want.abs().max()))
 
 
 def test_far_decay_and_long_sequences_stay_finite():

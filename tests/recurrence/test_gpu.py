@@ -98,3 +98,57 @@ def test_windows_of_the_op():
         want = run()
     for x, y in zip(got, want, strict=True):
         assert float((x - y).abs().max() / y.abs().max()) <= 2e-2
+
+
+#: D and E of the sweep; E that the same kernels serve are run one after another
+DIMS = (8, 16, 24, 32, 48, 64, 96, 128)
+#: (tokens, bounds of documents, whether some tokens are resets)
+CALLS = [
+    (1, None, False),
+    (5, None, False),
+    (64, None, False),
+    (65, None, False),
+    (300, None, False),
+    (300, (0, 1, 64, 64, 130, 300), True),
+]
+
+
+def every_call(dim, values, dtype, calls=CALLS):
+    """Forward, with and without gradients, and backward of each of `calls`, against torch in float64."""
+    for seq_len, cuts, resets in calls:
+        tensors = drawn(seq_len, 4, 2, dim, values, dtype)
+        if resets:
+            decay = tensors[3]
+            decay[:, 20:30], decay[:, 70], decay[:, 150:152], decay[:, 260:270, 0] = -80, -1e6, -1e9, -3e38
+        cu_seqlens = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
+        got = results(tensors, cu_seqlens)
+        compare(got, results([x.double() for x in tensors], cu_seqlens), TOLERANCES[dtype])
+        with torch.no_grad():
+            out = recurrent_attention(*tensors[:5], cu_seqlens=cu_seqlens)
+        assert torch.equal(out.double(), got["out"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_head_dim(dim, dtype):
+    """Those that no kernel is proven for go by torch."""
+    for values in DIMS:
+        rows = [torch.empty(1, 1, 1, n, dtype=dtype, device="cuda") for n in (dim, dim, values)]
+        assert triton_chunks.serves("gated_delta", *rows) == triton_chunks.proven(dtype, dim, values)
+        every_call(dim, values, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dims", [(8, 8), (16, 16), (16, 64), (24, 24), (64, 16), (96, 16), (128, 17)], ids=str)
+def test_small_heads(dims, dtype):
+    """Short enough to be run under compute-sanitizer."""
+    every_call(*dims, dtype, CALLS[1::4])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_groups_of_chunks_with_resets(dtype):
+    with mock.patch.object(triton_chunks, "GROUPED_FROM", 2):
+        triton_chunks.layout.cache_clear()
+        every_call(32, 24, dtype, CALLS[-1:])
+    triton_chunks.layout.cache_clear()
