@@ -395,7 +395,7 @@ class PooledModule(TransformerModel):
             # a progress bar has room for one: Rich cuts the names of more
             self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val" and i == 0)
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """The batch's `index`, `slide_id` and `label`, where it has them, then the head's predictions, each (B,), or without
         a task, and with `predict_embeddings` after them, `embedding` (B, E). Labels of survival are `time` and `event`.
         `prediction_class` is the name of the predicted class, if the training data named its

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_dilated._compat.lightning import saves_by_time, set_update_count
+from lightning_dilated._compat.lightning import combined_loaders, saves_by_time, set_update_count
 from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS
+from lightning_dilated.models.metrics import batches_in
 from lightning_dilated.sequence import SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
 from lightning_dilated.strategy.mesh import MeshSizes
 
@@ -345,11 +346,8 @@ def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) ->
 
 
 def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:
-    """The batches of several training loaders, each as its own; that of one loader as it is."""
-    loaders = trainer.train_dataloader if trainer.training else None
-    if isinstance(loaders, Mapping):
-        return [batch[name] for name in loaders if batch[name] is not None]
-    return [x for x in batch if x is not None] if isinstance(loaders, (list, tuple)) else [batch]
+    """The batches of several loaders that come together, each as its own; that of one loader as it is."""
+    return batches_in(batch, combined_loaders(trainer))
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, shards_parameters: bool) -> None:

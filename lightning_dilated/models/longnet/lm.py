@@ -329,7 +329,7 @@ class LongNetLM(StreamedLosses, TokenModel):
         """Bits per byte and perplexity of a token, from a scalar loss; of a genome, bits per base."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """The batch's `index`, and of a genome `record`, `start`, `stop`, `strand` and `region`, those that it has; `tokens`
         (B,) that have a label, and `bits_per_byte` (B,), NaN without labels; or `embedding` with `predict_embeddings`.
 

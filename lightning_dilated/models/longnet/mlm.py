@@ -395,7 +395,7 @@ class LongNetMLM(TokenModel):
         self._log_of_all(f"{stage}_accuracy", self.accuracy[stage].compute(), prog_bar=stage == "val")
         self.accuracy[stage].reset()
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """How well the model predicts masked tokens of each sample: `index`, and of a genome `record`, `start`, `stop`,
         `strand` and `region`, those that the batch has; `masked` (their number), `bits_per_token` and `accuracy`, each (B,),
         the latter NaN where none is masked. Or `embedding` with `predict_embeddings`.
