@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_dilated.data.files import collect_files, path_list, paths_hint
+from lightning_dilated.data.text.tokenizer import whole_texts
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
 #: files that a folder of `save_to_disk` holds one of
@@ -187,7 +188,7 @@ class JsonLines:
 
     def __getitem__(self, number: int) -> Any:
         try:
-            return json.loads(self._read(number))
+            return whole_texts(json.loads(self._read(number)))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.where(number)} is not JSON ({error}): each line must be one JSON object, as in "
@@ -206,7 +207,7 @@ class JsonArray:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._rows = json.loads(Path(path).read_bytes())
+            self._rows = whole_texts(json.loads(Path(path).read_bytes()))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} begins as a JSON array and is none ({error}): write it again, or one object a line as .jsonl"

@@ -26,11 +26,15 @@ def each_batch(batch: Any, loaders: Any, function: Callable[[Any], Any]) -> Any:
         loaders: a mapping or list of loaders, which may be nested; anything else is one loader.
     """
     if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():
-        return {name: each_batch(batch[name], loader, function) for name, loader in loaders.items()}
+        return {name: _unless_ended(batch[name], loader, function) for name, loader in loaders.items()}
     lists = isinstance(loaders, (list, tuple)) and isinstance(batch, (list, tuple)) and len(batch) == len(loaders)
     if lists:
-        return [each_batch(x, loader, function) for x, loader in zip(batch, loaders, strict=True)]
-    return None if batch is None else function(batch)
+        return [_unless_ended(x, loader, function) for x, loader in zip(batch, loaders, strict=True)]
+    return function(batch)
+
+
+def _unless_ended(batch: Any, loader: Any, function: Callable[[Any], Any]) -> Any:
+    return None if batch is None else each_batch(batch, loader, function)
 
 
 def batches_in(batch: Any, loaders: Any) -> list[Any]:

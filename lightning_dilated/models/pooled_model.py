@@ -17,7 +17,7 @@ from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
-from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.documents import Documents, check_mapping
 from lightning_dilated.models.heads import TASKS, make_head
 from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES
@@ -330,6 +330,7 @@ class PooledModule(TransformerModel):
             raise ValueError(
                 f"this {type(self).__name__} makes embeddings only: give task and num_classes to train it."
             )
+        check_mapping(self, batch, "the model's input and label (B,)", "label")
         if "label" not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
         self.configure_model()

@@ -10,7 +10,14 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from lightning_dilated.data.text.tokenizer import encode, end_token, load_tokenizer, special_tokens, vocabulary_size
+from lightning_dilated.data.text.tokenizer import (
+    encode,
+    end_token,
+    load_tokenizer,
+    special_tokens,
+    vocabulary_size,
+    whole_text,
+)
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
 
 
@@ -68,7 +75,7 @@ class TransformersText(TextTokenizer):
         self.special = frozenset(self.tokenizer.all_special_ids) | added
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.tokenizer(whole_text(text), add_special_tokens=False, verbose=False)["input_ids"]
 
     def end_token(self, name: str | None = None) -> int:
         token = self.tokenizer.eos_token_id if name is None else self.tokenizer.get_vocab().get(name)
