@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, Throug
 from lightning.pytorch.core.saving import _default_map_location, _load_state
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.migration import pl_legacy_patch
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import nn
+from torch.utils.data import BatchSampler
 
 from lightning_dilated._validation import check_input
 
@@ -106,6 +107,48 @@ def replace_sampler_choice(trainer: Any, wrap: Callable[[Callable[..., Any]], Ca
     connector = trainer._data_connector
     if "_resolve_sampler" not in vars(connector):
         connector._resolve_sampler = wrap(connector._resolve_sampler)
+        connector._prepare_dataloader = functools.partial(_keep_batches, connector._prepare_dataloader)
+
+
+def _keep_batches(prepare: Callable[..., Any], dataloader: Any, shuffle: bool, mode: Any) -> Any:
+    """`_data_connector._prepare_dataloader`, for a loader that was made with torch's BatchSampler, too.
+
+    Lightning takes `dataloader.sampler`, which is another than the BatchSampler's own, and loses the size of the batches.
+    """
+    batches = getattr(dataloader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or dataloader.batch_size is not None:
+        return prepare(dataloader, shuffle=shuffle, mode=mode)
+    before = vars(dataloader)["sampler"]
+    vars(dataloader)["sampler"] = batches.sampler
+    try:
+        prepared = prepare(dataloader, shuffle=shuffle, mode=mode)
+    finally:
+        vars(dataloader)["sampler"] = before
+    if prepared is not dataloader and mode != RunningStage.PREDICTING:
+        shared = BatchSampler(prepared.sampler, batches.batch_size, batches.drop_last)
+        vars(prepared).update(batch_sampler=shared, batch_size=None, drop_last=False, collate_fn=dataloader.collate_fn)
+    return prepared
+
+
+def combined_loaders(trainer: Any) -> Any:
+    """The loaders whose batches come together, nested as the batches are; None where batches come from one loader each.
+
+    Uses `_evaluation_loop`, its `_combined_loader` and `_is_sequential`.
+    """
+    if trainer.training:
+        loaders = trainer.train_dataloader
+    elif trainer.predicting or trainer.state.stage is None:
+        loaders = None
+    else:
+        loop = trainer._evaluation_loop
+        loaders = None if loop._combined_loader is None or loop._is_sequential else loop._combined_loader.iterables
+    return loaders if isinstance(loaders, (Mapping, list, tuple)) else None
+
+
+def evaluated_loaders(trainer: Any) -> int:
+    """How many loaders an evaluation goes through one after the other: `_evaluation_loop.num_dataloaders`."""
+    loop = trainer._evaluation_loop
+    return loop.num_dataloaders if loop._is_sequential else 1
 
 
 def logs_this_step(trainer: Any) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from lightning_dilated._validation import check_address
 from lightning_dilated.data.files import collect_files, path_list, paths_hint
+from lightning_dilated.data.text.tokenizer import whole_texts
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
 #: files that a folder of `save_to_disk` holds one of
@@ -218,7 +219,7 @@ class JsonLines:
     def __getitem__(self, number: int) -> Any:
         line = self._read(number)
         try:
-            return json.loads(line)
+            return whole_texts(json.loads(line))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.where(number)} is not JSON ({error}): each line must be one JSON object, as in "
@@ -237,7 +238,7 @@ class JsonArray:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._rows = json.loads(Path(path).read_bytes())
+            self._rows = whole_texts(json.loads(Path(path).read_bytes()))
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} begins as a JSON array and is none ({error}): write it again, or one object a line as .jsonl"

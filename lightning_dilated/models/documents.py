@@ -1,4 +1,4 @@
-"""Samples of unequal length that are packed into one row, as a rank sees its part of them: which token lies where.
+"""Forms of batches; samples of unequal length that are packed into one row, as a rank sees its part of them.
 
 Shape letters: D documents, L tokens of this rank, E features.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,57 @@ from torch import Tensor
 from lightning_dilated._device import send
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.sequence import sequence_sum
+
+#: an entry of a batch: its shape in letters, and what it holds
+Form: TypeAlias = tuple[str, Literal["tokens", "integers", "floats", "numbers"]]
+_ALLOWED = {"tokens": "int64 or int32", "integers": "integers", "floats": "floating numbers", "numbers": "real numbers"}
+
+
+def check_form(owner: object, batch: Any, **forms: Form) -> None:
+    """Check that a batch is a mapping with these tensors.
+
+    Raises:
+        TypeError: for a batch that is no mapping, or an entry that is no tensor or of another dtype.
+        ValueError: for an entry that is missing, or of another number of dimensions.
+    """
+    name, wanted = type(owner).__name__, ", ".join(f"{x} {shape}" for x, (shape, _) in forms.items())
+    remedy = check_mapping(owner, batch, wanted, *forms)
+    for entry, (shape, kind) in forms.items():
+        if entry not in batch:
+            raise ValueError(
+                f"{name} takes batches with {wanted}; this one has {list(batch)} and no {entry!r}. {remedy}"
+            )
+        x = batch[entry]
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: {entry} must be a tensor {shape}, got {_form_of(x)}. {remedy}")
+        if x.ndim != shape.count(",") + 1 - shape.count(",)"):
+            raise ValueError(f"{name}: {entry} must be {shape}, got {_form_of(x)}. {remedy}")
+        if not _holds(x.dtype, kind):
+            raise TypeError(f"{name}: {entry} must hold {_ALLOWED[kind]}, got {_form_of(x)}: convert the entry.")
+
+
+def check_mapping(owner: object, batch: Any, wanted: str, *names: str) -> str:
+    """Check that a batch is a mapping; what to do about other forms. Raises: TypeError where it is none."""
+    example = ", ".join(f'"{x}": ...' for x in names)
+    remedy = f"Let the dataset, or the loader's collate_fn, return {{{example}}}."
+    if isinstance(batch, Mapping):
+        return remedy
+    parts = f" of {', '.join(map(_form_of, batch[:4]))}" if isinstance(batch, (tuple, list)) else ""
+    raise TypeError(
+        f"{type(owner).__name__} takes batches that are mappings with {wanted}, got a {type(batch).__name__}{parts}. "
+        f"{remedy}"
+    )
+
+
+def _form_of(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _holds(dtype: torch.dtype, kind: str) -> bool:
+    if kind == "tokens":
+        return dtype in (torch.int64, torch.int32)
+    other = dtype.is_complex or dtype == torch.bool
+    return not other and (kind == "numbers" or dtype.is_floating_point is (kind == "floats"))
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,66 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_dilated._compat.lightning import set_update_count
+
+
+def each_batch(batch: Any, loaders: Any, function: Callable[[Any], Any]) -> Any:
+    """The function of each of the batches that come together, nested as they are, None for a loader that has ended.
+
+    Args:
+        batch: nested as the loaders are, as CombinedLoader's are; or the batch of one loader.
+        loaders: a mapping or list of loaders, which may be nested; anything else is one loader.
+    """
+    if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():
+        return {name: _unless_ended(batch[name], loader, function) for name, loader in loaders.items()}
+    lists = isinstance(loaders, (list, tuple)) and isinstance(batch, (list, tuple)) and len(batch) == len(loaders)
+    if lists:
+        return [_unless_ended(x, loader, function) for x, loader in zip(batch, loaders, strict=True)]
+    return function(batch)
+
+
+def _unless_ended(batch: Any, loader: Any, function: Callable[[Any], Any]) -> Any:
+    return None if batch is None else each_batch(batch, loader, function)
+
+
+def batches_in(batch: Any, loaders: Any) -> list[Any]:
+    """The batches that come together, as `each_batch` tells them."""
+    batches: list[Any] = []
+    each_batch(batch, loaders, batches.append)
+    return batches
+
+
+class LoaderStates:
+    """States of a stage's metrics for each of several loaders, of which the metrics themselves hold one at a time."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._states: dict[int, list[tuple[dict[str, Any], int]]] = {}
+
+    def switch(self, metrics: Sequence[Metric], number: int) -> None:
+        """Let the metrics hold the state of loader `number`, an empty one in the beginning."""
+        if number == self._number:
+            return
+        self._states[self._number] = [(_copied(metric), metric.update_count) for metric in metrics]
+        for metric in metrics:
+            metric.reset()
+        for metric, (state, count) in zip(metrics, self._states.pop(number, []), strict=False):
+            for name, value in state.items():
+                setattr(metric, name, value)
+            set_update_count(metric, count)
+        self._number = number
+
+
+def _copied(metric: Metric) -> dict[str, Any]:
+    """The state of a metric; a reset clears its lists."""
+    return {name: list(x) if isinstance(x, list) else x for name, x in metric.metric_state.items()}
 
 
 class TokenMean(Metric):

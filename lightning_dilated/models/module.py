@@ -7,7 +7,9 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,10 +27,13 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
 
 from lightning_dilated._compat.lightning import (
     attached_trainer,
     checkpoint_after_optimizer_steps,
+    combined_loaders,
+    evaluated_loaders,
     load_to_cpu_by_name,
     made_from_checkpoint,
     map_to_known_devices,
@@ -45,7 +50,7 @@ from lightning_dilated.data.module import rebuilt
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.learning_rate import LearningRate
-from lightning_dilated.models.metrics import Newest, TokenMean
+from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, batches_in, each_batch
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
 from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
 from lightning_dilated.pattern import DilatedPattern
@@ -161,6 +166,8 @@ class DilatedModule(Pretrained, LearningRate):
         #: files of the tokenizer that the weights belong to, by name: those of a checkpoint or folder; None without
         self.tokenizer_files: dict[str, str] | None = None
         self._shown = Newest()
+        self._suffix = ""  # of the names of metrics that are logged
+        self._loader_states = {stage: LoaderStates() for stage in STAGES}
         self._patterns: tuple[DilatedPattern, ...] = ()
         self._explained: int | None = 0  # longest sequence that the pattern was checked for; None: advice was given
         self._warned_of_length = False
@@ -357,11 +364,25 @@ class DilatedModule(Pretrained, LearningRate):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Lightning's, but `host_entries` of a mapping stay where they are."""
+        if self._are_several(batch):
+            return each_batch(
+                batch, self._loaders(), lambda x: self.transfer_batch_to_device(x, device, dataloader_idx)
+            )
         if not (isinstance(batch, Mapping) and batch.keys() & set(self.host_entries)):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         rest = {name: x for name, x in batch.items() if name not in self.host_entries}
         moved = super().transfer_batch_to_device(rest, device, dataloader_idx)
         return rebuilt(batch, {name: moved.get(name, x) for name, x in batch.items()})
+
+    def _loaders(self) -> Any:
+        """The loaders whose batches come together in this stage; None where they come one by one."""
+        trainer = attached_trainer(self)
+        return None if trainer is None else combined_loaders(trainer)
+
+    def _are_several(self, batch: Any) -> bool:
+        """Whether a batch is made of the batches of several loaders."""
+        parts = batches_in(batch, self._loaders())
+        return len(parts) != 1 or parts[0] is not batch
 
     def _shifted(self, batch: Any) -> Any:
         """The batch, with the entries shifted that `sequence_spec` wants shifted, unless a strategy has done so."""
@@ -446,15 +467,17 @@ class DilatedModule(Pretrained, LearningRate):
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
 
-        On several ranks of a sequence: this rank's share of the mean over all ranks' tokens, and its own number of them.
+        On several ranks of a sequence: this rank's share of the mean over all ranks' tokens, and its own number of them. Of
+        batches that CombinedLoader puts together: over all of their tokens.
         """
-        total, tokens = self.loss_terms(batch)
-        tokens = scalar(tokens, total.device)
+        terms = [self.loss_terms(part) for part in batches_in(batch, self._loaders())]
+        total = functools.reduce(operator.add, (losses for losses, _ in terms))
+        tokens = functools.reduce(operator.add, (scalar(count, total.device) for _, count in terms))
         return loss_share(total, tokens), tokens
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss over the tokens of the batch (on several ranks of a sequence, this rank's share of it)."""
-        share, _ = self.token_mean(self._shifted(batch))
+        share, _ = self.token_mean(each_batch(batch, self._loaders(), self._shifted))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
         if attached_trainer(self) is not None:
@@ -486,7 +509,7 @@ class DilatedModule(Pretrained, LearningRate):
         made_for = None if self._warned_of_length else getattr(self, "max_seq_len", None)
         if self._explained is None and made_for is None:
             return
-        seq_len = self._longest(batch)
+        seq_len = max(self._longest(part) for part in batches_in(batch, self._loaders()))
         if made_for is not None and seq_len > made_for:
             self._warned_of_length = True
             rank_zero_warn(
@@ -517,20 +540,43 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _log_of_all(self, name: str, value: Any, **options: Any) -> None:
         """Log a value that covers all ranks already, without Lightning's advice to average it over them (`sync_dist`)."""
+        name += self._suffix
         warnings.filterwarnings("ignore", message=re.escape(f"It is recommended to use `self.log({name!r}"))
-        self.log(name, value, **options)
+        self.log(name, value, add_dataloader_idx=False, **options)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("val", batch)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate_all("val", batch, dataloader_idx)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("test", batch)
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate_all("test", batch, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        self._report("val")
+        self._report_all("val")
 
     def on_test_epoch_end(self) -> None:
-        self._report("test")
+        self._report_all("test")
+
+    def _evaluate_all(self, stage: str, batch: Any, loader: int) -> None:
+        """Count a batch, or batches that CombinedLoader puts together, among those of its loader."""
+        self._of_loader(stage, loader)
+        for part in batches_in(batch, self._loaders()):
+            self._evaluate(stage, part)
+
+    def _report_all(self, stage: str) -> None:
+        """Log the metrics of a stage; those of several loaders by loader, as Lightning names them."""
+        loaders = evaluated_loaders(self.trainer) if attached_trainer(self) is not None else 1
+        for loader in range(loaders):
+            self._of_loader(stage, loader)
+            self._suffix = f"/dataloader_idx_{loader}" if loaders > 1 else ""
+            self._report(stage)
+        self._suffix = ""
+        self._of_loader(stage, 0)
+
+    def _of_loader(self, stage: str, loader: int) -> None:
+        """Let the metrics of a stage be a loader's."""
+        groups = [x for x in self.children() if isinstance(x, nn.ModuleDict) and stage in x]
+        metrics = [metric for x in groups if isinstance(metric := x[stage], Metric)]
+        self._loader_states[stage].switch(metrics, loader)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without; the gates

@@ -17,7 +17,7 @@ from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
-from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.documents import Documents, check_mapping
 from lightning_dilated.models.heads import TASKS, make_head
 from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES
@@ -330,6 +330,7 @@ class PooledModule(TransformerModel):
             raise ValueError(
                 f"this {type(self).__name__} makes embeddings only: give task and num_classes to train it."
             )
+        check_mapping(self, batch, "the model's input and label (B,)", "label")
         if "label" not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
         self.configure_model()
@@ -395,7 +396,7 @@ class PooledModule(TransformerModel):
             # a progress bar has room for one: Rich cuts the names of more
             self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val" and i == 0)
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """The batch's `index`, `slide_id` and `label`, where it has them, then the head's predictions, each (B,), or without
         a task, and with `predict_embeddings` after them, `embedding` (B, E). Labels of survival are `time` and `event`.
         `prediction_class` is the name of the predicted class, if the training data named its

@@ -28,10 +28,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_dilated._compat.lightning import saves_by_time, set_update_count
+from lightning_dilated._compat.lightning import combined_loaders, saves_by_time, set_update_count
 from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS, own_parameters
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import bits, plain_tensors, unlike_replicas
+from lightning_dilated.models.metrics import batches_in
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs_of_part
 from lightning_dilated.sequence import SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
@@ -576,11 +577,8 @@ def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) ->
 
 
 def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:
-    """The batches of several training loaders, each as its own; that of one loader as it is."""
-    loaders = trainer.train_dataloader if trainer.training else None
-    if isinstance(loaders, Mapping):
-        return [batch[name] for name in loaders if batch[name] is not None]
-    return [x for x in batch if x is not None] if isinstance(loaders, (list, tuple)) else [batch]
+    """The batches of several loaders that come together, each as its own; that of one loader as it is."""
+    return batches_in(batch, combined_loaders(trainer))
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, shards_parameters: bool) -> None:

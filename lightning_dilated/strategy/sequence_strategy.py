@@ -349,7 +349,8 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             self._checks_first_batch = False
             with self.precision_plugin.train_step_context():
                 dtype = computed_in(self.lightning_module, self.root_device.type)
-                check_first_batch(self.lightning_module, batch, self._spec(), self.sequence, dtype)
+                for part in checks.batches_of_loaders(self.lightning_module.trainer, batch):
+                    check_first_batch(self.lightning_module, part, self._spec(), self.sequence, dtype)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

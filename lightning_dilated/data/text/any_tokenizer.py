@@ -18,6 +18,7 @@ from lightning_dilated.data.text.tokenizer import (
     panics_named,
     special_tokens,
     vocabulary_size,
+    whole_text,
 )
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
 
@@ -84,7 +85,7 @@ class TransformersText(TextTokenizer):
 
     def encode(self, text: str) -> list[int]:
         with panics_named(self.source):
-            return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return self.tokenizer(whole_text(text), add_special_tokens=False, verbose=False)["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _CONTEXT = 16
 #: replaces bytes that are not (yet) text, and tokens that the tokenizer does not have
 _BROKEN = "\ufffd"
+#: half of a character beyond U+FFFF
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @contextlib.contextmanager
@@ -148,10 +151,32 @@ def _has_all_bytes(state: dict[str, Any]) -> bool:
     return all(letter in model["vocab"] for letter in ByteLevel.alphabet())
 
 
+def whole_text(text: str) -> str:
+    r"""The text with U+FFFD in place of each half of a character, which no tokenizer takes.
+
+    JSON can hold one, such as "\\ud83d", where a program has cut an emoji's escape in two.
+    """
+    if _HALF.search(text) is None:
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def whole_texts(value: Any) -> Any:
+    """The value with all of its texts whole: a text, or mappings and lists of them at any depth."""
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, dict):
+        return {whole_texts(key): whole_texts(x) for key, x in value.items()}
+    return [whole_texts(x) for x in value] if isinstance(value, list) else value
+
+
 def encode(tokenizer: Tokenizer, text: str, path: str | Path = "of the model") -> list[int]:
-    """The ids of a text, without tokens that a template would put around it; `path` is the tokenizer's, for errors."""
+    """The ids of a text, without tokens that a template would put around it; see `whole_text`.
+
+    `path` is the tokenizer's, for errors.
+    """
     with panics_named(path):
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenizer.encode(whole_text(text), add_special_tokens=False).ids
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.documents import Documents, check_documents
+from lightning_dilated.models.documents import Documents, check_documents, check_mapping
 from lightning_dilated.models.pooled_model import (
     PooledModule,
     PooledOptions,
@@ -153,8 +153,13 @@ class LongNetClassifier(PooledModule):
         return mean_token(x, positions, lengths, documents=documents)
 
     def _check_input(self, batch: Mapping[str, Any]) -> None:
+        check_mapping(self, batch, self.input, self.input)
         if self.input not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
+        if not isinstance(batch[self.input], Tensor):
+            raise TypeError(
+                f"{self.input} must be a tensor, got a {type(batch[self.input]).__name__}: convert the entry."
+            )
         check_documents(batch, len(batch[self.input]), 1, "a sample has at least one token")
         x, blank = batch[self.input], _blank_in_front(batch.get("coords"), batch.get("cu_seqlens"))
         if blank:

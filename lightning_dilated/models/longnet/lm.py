@@ -22,7 +22,7 @@ from lightning_dilated.data.genome.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
-from lightning_dilated.models.documents import Documents, sample_documents
+from lightning_dilated.models.documents import Documents, check_form, sample_documents
 from lightning_dilated.models.longnet.generation import free_memory, generate, generate_stream
 from lightning_dilated.models.longnet.scoring import AlleleScores, Scores, Strands, embed, score, score_alleles
 from lightning_dilated.models.longnet.streamed import StreamedLosses
@@ -212,6 +212,7 @@ class TokenModel(TransformerModel):
     def _sample_embeddings(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E), on every rank: the mean of each sample's last hidden states; (D, E) of a row of D packed samples."""
         self.configure_model()
+        check_form(self, batch, tokens=("(B, N)", "tokens"))
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
         documents = sample_documents(batch, tokens.shape[1])
         positions = token_positions(0, tokens.shape[1]) if documents is None else documents.position
@@ -282,6 +283,7 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
         """`token_losses`, whatever a subclass trains on: what likelihoods are made of."""
+        self._checked(batch)
         if "stream" in batch:
             return self._carried_nats(batch, per_token=True)
         if self._in_chunks(batch):
@@ -290,12 +292,14 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     def _checked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(tokens, labels)."""
-        tokens, labels = batch["tokens"], batch["labels"]
-        if tokens.shape != labels.shape or tokens.ndim != 2:
+        tokens, labels = (batch.get(x) if isinstance(batch, Mapping) else None for x in ("tokens", "labels"))
+        tensors = isinstance(tokens, Tensor) and isinstance(labels, Tensor)
+        if tensors and (tokens.shape != labels.shape or tokens.ndim != 2):
             raise ValueError(
                 f"tokens and labels must both be (B, N), got {tuple(tokens.shape)} and {tuple(labels.shape)}; "
                 "labels are the next token of each position, already shifted."
             )
+        check_form(self, batch, tokens=("(B, N)", "tokens"), labels=("(B, N)", "integers"))
         return tokens, labels
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -306,6 +310,7 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
+        self._checked(batch)
         redefined = type(self).token_losses is not _TOKEN_LOSSES or "token_losses" in vars(self)
         if "stream" in batch:
             return self._carried_terms(batch, redefined)
@@ -333,7 +338,7 @@ class LongNetLM(StreamedLosses, TokenModel):
         """Bits per byte and perplexity of a token, from a scalar loss; of a genome, bits per base."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """The batch's `index`, and of a genome `record`, `start`, `stop`, `strand` and `region`, those that it has; `tokens`
         (B,) that have a label, and `bits_per_byte` (B,), NaN without labels; or `embedding` with `predict_embeddings`.
 

@@ -23,7 +23,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.genome.bases import COMPLEMENTS, backward_places, complement
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
-from lightning_dilated.models.documents import Documents, sample_documents
+from lightning_dilated.models.documents import Documents, check_form, sample_documents
 from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
 from lightning_dilated.models.longnet.scoring import MOST_GENOME_TOKENS, Scores, Strands, reads_bases, score
 from lightning_dilated.models.metrics import TokenMean
@@ -319,9 +319,8 @@ class LongNetMLM(TokenModel):
             ValueError: for tokens that are not (B, N), or a missing `index` (B,).
             TypeError: for an `index` that does not hold integers.
         """
+        check_form(self, batch, tokens=("(B, N)", "tokens"))
         tokens, index = batch["tokens"], batch.get("index")
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}.")
         documents = None if index is None else sample_documents(batch, tokens.shape[1])
         if index is None or (documents is None and torch.as_tensor(index).shape != tokens.shape[:1]):
             shape = "none" if index is None else tuple(torch.as_tensor(index).shape)
@@ -395,7 +394,7 @@ class LongNetMLM(TokenModel):
         self._log_of_all(f"{stage}_accuracy", self.accuracy[stage].compute(), prog_bar=stage == "val")
         self.accuracy[stage].reset()
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
         """How well the model predicts masked tokens of each sample: `index`, and of a genome `record`, `start`, `stop`,
         `strand` and `region`, those that the batch has; `masked` (their number), `bits_per_token` and `accuracy`, each (B,),
         the latter NaN where none is masked. Or `embedding` with `predict_embeddings`.
@@ -406,6 +405,7 @@ class LongNetMLM(TokenModel):
         """
         if self.predict_embeddings:
             return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
+        check_form(self, batch, tokens=("(B, N)", "tokens"))
         # with the sample's number equal sequences would get different masks
         same_masks = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
         losses, right, sample = self.masked_terms(same_masks)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.documents import Documents, check_documents
+from lightning_dilated.models.documents import Documents, check_documents, check_form, check_mapping
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled_model import checked_by_all
 from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
@@ -270,12 +270,14 @@ class SlideBackbone(ReleasedModel):
         return None if bounds is None else Documents.of(bounds, batch["features"].shape[1])
 
     def _check_entries(self, batch: Any) -> None:
+        check_mapping(self, batch, "features (B, N, F) and coords (B, N, 2)", "features", "coords")
         missing = [name for name in ("features", "coords") if name not in batch]
         if missing:
             raise ValueError(
                 f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs (a "
                 "LongNetClassifier does without coords)."
             )
+        check_form(self, batch, features=("(B, N, F)", "floats"), coords=("(B, N, 2)", "numbers"))
         check_documents(batch, len(batch["features"]), 2, ROWS)
 
     def _build_backbone(self) -> None:
