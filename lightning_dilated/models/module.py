@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -109,6 +110,8 @@ class WarmupCosine(LambdaLR):
 
 
 STAGES = ("train", "val", "test")
+#: tensors of the checkpoint that is being loaded, with which layers are compared before they are made
+_LOADED: ContextVar[Mapping[str, Any] | None] = ContextVar("loaded", default=None)
 
 
 class DilatedModule(Pretrained, LearningRate):
@@ -182,6 +185,19 @@ class DilatedModule(Pretrained, LearningRate):
         if hparams_file is None and weights_only is not False:
             hparams = stored_hparams(checkpoint_path)
             check_classes({k: v for k, v in hparams.items() if k not in kwargs}, checkpoint_path)
+        is_file = isinstance(checkpoint_path, (str, Path)) and Path(checkpoint_path).is_file()
+        stored = load_file(checkpoint_path, mapped=True) if is_file and weights_only is not False else None
+        state = stored.get("state_dict") if isinstance(stored, Mapping) else None
+        token = _LOADED.set(state if isinstance(state, Mapping) else None)
+        try:
+            return cls._load_as_lightning(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+        finally:
+            _LOADED.reset(token)
+
+    @classmethod
+    def _load_as_lightning(
+        cls, checkpoint_path: Any, map_location: Any, hparams_file: Any, strict: Any, weights_only: Any, **kwargs: Any
+    ) -> Self:
         return super().load_from_checkpoint(
             checkpoint_path, map_location, hparams_file, strict, weights_only=weights_only, **kwargs
         )
@@ -285,6 +301,8 @@ class DilatedModule(Pretrained, LearningRate):
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
         load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None))
         if not self._built:
+            if (state := _LOADED.get()) is not None:
+                self.load_without_values(state, strict=False)
             self._built = True
             self.build()
             self.train(self.training)  # .eval() may have been called before there were layers
