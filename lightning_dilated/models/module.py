@@ -13,6 +13,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -120,6 +121,8 @@ class WarmupCosine(LambdaLR):
 
 
 STAGES = ("train", "val", "test")
+#: tensors of the checkpoint that is being loaded, with which layers are compared before they are made
+_LOADED: ContextVar[Mapping[str, Any] | None] = ContextVar("loaded", default=None)
 
 
 class DilatedModule(Pretrained, LearningRate):
@@ -204,7 +207,12 @@ class DilatedModule(Pretrained, LearningRate):
         hparams = stored_hparams(stored) if hparams_file is None else read_hparams(Path(hparams_file))
         which = class_in_file(cls, hparams.get("_class_path") or cls.__name__, where, "load_from_checkpoint")
         arguments = {k: made_values(v) for k, v in file_arguments(hparams, where, kwargs).items()}
-        return made_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
+        state = stored.get("state_dict")
+        token = _LOADED.set(state if isinstance(state, Mapping) else None)
+        try:
+            return made_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
+        finally:
+            _LOADED.reset(token)
 
     def build(self) -> None:
         """Make the layers; called once, under the strategy's device and dtype."""
@@ -312,6 +320,8 @@ class DilatedModule(Pretrained, LearningRate):
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
         load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None))
         if not self._built:
+            if (state := _LOADED.get()) is not None:
+                self.load_without_values(state, strict=False)
             self._built = True
             self.build()
             self.train(self.training)  # .eval() may have been called before there were layers

@@ -73,7 +73,7 @@ DECLARED = {
         "has 3,072,000 branches.* at most 1,024",
     ),
     "branches": ({"pattern": {"branches": [[8, 1]] * 2000}}, "has 2,000 branches.* at most 1,024"),
-    "a rate": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**12}]}}, "at most 1,024"),
+    "a rate": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**12}]}}, "at most 1024"),
     "rates": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**9, "offset": 0}] * 500}}, ""),
 }
 
