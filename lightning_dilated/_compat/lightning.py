@@ -33,8 +33,6 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import nn
 from torch.utils.data import BatchSampler
 
-from lightning_dilated._validation import check_input
-
 # -- strategies, checkpoints and the Trainer's connectors; all of it holds for lightning 2.6.6 ---------------------------
 
 #: private methods and attributes of Lightning's classes that ours override or use on `self`: there is no public hook to
@@ -363,7 +361,6 @@ def read_remote(address: Any, map_location: Any = "cpu") -> Any:
 
     Uses `lightning.fabric.utilities.cloud_io._load`. Known to hold for lightning 2.6.6.
     """
-    check_input(address)
     return _load(address, map_location=map_location, weights_only=True)
 
 
@@ -408,11 +405,11 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
     return types
 
 
-def load_to_cpu_by_name(strategy: Any) -> None:
+def load_to_cpu_by_name(strategy: Any, check: Callable[[Any], None]) -> None:
     """Let the strategy's checkpoint reader name the CPU as a string.
 
     Lightning passes a function as `map_location`, with which torch cannot read torchao's low-bit optimizer states; and it
-    waits for a fifo, which is refused here, as an address of another store than `STORES` is. Replaces
+    waits for a fifo, which `check` refuses. Replaces
     `load_checkpoint` of a plain `TorchCheckpointIO` object; others are left alone. Known to hold for lightning 2.6.6.
     """
     io = getattr(strategy, "checkpoint_io", None)
@@ -420,7 +417,7 @@ def load_to_cpu_by_name(strategy: Any) -> None:
         load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
 
         def load_checkpoint(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-            check_input(path)
+            check(path)
             return load(io, path, map_location="cpu", weights_only=weights_only)
 
         io.load_checkpoint = load_checkpoint  # type: ignore[method-assign]

@@ -318,7 +318,7 @@ class DilatedModule(Pretrained, LearningRate):
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
-        load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None))
+        load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None), check_input)
         if not self._built:
             if (state := _LOADED.get()) is not None:
                 self.load_without_values(state, strict=False)
