@@ -16,9 +16,9 @@ from typing import NamedTuple
 #: a folder (or a file of the top folder) imports only from those before it; "" is the package itself
 ORDER = (
     *(
-        "_validation",
         "_compat",
         "_device",
+        "_validation",
         "pattern",
         "kernels",
         "sequence",
