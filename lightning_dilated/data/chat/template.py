@@ -262,7 +262,7 @@ class JsonTokenizer(JsonText, ChatTokenizer):
 def _compiled(template: str) -> Any:
     """The template, in a sandbox. Raises: ValueError for one that Jinja cannot read, or that names tokens."""
     import jinja2
-    from jinja2 import meta, nodes
+    from jinja2 import nodes
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -285,7 +285,9 @@ def _compiled(template: str) -> Any:
     environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = refuse
     try:
-        named = meta.find_undeclared_variables(environment.parse(template)) & _NAMED
+        # Jinja's own search for them would compute constants, such as a text of 10^10 characters
+        names = list(environment.parse(template).find_all(nodes.Name))
+        named = {x.name for x in names if x.ctx == "load"} & _NAMED - {x.name for x in names if x.ctx != "load"}
         compiled = environment.from_string(template)
     except Exception as error:  # Jinja's own, and those of Python's compiler for code that is nested too deeply
         raise ValueError(f"the chat template cannot be read ({error}). {_WHAT}") from None
