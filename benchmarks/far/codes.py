@@ -46,11 +46,12 @@ class Rows:
 
 @dataclass
 class Read:
-    """What lookups have read: (…, D) outputs, and (…,) log of the sum of the exponentials of scores, mean log chance under the
-    softmax, log of the sum of chances, and the number of rows."""
+    """What lookups have read: (…, D) outputs, and (…,) log of the sum of the exponentials of scores, sum of squared weights w,
+    sum of w² times the log chance, log of the sum of chances, and the number of rows."""
 
     out: Tensor
     lse: Tensor
+    square: Tensor
     match: Tensor
     chance: Tensor
     count: Tensor
@@ -84,8 +85,8 @@ def attend(query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int
     total = weights.sum(-1, keepdim=True)
     share = weights / total.clamp_min(1e-30)
     lse = torch.where(total > 0, total.clamp_min(1e-30).log() + top, NONE)[..., 0]
-    match = (share.detach() * agree).sum(-1)
-    return share.to(v.dtype) @ v, lse, match, agree.masked_fill(~allowed, NONE).logsumexp(-1)
+    square = share.detach().square()
+    return share.to(v.dtype) @ v, lse, square.sum(-1), (square * agree).sum(-1), agree.masked_fill(~allowed, NONE).logsumexp(-1)
 
 
 def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int, dim: int, groups: int) -> Read:
@@ -127,30 +128,36 @@ def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int
 
 
 def soft(query: Tensor, packed: Tensor, dim: int, groups: int) -> Read:
-    """All rows j <= p of (B, N, …), a part of the batch at a time, computed once more in the backward."""
-    size = query.shape[1]
-    allowed = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
-    step, parts = max(1, SCORES // size**2), []
-    for i in range(0, len(query), step):
-        args = (attend, query[i : i + step], packed[i : i + step], allowed, dim, groups)
-        parts.append(checkpoint(*args, use_reentrant=False))
-    counts = torch.arange(1, size + 1, device=query.device).expand(len(query), -1)
-    return Read(*(torch.cat(x) for x in zip(*parts, strict=True)), counts)
+    """All rows j <= p of (B, N, …), a part of the batch and of the queries at a time, computed once more in the backward."""
+    size, device = query.shape[1], query.device
+    step, cut = max(1, SCORES // size**2), -(-size // 4)
+    parts = []
+    for begin in range(0, size, cut):
+        end = min(size, begin + cut)
+        allowed = torch.arange(begin, end, device=device)[:, None] >= torch.arange(end, device=device)
+        some = []
+        for i in range(0, len(query), step):
+            args = (attend, query[i : i + step, begin:end], packed[i : i + step, :end], allowed, dim, groups)
+            some.append(checkpoint(*args, use_reentrant=False))
+        parts.append([torch.cat(x) for x in zip(*some, strict=True)])
+    counts = torch.arange(1, size + 1, device=device).expand(len(query), -1)
+    return Read(*(torch.cat(x, 1) for x in zip(*parts, strict=True)), counts)
 
 
 def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs (…, D) of lookups (P, …) in one softmax with the null key, and the losses agree and contrast.
 
-    The losses are means under the weights of all queries: a query that reads the null key has no part in them.
+    The losses are means under squared weights: a query that reads the null key, or a little of everything, has no part in
+    them. Most queries of a deep model ask nothing, and would make all codes equal.
     """
     total = torch.logaddexp(read.lse.logsumexp(0), null)
     share = (read.lse - total).exp()
     out = (share[..., None].to(read.out.dtype) * read.out).sum(0)
-    weight = share.detach()
-    match = (weight * read.match).sum(0)
+    weight = share.detach().square()
+    match, square = (weight * read.match).sum(0), (weight * read.square).sum(0)
     chance = read.chance.logsumexp(0).clamp_min(-100)
-    whole = weight.sum().clamp_min(1)
-    return out, -match.sum() / whole, (weight.sum(0) * chance - match).sum() / whole
+    whole = square.sum().clamp_min(1e-6)
+    return out, -match.sum() / whole, (square * chance - match).sum() / whole
 
 
 def balance(chances: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class Layer(nn.Module):
             return self.segments(q, k, v, width)
         if carried is None or "local" not in carried.tails:
             first = self.segments(*(z[:, :half] for z in (q, k, v)), half)
-            rest = self.aligned(*(z[:, half:] for z in (q, k, v)), width)
+            rest = self.aligned(*(z[:, half:] for z in (q, k, v)), width) if size > half else first[:, :0]
             result = torch.cat([first, rest], 1)
         else:
             before_k, before_v = carried.tails["local"]

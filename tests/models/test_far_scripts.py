@@ -66,6 +66,23 @@ def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, p
         torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
 
 
+def test_soft_equals_exact_where_all_codes_are_equal(far):
+    """One code, and as many rows as there are: outputs, and the losses of training."""
+    codes, gen = far["codes"], torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 30, 8, generator=gen) for _ in range(3))
+    z_q, z_k = (torch.cat([torch.full((2, 30, 2, 1), 9.0), torch.randn(2, 30, 2, 2, generator=gen)], -1) for _ in range(2))
+    query, packed = torch.cat([q, z_q.softmax(-1).flatten(2)], -1), torch.cat([k, v, z_k.softmax(-1).flatten(2)], -1)
+    sequence, position = torch.arange(2)[:, None] * 9, torch.arange(30).expand(2, -1).flatten()
+    rows = codes.Rows((codes.numbers(z_k) + sequence).flatten(), position, packed.flatten(0, 1))
+    code = (codes.probed(z_q, 1) + sequence).flatten()
+    exact = codes.exact(query.flatten(0, 1), code, position, rows, 30, 8, 2)
+    exact = codes.Read(*(x.view(1, 2, 30, *x.shape[1:]) for x in vars(exact).values()))
+    soft = codes.Read(*(x[None] for x in vars(codes.soft(query, packed, 8, 2)).values()))
+    for one, other in zip(codes.mix(exact, torch.zeros(())), codes.mix(soft, torch.zeros(())), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert torch.equal(exact.count, soft.count)
+
+
 @pytest.mark.parametrize("far_layer", [0, 2])
 def test_chunks_equal_the_whole(far, far_layer):
     model = far["model"]
