@@ -1,11 +1,11 @@
-"""Attention to the rows whose learned code equals the query's: exact by sorting, and "soft" over all rows for short sequences.
+"""Attention to the rows whose learned code equals the query's: exact by sorting, and "soft" over all rows.
 
-Letters: B batch, N tokens, D head dim, G groups of M codes, L rows that a lookup reads at most, P lookups (probes) of a query,
-K rows, Q lookups, T entries of a block.
+Letters: B batch, N tokens, D head dim, G groups of M codes, L rows that a lookup reads at most, P lookups (probes) of a
+query, K rows, Q lookups, T entries of a block.
 
-A row with code logits z has the code of the largest logit of each group. Query p looks up its own code and P - 1 others, and
-reads of each the L latest rows j <= p. The score of a row is the scaled product q.k plus the log of the chance that the codes agree,
-and one softmax runs over all rows read and a key of score `null` and value 0.
+A row with code logits z has the code of the largest logit of each group. Query p looks up its own code and P - 1 others,
+and reads of each the L latest rows j <= p. The score of a row is the scaled product q.k plus the log of the chance that the
+codes agree, and one softmax runs over all rows read and a key of score `null` and value 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCORES = 1 << 24
 
 @dataclass
 class Rows:
-    """What a far head keeps of K rows: sequence and code in one number, position, and k, v and code chances side by side."""
+    """K rows of a far head: sequence and code in one number, position, and k, v and code chances side by side."""
 
     code: Tensor  # (K,) int64
     position: Tensor  # (K,) int64
@@ -46,15 +46,19 @@ class Rows:
 
 @dataclass
 class Read:
-    """What lookups have read: (…, D) outputs, and (…,) log of the sum of the exponentials of scores, sum of squared weights w,
-    sum of w² times the log chance, log of the sum of chances, and the number of rows."""
+    """What lookups have read: (…, D) outputs, and (…,) log of the sum of the exponentials of scores, mean log chance under
+    the softmax, log of the sum of chances, and the number of rows."""
 
     out: Tensor
     lse: Tensor
-    square: Tensor
     match: Tensor
     chance: Tensor
     count: Tensor
+
+    def shaped(self, *sizes: int) -> Read:
+        """The same lookups in another shape."""
+        pairs = ((self.out, self.out.shape[-1:]), *((z, ()) for z in (self.lse, self.match, self.chance, self.count)))
+        return Read(*(z.reshape(*sizes, *rest) for z, rest in pairs))
 
 
 def numbers(z: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ def numbers(z: Tensor) -> Tensor:
 
 
 def probed(z: Tensor, probes: int) -> Tensor:
-    """(P, …) codes to look up: the query's, and those with the second best of one group, the least certain groups first."""
+    """(P, …) codes to look up: the query's, and those with the second best of a group, least certain groups first."""
     place = z.shape[-1] ** torch.arange(z.shape[-2], device=z.device)
     best = z.topk(2, -1)
     change = (best.indices[..., 1] - best.indices[..., 0]) * place
@@ -74,7 +78,7 @@ def probed(z: Tensor, probes: int) -> Tensor:
 
 
 def attend(query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int) -> tuple[Tensor, ...]:
-    """Outputs, and what `Read` has of them, of blocks (b, T, D + G M) of queries and (b, S, 2 D + G M) of rows; allowed (b, T, S)."""
+    """Fields of `Read` of blocks: (b, T, D + G M) queries, (b, S, 2 D + G M) rows; allowed (b, T, S)."""
     q, chances_q = query.split([dim, query.shape[-1] - dim], -1)
     k, v, chances_k = packed.split([dim, dim, query.shape[-1] - dim], -1)
     cut = lambda x: x.unflatten(-1, (groups, -1)).transpose(-3, -2)  # noqa: E731
@@ -85,15 +89,15 @@ def attend(query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int
     total = weights.sum(-1, keepdim=True)
     share = weights / total.clamp_min(1e-30)
     lse = torch.where(total > 0, total.clamp_min(1e-30).log() + top, NONE)[..., 0]
-    square = share.detach().square()
-    return share.to(v.dtype) @ v, lse, square.sum(-1), (square * agree).sum(-1), agree.masked_fill(~allowed, NONE).logsumexp(-1)
+    match = (share.detach() * agree).sum(-1)
+    return share.to(v.dtype) @ v, lse, match, agree.masked_fill(~allowed, NONE).logsumexp(-1)
 
 
 def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int, dim: int, groups: int) -> Read:
     """Lookups (Q, D + G M) of codes at positions, by sorting.
 
-    Rows and lookups are merged by (code, position, row before lookup). A block of T merged entries reads the T rows that may
-    stand in it and the L rows before it, whatever the codes are.
+    Rows and lookups are merged by (code, position, row before lookup). A block of T merged entries reads the T rows that
+    may stand in it and the L rows before it, whatever the codes are.
     """
     size, count, device = len(rows.code), len(code), code.device
     span = torch.maximum(rows.position.max(), position.max()) + 1
@@ -128,7 +132,7 @@ def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int
 
 
 def soft(query: Tensor, packed: Tensor, dim: int, groups: int) -> Read:
-    """All rows j <= p of (B, N, …), a part of the batch and of the queries at a time, computed once more in the backward."""
+    """All rows j <= p of (B, N, …), parts of the batch and of the queries one by one, once more in the backward."""
     size, device = query.shape[1], query.device
     step, cut = max(1, SCORES // size**2), -(-size // 4)
     parts = []
@@ -145,19 +149,14 @@ def soft(query: Tensor, packed: Tensor, dim: int, groups: int) -> Read:
 
 
 def mix(read: Read, null: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs (…, D) of lookups (P, …) in one softmax with the null key, and the losses agree and contrast.
-
-    The losses are means under squared weights: a query that reads the null key, or a little of everything, has no part in
-    them. Most queries of a deep model ask nothing, and would make all codes equal.
-    """
+    """Outputs (…, D) of lookups (P, …) in one softmax with the null key, and the queries' losses agree and contrast."""
     total = torch.logaddexp(read.lse.logsumexp(0), null)
     share = (read.lse - total).exp()
     out = (share[..., None].to(read.out.dtype) * read.out).sum(0)
-    weight = share.detach().square()
-    match, square = (weight * read.match).sum(0), (weight * read.square).sum(0)
+    weight = share.detach()
+    match = (weight * read.match).sum(0)
     chance = read.chance.logsumexp(0).clamp_min(-100)
-    whole = square.sum().clamp_min(1e-6)
-    return out, -match.sum() / whole, (square * chance - match).sum() / whole
+    return out, -match, weight.sum(0) * chance - match
 
 
 def balance(chances: Tensor) -> Tensor:

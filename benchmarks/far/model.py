@@ -19,7 +19,13 @@ BASE = 1e7
 
 @dataclass
 class Sizes:
-    """What a model is made of; `start` is how its convolutions of codes begin."""
+    """What a model is made of.
+
+    start: how the convolutions of codes begin.
+    alike: the projections of codes of queries and keys begin with equal weights.
+    std: of the embedding, which the output shares, scaled so that logits begin alike; None: that of all matrices.
+    sharp: root mean square that the code logits of a group are brought to; None: as they are.
+    """
 
     vocabulary: int
     far: str = "codes"
@@ -32,6 +38,9 @@ class Sizes:
     latest: int = 64
     before: float = 1.0
     start: str = "pair"
+    alike: bool = False
+    std: float | None = None
+    sharp: float | None = None
 
     def __post_init__(self) -> None:
         if self.far not in FAR:
@@ -55,6 +64,17 @@ class Carried:
 
     tails: dict[str, Tensor] = field(default_factory=dict)
     rows: codes.Rows | None = None
+
+
+@dataclass
+class Call:
+    """What a layer is called with besides its input: `aux` gets the far head's losses and counts; `carried` is a chunk's."""
+
+    settings: Settings
+    asked: Tensor
+    start: int
+    carried: Carried | None
+    aux: dict[str, Tensor]
 
 
 def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
@@ -92,7 +112,8 @@ class Taps(nn.Module):
     def forward(self, x: Tensor, carried: Carried | None, name: str) -> Tensor:
         """The convolution after the last rows of the chunk before."""
         size = len(self.weight) - 1
-        before = x.new_zeros(len(x), size, x.shape[2]) if carried is None or name not in carried.tails else carried.tails[name]
+        new = carried is None or name not in carried.tails
+        before = x.new_zeros(len(x), size, x.shape[2]) if new else carried.tails[name]
         if carried is not None:
             carried.tails[name] = torch.cat([before, x], 1)[:, -size:]
         return convolve(x, self.weight, before)
@@ -123,21 +144,18 @@ class Layer(nn.Module):
             self.key_code = nn.Linear(width, sizes.groups * sizes.codes, bias=False)
             self.null = nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: Tensor, settings: Settings, start: int, carried: Carried | None, aux: dict[str, Tensor]) -> Tensor:
-        """(B, N, E) of tokens from position `start` on; `aux` gets the far head's losses and counts."""
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        """(B, N, E) to (B, N, E)."""
         y = self.norm1(x)
         q, k, v = self.qkv(y).chunk(3, -1)
-        k, v = self.taps(torch.cat([k, v], -1), carried, "kv").chunk(2, -1)
+        k, v = self.taps(torch.cat([k, v], -1), call.carried, "kv").chunk(2, -1)
         heads = [z.unflatten(-1, (self.sizes.heads, self.dim)) for z in (q, k, v)]
         if self.far is None:
-            out = self.local(*heads, settings.local, carried)
+            out = self.local(*heads, call.settings.local, call.carried)
         else:
-            near = self.local(*(z[:, :, :-1] for z in heads), settings.local, carried)
+            near = self.local(*(z[:, :, :-1] for z in heads), call.settings.local, call.carried)
             far = [z[:, :, -1] for z in heads]
-            if self.far == "codes":
-                far = self.hashed(y, *far, settings, start, carried, aux)
-            else:
-                far = self.dense(*far, carried)
+            far = self.hashed(y, *far, call) if self.far == "codes" else self.dense(*far, call.carried)
             out = torch.cat([near, far[:, :, None].to(near.dtype)], 2)
         x = x + self.out(out.flatten(2))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
@@ -188,35 +206,50 @@ class Layer(nn.Module):
             q, k = turn(q, *turned), turn(k, *turned)
         return self.segments(q, k, v, q.shape[1])[:, :, 0]
 
-    def hashed(
-        self, y: Tensor, q: Tensor, k: Tensor, v: Tensor, settings: Settings, start: int, carried: Carried | None, aux: dict[str, Tensor]
-    ) -> Tensor:
-        """Rows of the query's codes."""
-        s, (batch, size, _) = self.sizes, q.shape
-        cut = (s.groups, s.codes)
+    def hashed(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Rows of the query's codes. The losses agree and contrast are means over the positions that are asked.
+
+        What other positions read has no effect on the answers, and their weights would make all codes equal.
+        """
+        sizes, carried, asked = self.sizes, call.carried, call.asked
+        cut = (sizes.groups, sizes.codes)
         z_q = self.query_code(self.query_taps(y, carried, "query")).float().unflatten(-1, cut)
         z_k = self.key_code(self.key_taps(y, carried, "key")).float().unflatten(-1, cut)
+        if sizes.sharp is not None:
+            z_q, z_k = (F.rms_norm(z, cut[1:]) * sizes.sharp for z in (z_q, z_k))
         chances = z_k.softmax(-1)
         query = torch.cat([q, z_q.softmax(-1).flatten(2).to(q.dtype)], -1)
         packed = torch.cat([k, v, chances.flatten(2).to(k.dtype)], -1)
-        if settings.soft:
-            read = codes.soft(query, packed, self.dim, s.groups)
-            read = codes.Read(*(z[None] for z in vars(read).values()))
+        if call.settings.soft:
+            read = codes.soft(query, packed, self.dim, sizes.groups).shaped(1, *q.shape[:2])
         else:
-            sequence = torch.arange(batch, device=q.device)[:, None] * s.codes**s.groups
-            position = (torch.arange(size, device=q.device) + start).expand(batch, -1)
-            rows = codes.Rows((codes.numbers(z_k) + sequence).flatten(), position.flatten(), packed.flatten(0, 1))
-            if carried is not None and carried.rows is not None:
-                rows = carried.rows.joined(rows)
-            code = (codes.probed(z_q, settings.probes) + sequence).flatten()
-            lookups = query.flatten(0, 1).expand(settings.probes, -1, -1).flatten(0, 1)
-            read = codes.exact(lookups, code, position.flatten().repeat(settings.probes), rows, s.latest, self.dim, s.groups)
-            read = codes.Read(*(z.view(settings.probes, batch, size, *z.shape[1:]) for z in vars(read).values()))
-            if carried is not None:
-                carried.rows = rows.latest(s.latest)
+            read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
         out, agree, contrast = codes.mix(read, self.null)
-        aux.update(agree=agree, contrast=contrast, balance=codes.balance(chances), rows=read.count.sum(0))
+        # balance is about all rows, spread about asked queries: without it the asked keys may share one code
+        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], asked]
+        call.aux.update(
+            agree=agree.gather(1, asked).mean(),
+            contrast=contrast.gather(1, asked).mean(),
+            balance=codes.balance(chances),
+            spread=codes.balance(asking),
+            rows=read.count.sum(0),
+        )
         return out
+
+    def look_up(self, query: Tensor, packed: Tensor, z_q: Tensor, code: Tensor, call: Call) -> codes.Read:
+        """The exact form: rows of code (B, N), also those that chunks before left, and (P, B, N, …) of what is read."""
+        sizes, probes, (batch, size) = self.sizes, call.settings.probes, code.shape
+        sequence = torch.arange(batch, device=code.device)[:, None] * sizes.codes**sizes.groups
+        position = (torch.arange(size, device=code.device) + call.start).repeat(batch)
+        rows = codes.Rows((code + sequence).flatten(), position, packed.flatten(0, 1))
+        if call.carried is not None and call.carried.rows is not None:
+            rows = call.carried.rows.joined(rows)
+        wanted = (codes.probed(z_q, probes) + sequence).flatten()
+        lookups = query.flatten(0, 1).expand(probes, -1, -1).flatten(0, 1)
+        read = codes.exact(lookups, wanted, position.repeat(probes), rows, sizes.latest, self.dim, sizes.groups)
+        if call.carried is not None:
+            call.carried.rows = rows.latest(sizes.latest)
+        return read.shaped(probes, batch, size)
 
 
 class Model(nn.Module):
@@ -229,9 +262,16 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(sizes, i) for i in range(sizes.depth))
         self.norm = nn.RMSNorm(sizes.width, eps=1e-6)
         std = (2 / (5 * sizes.width)) ** 0.5
+        self.scale = 1.0 if sizes.std is None else std / sizes.std
         for name, p in self.named_parameters():
             if p.ndim == 2 and "taps" not in name:
-                nn.init.normal_(p, std=std / (2 * sizes.depth) ** 0.5 if name.endswith(("out.weight", "fc2.weight")) else std)
+                residual = name.endswith(("out.weight", "fc2.weight"))
+                nn.init.normal_(p, std=std / (2 * sizes.depth) ** 0.5 if residual else std)
+        if sizes.std is not None:
+            nn.init.normal_(self.embed.weight, std=sizes.std)
+        for layer in self.layers:
+            if layer.far == "codes" and sizes.alike:
+                layer.key_code.weight.data.copy_(layer.query_code.weight.data)
 
     def forward(
         self, tokens: Tensor, asked: Tensor, settings: Settings, start: int = 0, carried: list[Carried] | None = None
@@ -241,6 +281,6 @@ class Model(nn.Module):
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))
         for i, layer in enumerate(self.layers):
-            x = layer(x, settings, start, None if carried is None else carried[i], aux)
+            x = layer(x, Call(settings, asked, start, None if carried is None else carried[i], aux))
         x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
-        return F.linear(self.norm(x), self.embed.weight).float(), aux
+        return F.linear(self.norm(x) * self.scale, self.embed.weight).float(), aux

@@ -4,10 +4,11 @@
     python benchmarks/far/recall.py --far dense --haystack filler --lr 2e-3 --before 0 --steps 400 400 400 400 \
         --local 2048 2048 2048 2048 --out rows                                           # E0
     # on a core of a CPU, two minutes
-    python benchmarks/far/recall.py --far codes --device cpu --width 64 --keys 64 --per-pair 16 --queries 3 --lengths 64 256 \
-        --steps 150 100 --local 16 32 --soft-until 64 --tokens 4096 --test 256 1024 4096 --test-tokens 8192 --out rows
+    python benchmarks/far/recall.py --far codes --device cpu --width 64 --keys 64 --per-pair 16 --queries 3 \
+        --lengths 64 256 --steps 150 100 --local 16 32 --soft-until 64 --tokens 4096 --test 256 1024 4096 \
+        --test-tokens 8192 --out rows
 
-Writes a line of JSON for the training and one for each test to OUT/NAME.jsonl as it goes, and the weights to OUT/NAME.pt.
+Writes lines of JSON to OUT/NAME.jsonl as it goes, each tenth of the training and each test, and the weights to OUT/NAME.pt.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--probes", type=int, default=2, help="lookups of a query in training")
     p.add_argument("--start", choices=("pair", "trigram"), default="trigram", help="convolutions of codes, at first")
     p.add_argument("--before", type=float, default=1.0, help="tap of the token before in the far head's keys, at first")
+    p.add_argument("--alike", action="store_true", help="projections of codes begin with equal weights")
+    p.add_argument("--std", type=float, help="of the embedding, at first; default: small, as that of all matrices")
+    p.add_argument("--sharp", type=float, help="root mean square of the code logits of a group; default: as they are")
     p.add_argument("--agree", type=float, default=0.1, help="weight of the loss")
     p.add_argument("--contrast", type=float, default=0.1)
     p.add_argument("--balance", type=float, default=0.1)
+    p.add_argument("--spread", type=float, default=0.0, help="balance of the codes of asked queries")
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     p.add_argument("--steps", type=int, nargs="+", default=[400, 400, 300, 200], help="of each length")
     p.add_argument("--local", type=int, nargs="+", default=[128, 512, 2048, 2048], help="local segments at each length")
@@ -82,7 +87,7 @@ def task_of(a: argparse.Namespace) -> Task:
 
 def sizes_of(a: argparse.Namespace, vocabulary: int) -> Sizes:
     """The model's sizes of a command line."""
-    names = ("far", "far_layer", "width", "groups", "codes", "latest", "before", "start")
+    names = ("far", "far_layer", "width", "groups", "codes", "latest", "before", "start", "alike", "std", "sharp")
     return Sizes(vocabulary, **{name: getattr(a, name) for name in names})
 
 
@@ -94,19 +99,23 @@ def write(a: argparse.Namespace, row: dict[str, Any]) -> None:
     print(line, flush=True)
 
 
-def loss_of(model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_of(
+    model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(training loss, nats of the answers, losses and counts of the far head)."""
     tokens, asked, answers, _ = batch
     with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
         logits, aux = model(tokens, asked, settings)
         nats = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
-    extra = sum(getattr(a, name) * aux[name] for name in ("agree", "contrast", "balance") if name in aux)
+    extra = sum(getattr(a, name) * aux[name] for name in ("agree", "contrast", "balance", "spread") if name in aux)
     return nats + extra, nats.detach(), aux
 
 
 def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
     """Train at each length, and say what was learned."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda"
+    )
     gen = torch.Generator(a.device).manual_seed(1000 + a.seed)
     total, step, began, curve, seconds = sum(a.steps), 0, time.monotonic(), [], {}
     for size, steps, local in zip(a.lengths, a.steps, a.local, strict=True):
@@ -125,7 +134,16 @@ def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
             if step % max(1, total // 10) == 0:
                 recent = torch.stack(curve[-max(1, total // 10) :]).mean().item() / math.log(2)
                 extra = {k: round(v.float().mean().item(), 4) for k, v in aux.items()}
-                write(a, {"step": step, "length": size, "bits": round(recent, 3), **extra, "seconds": round(time.monotonic() - began, 1)})
+                write(
+                    a,
+                    {
+                        "step": step,
+                        "length": size,
+                        "bits": round(recent, 3),
+                        **extra,
+                        "seconds": round(time.monotonic() - began, 1),
+                    },
+                )
         seconds[size] = round(time.monotonic() - began, 1)
     tenths = [round(x.mean().item() / math.log(2), 3) for x in torch.stack(curve).tensor_split(10)]
     return {"trained": total, "train bits": tenths, "seconds": seconds}
@@ -147,12 +165,20 @@ def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Na
             read = aux["rows"].float()
             rows.append(torch.stack([read.mean(), read.gather(1, asked).mean()]))
     right, octave = torch.cat(right).double(), torch.cat(far).double().log2().floor().long()
-    by = {2**o: [round(right[octave == o].mean().item() * 100, 1), int((octave == o).sum())] for o in octave.unique().tolist()}
+    by = {
+        2**o: [round(right[octave == o].mean().item() * 100, 1), int((octave == o).sum())]
+        for o in octave.unique().tolist()
+    }
     read = dict(zip(("rows", "rows asked"), torch.stack(rows).mean(0).tolist(), strict=True)) if rows else {}
     return {
-        "test": size, "right": round(right.mean().item() * 100, 2), "asked": len(right), "sequences": count,
-        "bits": round(torch.cat(nats).mean().item() / math.log(2), 4), **{k: round(v, 2) for k, v in read.items()}, "by octave": by,
-    }  # fmt: skip
+        "test": size,
+        "right": round(right.mean().item() * 100, 2),
+        "asked": len(right),
+        "sequences": count,
+        "bits": round(torch.cat(nats).mean().item() / math.log(2), 4),
+        **{k: round(v, 2) for k, v in read.items()},
+        "by octave": by,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -174,7 +200,10 @@ def main(argv: list[str] | None = None) -> None:
                 torch.cuda.empty_cache()
             began = time.monotonic()
             row = test(model, task, size, Settings(a.local[-1], probes), a)
-            write(a, {**row, "probes": probes if a.far == "codes" else None, "seconds": round(time.monotonic() - began, 1)})
+            write(
+                a,
+                {**row, "probes": probes if a.far == "codes" else None, "seconds": round(time.monotonic() - began, 1)},
+            )
 
 
 if __name__ == "__main__":

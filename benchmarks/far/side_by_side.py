@@ -2,7 +2,8 @@
 
     python benchmarks/far/side_by_side.py jobs.txt --at-once 6 --logs logs
 
-A line of the list is a command for the shell. An empty line waits until all before it have ended. Prints when each begins and ends.
+A line of the list is a command for the shell. An empty line waits until all before it have ended. Prints when each
+begins and ends.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/far/stream.py rows/codes.pt --tokens 16777216 --name codes --out rows
 
-Every token passes all layers. A layer keeps the last inputs of its convolutions and the last local rows, and the far head the `latest` rows of each
-code, so that the result is that of the model on the whole sequence. Writes a line of JSON to OUT/NAME.jsonl, and one
-for each tenth of the stream to the screen.
+Every token passes all layers. A layer keeps the last inputs of its convolutions and the last local rows, and the far head
+the `latest` rows of each code, so that the result is that of the model on the whole sequence. Writes a line of JSON to
+OUT/NAME.jsonl, and one for each tenth of the stream to the screen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
             seen = torch.cat(right)
             print(json.dumps({"read": start + stream.chunk, "asked": len(seen), "right": int(seen.sum()),
                               "seconds": round(time.monotonic() - began, 1)}), flush=True)  # fmt: skip
-    return summary(torch.cat(right), rows.item() / stream.size, torch.cat(asked_rows), carried[model.sizes.far_layer], began)
+    return summary(
+        torch.cat(right), rows.item() / stream.size, torch.cat(asked_rows), carried[model.sizes.far_layer], began
+    )
 
 
 def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, began: float) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Letters: B batch, N tokens, V keys and as many values, C pairs, A asked positions of a sequence.
 
-Tokens 0 to H - 1 are the haystack's, H to H + V - 1 the keys, H + V to H + 2 V - 1 the values. H is 1 for the filler, 64 for noise,
-256 for the bytes of a text.
+Tokens 0 to H - 1 are the haystack's, H to H + V - 1 the keys, H + V to H + 2 V - 1 the values. H is 1 for the filler, 64
+for noise, 256 for the bytes of a text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Task:
         if self.haystack not in KINDS:
             raise ValueError(f"haystack is {self.haystack!r}; take one of {', '.join(KINDS)}")
         if (self.haystack == "text") != (self.text is not None):
-            raise ValueError(f"haystack is {self.haystack!r} and text is {self.text!r}: a text, and only a text, needs --text FILE")
+            raise ValueError(
+                f"haystack is {self.haystack!r} and text is {self.text!r}: a text, and only a text, needs --text FILE"
+            )
         self.first = KINDS[self.haystack]
         self.vocabulary = self.first + 2 * self.keys
         self.bytes = None
@@ -47,7 +49,9 @@ class Task:
         border = len(self.bytes) * 9 // 10
         begin, end = (0, border) if training else (border, len(self.bytes))
         if end - begin < size:
-            raise ValueError(f"the part of {self.text} has {end - begin:,} bytes, and a sequence {size:,}: take a longer text")
+            raise ValueError(
+                f"the part of {self.text} has {end - begin:,} bytes, and a sequence {size:,}: take a longer text"
+            )
         start = torch.randint(begin, end - size + 1, (batch, 1), generator=gen, device=self.device)
         return self.bytes[start + torch.arange(size, device=self.device)].long()
 
@@ -59,8 +63,10 @@ class Task:
         phase = torch.randint(0, 2, (batch, 1), generator=gen, device=self.device)
         return slots[:, :count] * 2 + phase
 
-    def draw(self, size: int, batch: int, gen: torch.Generator, repeats: int = 1, training: bool = True) -> tuple[Tensor, ...]:
-        """(tokens (B, N), asked positions (B, A), answers (B, A), distances to the pair (B, A)); each key is asked `repeats` times."""
+    def draw(
+        self, size: int, batch: int, gen: torch.Generator, repeats: int = 1, training: bool = True
+    ) -> tuple[Tensor, ...]:
+        """(B, N) tokens; (B, A) asked positions, answers, distances to the pair. Each key is asked `repeats` times."""
         count, half, device = min(size // self.per_pair, self.most_pairs, self.keys), size // 2, self.device
         tokens, rows = self.hay(batch, size, gen, training), torch.arange(batch, device=device)[:, None]
         key = torch.rand(batch, self.keys, generator=gen, device=device).argsort(1)[:, :count]
@@ -80,7 +86,9 @@ class Stream:
 
     def __init__(self, task: Task, size: int, chunk: int, seed: int) -> None:
         if task.haystack == "text" or size % chunk:
-            raise ValueError(f"a stream has a haystack of noise or filler and whole chunks; got {task.haystack} and {size} / {chunk}")
+            raise ValueError(
+                f"a stream has a haystack of noise or filler and whole chunks; got {task.haystack} and {size} / {chunk}"
+            )
         self.task, self.size, self.chunk, self.seed = task, size, chunk, seed
         gen = torch.Generator(task.device).manual_seed(seed)
         count, half, device = min(size // task.per_pair, task.most_pairs, task.keys), size // 2, task.device

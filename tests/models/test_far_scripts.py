@@ -1,4 +1,4 @@
-"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, and a tiny run leaves its rows."""
+"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, a tiny run leaves its rows."""
 
 import importlib
 import json
@@ -50,10 +50,12 @@ def by_sorting(codes, q, k, v, z_q, z_k, null, latest, probes):
     query = torch.cat([q, z_q.softmax(-1).flatten(2)], -1).flatten(0, 1).repeat(probes, 1)
     code = (codes.probed(z_q, probes) + sequence).flatten()
     read = codes.exact(query, code, position.repeat(probes), rows, latest, dim, groups)
-    return codes.mix(codes.Read(*(x.view(probes, batch, size, *x.shape[1:]) for x in vars(read).values())), null[0])[0]
+    return codes.mix(read.shaped(probes, batch, size), null[0])[0]
 
 
-@pytest.mark.parametrize("batch,size,groups,many,latest,probes", [(2, 37, 2, 3, 4, 2), (1, 150, 1, 2, 5, 1), (2, 90, 3, 2, 70, 3)])
+@pytest.mark.parametrize(
+    "batch,size,groups,many,latest,probes", [(2, 37, 2, 3, 4, 2), (1, 150, 1, 2, 5, 1), (2, 90, 3, 2, 70, 3)]
+)
 def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, probes):
     """Outputs and gradients, to the rounding of the softmax's float32."""
     gen = torch.Generator().manual_seed(size)
@@ -70,14 +72,15 @@ def test_soft_equals_exact_where_all_codes_are_equal(far):
     """One code, and as many rows as there are: outputs, and the losses of training."""
     codes, gen = far["codes"], torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 30, 8, generator=gen) for _ in range(3))
-    z_q, z_k = (torch.cat([torch.full((2, 30, 2, 1), 9.0), torch.randn(2, 30, 2, 2, generator=gen)], -1) for _ in range(2))
+    z_q, z_k = (
+        torch.cat([torch.full((2, 30, 2, 1), 9.0), torch.randn(2, 30, 2, 2, generator=gen)], -1) for _ in range(2)
+    )
     query, packed = torch.cat([q, z_q.softmax(-1).flatten(2)], -1), torch.cat([k, v, z_k.softmax(-1).flatten(2)], -1)
     sequence, position = torch.arange(2)[:, None] * 9, torch.arange(30).expand(2, -1).flatten()
     rows = codes.Rows((codes.numbers(z_k) + sequence).flatten(), position, packed.flatten(0, 1))
     code = (codes.probed(z_q, 1) + sequence).flatten()
     exact = codes.exact(query.flatten(0, 1), code, position, rows, 30, 8, 2)
-    exact = codes.Read(*(x.view(1, 2, 30, *x.shape[1:]) for x in vars(exact).values()))
-    soft = codes.Read(*(x[None] for x in vars(codes.soft(query, packed, 8, 2)).values()))
+    exact, soft = (read.shaped(1, 2, 30) for read in (exact, codes.soft(query, packed, 8, 2)))
     for one, other in zip(codes.mix(exact, torch.zeros(())), codes.mix(soft, torch.zeros(())), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert torch.equal(exact.count, soft.count)
@@ -117,8 +120,8 @@ def test_task(far, haystack, tmp_path):
 def test_tiny_run(far, arm, tmp_path):
     """Every arm trains, and leaves its rows and weights; codes are streamed."""
     options = (
-        "--device cpu --width 16 --keys 8 --per-pair 16 --queries 2 --lengths 32 64 --steps 3 2 --local 8 16 --soft-until 32 --tokens 128 "
-        f"--test 64 256 --test-tokens 256 --out {tmp_path} --name {arm} --far {arm}"
+        "--device cpu --width 16 --keys 8 --per-pair 16 --queries 2 --lengths 32 64 --steps 3 2 --local 8 16 "
+        f"--soft-until 32 --tokens 128 --test 64 256 --test-tokens 256 --out {tmp_path} --name {arm} --far {arm}"
     )
     far["recall"].main(options.split())
     rows = [json.loads(line) for line in (tmp_path / f"{arm}.jsonl").read_text().splitlines()]
