@@ -1,0 +1,286 @@
+"""A transformer with local heads and one far head, whole or chunk by chunk.
+
+Letters: B batch, N tokens, E width, H heads, D head dim, W taps, w local segment length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import codes
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FAR = ("codes", "dense", "rotary", "window")
+BASE = 1e7
+
+
+@dataclass
+class Sizes:
+    """What a model is made of.
+
+    start: how the convolutions of codes begin.
+    alike: the projections of codes of queries and keys begin with equal weights.
+    std: of the embedding, which the output shares, scaled so that logits begin alike; None: that of all matrices.
+    sharp: root mean square that the code logits of a group are brought to; None: as they are.
+    """
+
+    vocabulary: int
+    far: str = "codes"
+    far_layer: int = 0
+    depth: int = 4
+    width: int = 256
+    heads: int = 4
+    groups: int = 4
+    codes: int = 16
+    latest: int = 64
+    before: float = 1.0
+    start: str = "pair"
+    alike: bool = False
+    std: float | None = None
+    sharp: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.far not in FAR:
+            raise ValueError(f"far is {self.far!r}; take one of {', '.join(FAR)}")
+        if not 0 <= self.far_layer < self.depth:
+            raise ValueError(f"far_layer is {self.far_layer}, but layers are 0 to {self.depth - 1}")
+
+
+@dataclass
+class Settings:
+    """What may change between steps: local segment length, lookups of a query, and whether codes read all rows."""
+
+    local: int = 2048
+    probes: int = 1
+    soft: bool = False
+
+
+@dataclass
+class Carried:
+    """What a layer keeps from chunk to chunk: last inputs of convolutions, last local rows, and the far head's rows."""
+
+    tails: dict[str, Tensor] = field(default_factory=dict)
+    rows: codes.Rows | None = None
+
+
+@dataclass
+class Call:
+    """What a layer is called with besides its input: `aux` gets the far head's losses and counts; `carried` is a chunk's."""
+
+    settings: Settings
+    asked: Tensor
+    start: int
+    carried: Carried | None
+    aux: dict[str, Tensor]
+
+
+def convolve(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
+    """(B, N, C): the sum over taps i of weight_i x_(p - i), after the W - 1 rows `before`."""
+    taps, size = len(weight), x.shape[1]
+    x, weight = torch.cat([before, x], 1), weight.to(x.dtype)
+    out = x[:, taps - 1 :] * weight[0]
+    for i in range(1, taps):
+        out = out + x[:, taps - 1 - i : taps - 1 - i + size] * weight[i]
+    return out
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of (B, N, H, D), by (N, 1, D / 2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def angles(size: int, first: int, period: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (N, 1, D / 2) at positions first, first + 1, ... modulo a period."""
+    positions = (torch.arange(size, device=device) + first) % period
+    rate = BASE ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    angle = positions[:, None, None] * rate
+    return angle.cos().float(), angle.sin().float()
+
+
+class Taps(nn.Module):
+    """A causal depthwise convolution of (B, N, C)."""
+
+    def __init__(self, channels: int, start: tuple[float, ...] = (1, 0, 0, 0)) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(start, dtype=torch.float32)[:, None].repeat(1, channels))
+
+    def forward(self, x: Tensor, carried: Carried | None, name: str) -> Tensor:
+        """The convolution after the last rows of the chunk before."""
+        size = len(self.weight) - 1
+        new = carried is None or name not in carried.tails
+        before = x.new_zeros(len(x), size, x.shape[2]) if new else carried.tails[name]
+        if carried is not None:
+            carried.tails[name] = torch.cat([before, x], 1)[:, -size:]
+        return convolve(x, self.weight, before)
+
+
+class Layer(nn.Module):
+    """Attention, of which the last head may be the far head, and an MLP."""
+
+    def __init__(self, sizes: Sizes, index: int) -> None:
+        super().__init__()
+        width, self.sizes, self.index = sizes.width, sizes, index
+        self.dim, self.shifted = width // sizes.heads, index % 2
+        self.far = sizes.far if index == sizes.far_layer and sizes.far != "window" else None
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.taps = Taps(2 * width)
+        if index == sizes.far_layer:  # of all arms alike: the far head's keys begin with the token before
+            self.taps.weight.data[1, width - self.dim : width] = sizes.before
+        if self.far == "codes":
+            queries, keys = {
+                "pair": ((1, 0, 0, 0), (1, sizes.before, 0, 0)),
+                "trigram": ((1, 0.8, 0.6, 0), (0, 1, 0.8, 0.6)),
+            }[sizes.start]
+            self.query_taps, self.key_taps = Taps(width, queries), Taps(width, keys)
+            self.query_code = nn.Linear(width, sizes.groups * sizes.codes, bias=False)
+            self.key_code = nn.Linear(width, sizes.groups * sizes.codes, bias=False)
+            self.null = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        """(B, N, E) to (B, N, E)."""
+        y = self.norm1(x)
+        q, k, v = self.qkv(y).chunk(3, -1)
+        k, v = self.taps(torch.cat([k, v], -1), call.carried, "kv").chunk(2, -1)
+        heads = [z.unflatten(-1, (self.sizes.heads, self.dim)) for z in (q, k, v)]
+        if self.far is None:
+            out = self.local(*heads, call.settings.local, call.carried)
+        else:
+            near = self.local(*(z[:, :, :-1] for z in heads), call.settings.local, call.carried)
+            far = [z[:, :, -1] for z in heads]
+            far = self.hashed(y, *far, call) if self.far == "codes" else self.dense(*far, call.carried)
+            out = torch.cat([near, far[:, :, None].to(near.dtype)], 2)
+        x = x + self.out(out.flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+    def local(self, q: Tensor, k: Tensor, v: Tensor, width: int, carried: Carried | None) -> Tensor:
+        """Segments of `width`, shifted by half in odd layers; chunks begin at whole segments."""
+        size, half = q.shape[1], width // 2 if self.shifted else 0
+        width = min(width, size) if not half else width
+        # only differences inside of a segment count, so positions begin anew in each
+        turned = angles(size, half, width, self.dim, q.device)
+        q, k = turn(q, *turned), turn(k, *turned)
+        if not half:
+            return self.segments(q, k, v, width)
+        if carried is None or "local" not in carried.tails:
+            first = self.segments(*(z[:, :half] for z in (q, k, v)), half)
+            rest = self.aligned(*(z[:, half:] for z in (q, k, v)), width) if size > half else first[:, :0]
+            result = torch.cat([first, rest], 1)
+        else:
+            before_k, before_v = carried.tails["local"]
+            k, v = torch.cat([before_k, k], 1), torch.cat([before_v, v], 1)
+            q = torch.cat([torch.zeros_like(q[:, :half]), q], 1)
+            result = self.aligned(q, k, v, width)[:, half:]
+        if carried is not None:
+            carried.tails["local"] = torch.stack([k[:, -half:], v[:, -half:]])
+        return result
+
+    def aligned(self, q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
+        """Whole segments, and what is left."""
+        whole = q.shape[1] // width * width
+        parts = [(slice(0, whole), width), (slice(whole, None), q.shape[1] - whole)]
+        return torch.cat([self.segments(q[:, s], k[:, s], v[:, s], n) for s, n in parts if n and q[:, s].shape[1]], 1)
+
+    @staticmethod
+    def segments(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
+        """Causal attention in segments of `width` of (B, N, H, D)."""
+        width = min(width, q.shape[1])
+        cut = [z.unflatten(1, (-1, width)).flatten(0, 1).transpose(1, 2) for z in (q, k, v)]
+        out = F.scaled_dot_product_attention(*cut, is_causal=True)
+        return out.transpose(1, 2).unflatten(0, (len(q), -1)).flatten(1, 2)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, carried: Carried | None) -> Tensor:
+        """All rows j <= p, with rotary positions or without."""
+        if carried is not None:
+            raise ValueError(f"a far head {self.far!r} keeps all rows; chunks are for codes")
+        q, k, v = (z[:, :, None] for z in (q, k, v))
+        if self.far == "rotary":
+            turned = angles(q.shape[1], 0, q.shape[1], self.dim, q.device)
+            q, k = turn(q, *turned), turn(k, *turned)
+        return self.segments(q, k, v, q.shape[1])[:, :, 0]
+
+    def hashed(self, y: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Rows of the query's codes. The losses agree and contrast are means over the positions that are asked.
+
+        What other positions read has no effect on the answers, and their weights would make all codes equal.
+        """
+        sizes, carried, asked = self.sizes, call.carried, call.asked
+        cut = (sizes.groups, sizes.codes)
+        z_q = self.query_code(self.query_taps(y, carried, "query")).float().unflatten(-1, cut)
+        z_k = self.key_code(self.key_taps(y, carried, "key")).float().unflatten(-1, cut)
+        if sizes.sharp is not None:
+            z_q, z_k = (F.rms_norm(z, cut[1:]) * sizes.sharp for z in (z_q, z_k))
+        chances = z_k.softmax(-1)
+        query = torch.cat([q, z_q.softmax(-1).flatten(2).to(q.dtype)], -1)
+        packed = torch.cat([k, v, chances.flatten(2).to(k.dtype)], -1)
+        if call.settings.soft:
+            read = codes.soft(query, packed, self.dim, sizes.groups).shaped(1, *q.shape[:2])
+        else:
+            read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
+        out, agree, contrast = codes.mix(read, self.null)
+        # balance is about all rows, spread about asked queries: without it the asked keys may share one code
+        asking = z_q.softmax(-1)[torch.arange(len(q), device=q.device)[:, None], asked]
+        call.aux.update(
+            agree=agree.gather(1, asked).mean(),
+            contrast=contrast.gather(1, asked).mean(),
+            balance=codes.balance(chances),
+            spread=codes.balance(asking),
+            rows=read.count.sum(0),
+        )
+        return out
+
+    def look_up(self, query: Tensor, packed: Tensor, z_q: Tensor, code: Tensor, call: Call) -> codes.Read:
+        """The exact form: rows of code (B, N), also those that chunks before left, and (P, B, N, …) of what is read."""
+        sizes, probes, (batch, size) = self.sizes, call.settings.probes, code.shape
+        sequence = torch.arange(batch, device=code.device)[:, None] * sizes.codes**sizes.groups
+        position = (torch.arange(size, device=code.device) + call.start).repeat(batch)
+        rows = codes.Rows((code + sequence).flatten(), position, packed.flatten(0, 1))
+        if call.carried is not None and call.carried.rows is not None:
+            rows = call.carried.rows.joined(rows)
+        wanted = (codes.probed(z_q, probes) + sequence).flatten()
+        lookups = query.flatten(0, 1).expand(probes, -1, -1).flatten(0, 1)
+        read = codes.exact(lookups, wanted, position.repeat(probes), rows, sizes.latest, self.dim, sizes.groups)
+        if call.carried is not None:
+            call.carried.rows = rows.latest(sizes.latest)
+        return read.shaped(probes, batch, size)
+
+
+class Model(nn.Module):
+    """Tokens to the logits of some positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes, i) for i in range(sizes.depth))
+        self.norm = nn.RMSNorm(sizes.width, eps=1e-6)
+        std = (2 / (5 * sizes.width)) ** 0.5
+        self.scale = 1.0 if sizes.std is None else std / sizes.std
+        for name, p in self.named_parameters():
+            if p.ndim == 2 and "taps" not in name:
+                residual = name.endswith(("out.weight", "fc2.weight"))
+                nn.init.normal_(p, std=std / (2 * sizes.depth) ** 0.5 if residual else std)
+        if sizes.std is not None:
+            nn.init.normal_(self.embed.weight, std=sizes.std)
+        for layer in self.layers:
+            if layer.far == "codes" and sizes.alike:
+                layer.key_code.weight.data.copy_(layer.query_code.weight.data)
+
+    def forward(
+        self, tokens: Tensor, asked: Tensor, settings: Settings, start: int = 0, carried: list[Carried] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """((B, A, vocabulary) logits at `asked` (B, A), losses and counts); with `carried` a chunk from `start` on."""
+        x, aux = self.embed(tokens), {}
+        if torch.is_autocast_enabled(tokens.device.type):
+            x = x.to(torch.get_autocast_dtype(tokens.device.type))
+        for i, layer in enumerate(self.layers):
+            x = layer(x, Call(settings, asked, start, None if carried is None else carried[i], aux))
+        x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
+        return F.linear(self.norm(x) * self.scale, self.embed.weight).float(), aux

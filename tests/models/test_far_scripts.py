@@ -1,0 +1,138 @@
+"""benchmarks/far on the CPU: exact codes equal the definition, chunks equal the whole, a tiny run leaves its rows."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "far"
+NAMES = ("codes", "task", "model", "recall", "stream")
+
+
+@pytest.fixture(scope="module")
+def far():
+    """The scripts, as they import each other."""
+    before = {name: sys.modules.pop(name, None) for name in NAMES}
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: importlib.import_module(name) for name in NAMES}
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+            if before[name] is not None:
+                sys.modules[name] = before[name]
+
+
+def by_definition(codes, q, k, v, z_q, z_k, null, latest, probes):
+    """Loops over queries and rows."""
+    out = torch.zeros_like(q)
+    for b in range(len(q)):
+        looked_up, code = codes.probed(z_q[b], probes), codes.numbers(z_k[b])
+        for p in range(q.shape[1]):
+            rows = [j for c in looked_up[:, p] for j in [j for j in range(p + 1) if code[j] == c][-latest:]]
+            agree = (z_q[b, p].log_softmax(-1) + z_k[b, rows].log_softmax(-1)).logsumexp(-1).sum(-1)
+            scores = k[b, rows] @ q[b, p] * q.shape[-1] ** -0.5 + agree
+            out[b, p] = torch.cat([null, scores]).softmax(0)[1:] @ v[b, rows]
+    return out
+
+
+def by_sorting(codes, q, k, v, z_q, z_k, null, latest, probes):
+    """`codes.exact` as the model calls it."""
+    (batch, size, dim), (groups, many) = q.shape, z_q.shape[-2:]
+    sequence = torch.arange(batch)[:, None] * many**groups
+    position = torch.arange(size).expand(batch, -1).flatten()
+    packed = torch.cat([k, v, z_k.softmax(-1).flatten(2)], -1).flatten(0, 1)
+    rows = codes.Rows((codes.numbers(z_k) + sequence).flatten(), position, packed)
+    query = torch.cat([q, z_q.softmax(-1).flatten(2)], -1).flatten(0, 1).repeat(probes, 1)
+    code = (codes.probed(z_q, probes) + sequence).flatten()
+    read = codes.exact(query, code, position.repeat(probes), rows, latest, dim, groups)
+    return codes.mix(read.shaped(probes, batch, size), null[0])[0]
+
+
+@pytest.mark.parametrize(
+    "batch,size,groups,many,latest,probes", [(2, 37, 2, 3, 4, 2), (1, 150, 1, 2, 5, 1), (2, 90, 3, 2, 70, 3)]
+)
+def test_sorting_equals_the_definition(far, batch, size, groups, many, latest, probes):
+    """Outputs and gradients, to the rounding of the softmax's float32."""
+    gen = torch.Generator().manual_seed(size)
+    draw = lambda *shape: torch.randn(*shape, generator=gen, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    inputs = [draw(batch, size, 8) for _ in range(3)] + [draw(batch, size, groups, many) for _ in range(2)] + [draw(1)]
+    weight = torch.randn(batch, size, 8, generator=gen, dtype=torch.float64)
+    outs = [f(far["codes"], *inputs, latest, probes) for f in (by_definition, by_sorting)]
+    torch.testing.assert_close(*outs, atol=2e-6, rtol=0)
+    for one, other in zip(*(torch.autograd.grad((out * weight).sum(), inputs) for out in outs), strict=True):
+        torch.testing.assert_close(one, other, atol=5e-6, rtol=0)
+
+
+def test_soft_equals_exact_where_all_codes_are_equal(far):
+    """One code, and as many rows as there are: outputs, and the losses of training."""
+    codes, gen = far["codes"], torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 30, 8, generator=gen) for _ in range(3))
+    z_q, z_k = (
+        torch.cat([torch.full((2, 30, 2, 1), 9.0), torch.randn(2, 30, 2, 2, generator=gen)], -1) for _ in range(2)
+    )
+    query, packed = torch.cat([q, z_q.softmax(-1).flatten(2)], -1), torch.cat([k, v, z_k.softmax(-1).flatten(2)], -1)
+    sequence, position = torch.arange(2)[:, None] * 9, torch.arange(30).expand(2, -1).flatten()
+    rows = codes.Rows((codes.numbers(z_k) + sequence).flatten(), position, packed.flatten(0, 1))
+    code = (codes.probed(z_q, 1) + sequence).flatten()
+    exact = codes.exact(query.flatten(0, 1), code, position, rows, 30, 8, 2)
+    exact, soft = (read.shaped(1, 2, 30) for read in (exact, codes.soft(query, packed, 8, 2)))
+    for one, other in zip(codes.mix(exact, torch.zeros(())), codes.mix(soft, torch.zeros(())), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert torch.equal(exact.count, soft.count)
+
+
+@pytest.mark.parametrize("far_layer", [0, 2])
+def test_chunks_equal_the_whole(far, far_layer):
+    model = far["model"]
+    torch.manual_seed(far_layer)
+    sizes = model.Sizes(96, far_layer=far_layer, width=32, groups=2, codes=4, latest=8, start="trigram")
+    net, settings = model.Model(sizes).eval(), model.Settings(local=16, probes=2)
+    tokens = torch.randint(0, 96, (1, 256))
+    with torch.no_grad():
+        whole, aux = net(tokens, torch.arange(256)[None], settings)
+        carried = [model.Carried() for _ in net.layers]
+        parts = [net(tokens[:, i : i + 64], torch.arange(64)[None], settings, i, carried)[0] for i in range(0, 256, 64)]
+    assert aux["rows"].max() == 16  # the bound is met, so that dropping rows from what is carried matters
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("haystack", ["filler", "noise", "text"])
+def test_task(far, haystack, tmp_path):
+    """Each asked key stands before its value at the distance that is said, and nowhere else in the first half."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 40)
+    task = far["task"].Task(haystack, keys=16, per_pair=16, text=str(text) if haystack == "text" else None)
+    tokens, asked, answers, distance = task.draw(256, 3, torch.Generator().manual_seed(1), repeats=2)
+    assert asked.shape == (3, 32) and asked.min() >= 128
+    pair = asked - distance
+    for at in (pair, asked):
+        torch.testing.assert_close(tokens.gather(1, at), tokens.gather(1, asked))
+        torch.testing.assert_close(tokens.gather(1, at + 1), answers)
+    assert (tokens[:, :128] >= task.first).sum() == 3 * 2 * 16 and tokens.max() < task.vocabulary
+
+
+@pytest.mark.parametrize("arm", ["codes", "dense", "rotary", "window"])
+def test_tiny_run(far, arm, tmp_path):
+    """Every arm trains, and leaves its rows and weights; codes are streamed."""
+    options = (
+        "--device cpu --width 16 --keys 8 --per-pair 16 --queries 2 --lengths 32 64 --steps 3 2 --local 8 16 "
+        f"--soft-until 32 --tokens 128 --test 64 256 --test-tokens 256 --out {tmp_path} --name {arm} --far {arm}"
+    )
+    far["recall"].main(options.split())
+    rows = [json.loads(line) for line in (tmp_path / f"{arm}.jsonl").read_text().splitlines()]
+    tests = [row for row in rows if "test" in row]
+    assert [(row["test"], row["probes"]) for row in tests] == (
+        [(64, 2), (64, 1), (256, 2), (256, 1)] if arm == "codes" else [(64, None), (256, None)]
+    )
+    if arm != "codes":
+        with pytest.raises(SystemExit):
+            far["stream"].main([str(tmp_path / f"{arm}.pt"), "--tokens", "64", "--out", str(tmp_path)])
+        return
+    far["stream"].main([str(tmp_path / "codes.pt"), *f"--tokens 256 --chunk 64 --device cpu --out {tmp_path}".split()])
+    row = json.loads((tmp_path / "stream.jsonl").read_text())
+    assert row["stream"] == 256 and row["asked"] == 8 and row["rows kept"] == 256
