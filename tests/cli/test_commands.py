@@ -5,6 +5,7 @@ import io
 import logging
 import shlex
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -156,7 +157,10 @@ def test_predicts_a_csv(cli, fitted, config):
     found = list(result.folder.rglob("predictions.csv"))
     assert len(found) == 1
     header, *lines = csv.reader(found[0].open())
-    assert header == ["index", "tokens", "bits_per_byte"] and [line[:2] for line in lines] == [["0", "64"], ["1", "64"]]
+    assert header == ["index", "tokens", "bits_per_byte", "file", "offset"]
+    assert [line[:2] for line in lines] == [["0", "64"], ["1", "64"]]
+    (file,) = {line[3] for line in lines}
+    assert Path(file).is_file() and int(lines[1][4]) - int(lines[0][4]) == 64
     bits = sum(float(line[2]) for line in lines) / 2
     assert bits == pytest.approx(evaluate(fitted.ckpt, result.folder, "test")["test_bits_per_byte"], rel=1e-5)
 
