@@ -60,6 +60,8 @@ def check_input(path: object) -> None:
     Lightning passes local paths to fsspec too, which takes `::` in one for a chain.
     """
     check_address(path)
+    if is_address(path) and store_of(str(path)) in ("file", "local"):
+        refuse_special(str(path).partition("://")[2])
     if isinstance(path, (str, os.PathLike)) and not is_address(path):
         if "::" in str(path):
             raise ValueError(f"{path} is a chain of addresses (::), which could {_CHAIN}")

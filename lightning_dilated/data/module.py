@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_dilated._compat.lightning import restricted_classmethod
-from lightning_dilated._validation import flag, integer, real
+from lightning_dilated._validation import check_input, flag, integer, real
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.remote import Opener
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
@@ -60,7 +60,11 @@ class SplitDataModule(pl.LightningDataModule):
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, but no parser reads the file's hyperparameters: the constructor takes them as they are."""
+        """Lightning's, but no parser reads the file's hyperparameters: the constructor takes them as they are.
+
+        Raises: ValueError for a fifo or device, and for an address that `check_address` refuses.
+        """
+        check_input(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **{**kwargs, "_instantiator": None})
 
     def __init__(

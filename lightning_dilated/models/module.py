@@ -44,7 +44,7 @@ from lightning_dilated._compat.lightning import (
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
-from lightning_dilated._validation import check_input, integer
+from lightning_dilated._validation import check_input, integer, text_of
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
@@ -680,12 +680,15 @@ def read_hparams(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: for other suffixes, and YAML of something else.
     """
+    check_input(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"hparams_file {path}: no such file.")
     if path.suffix.lower() == ".csv":
         return dict(load_hparams_from_tags_csv(path))
     if path.suffix.lower() not in (".yml", ".yaml"):
         raise ValueError(f"hparams_file {path} must be a .csv, .yml or .yaml.")
     try:
-        values = yaml.load(path.read_text(), _PlainLoader) or {}
+        values = yaml.load(text_of(path), _PlainLoader) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"hparams_file {path} is not YAML of plain values ({error}).") from None
     if not isinstance(values, dict):

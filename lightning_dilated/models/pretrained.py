@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import itertools
 import json
 import re
 import sys
@@ -37,6 +36,8 @@ TRAINING = ("optimizer", "lr_scheduler")
 #: the classes that a file may name among the arguments of a model, all of plain values
 VALUES: dict[str, Any] = {cls.__name__: cls for cls in (Branch, DilatedPattern, Global, Recurrence, Window)}
 _CLASS = ("class_path", "_class_path")
+#: bytes of a file that a parser may read an argument from
+_LARGEST_TEXT = 1 << 20
 #: words of a parser, which are no arguments
 _RESERVED = ("class_path", "init_args", "dict_kwargs")
 
@@ -82,7 +83,14 @@ class _Checked:
             values = [self.value(inner, name, depth + 1) for inner in value]
             return tuple(values) if type(value) is tuple else values if type(value) is list else value
         if isinstance(value, str):
-            for inner in _inside(value):
+            try:
+                texts = _inside(value)
+            except (yaml.constructor.ConstructorError, RecursionError):
+                raise ValueError(
+                    f"{self.where} names {value!r:.80} ({name}), and a file does not decide which class is made: this is YAML of "
+                    f"more than plain values. {_remedy(name)}"
+                ) from None
+            for inner in texts:
                 self.value(inner, name, depth + 1)
         return value
 
@@ -162,14 +170,29 @@ def _yaml(text: str) -> Any:
 
 
 def _inside(value: str) -> list[Any]:
-    """What a parser may read from a string: another string, a mapping or list in JSON or YAML, or a file of one."""
+    """What a parser may read from a string: another string, a mapping or list in JSON or YAML, or a file of one.
+
+    Raises:
+        yaml.constructor.ConstructorError: for YAML that is well-formed and not plain, which another loader may take, such as
+            a key that is a mapping.
+        RecursionError: for endless nesting.
+    """
     texts, values = [value], []
     with contextlib.suppress(OSError, ValueError):
-        if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
+        if Path(value).is_file() and Path(value).stat().st_size <= _LARGEST_TEXT:
             texts.append(Path(value).read_text())
-    for load, text in itertools.product((json.loads, _yaml), texts):
-        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-            values.append(load(text))
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            values.append(json.loads(text))
+        try:
+            values.append(_yaml(text))
+        except yaml.constructor.ConstructorError:
+            if (
+                "=" in text or "!" in text
+            ):  # a tag, or the value of a mapping that stands for it: other loaders make a key of it
+                raise
+        except (yaml.YAMLError, ValueError):  # no YAML at all
+            continue
     return [x for x in values if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
 
 

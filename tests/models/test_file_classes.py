@@ -253,6 +253,8 @@ def test_data_of_a_checkpoint(calls, tmp_path, target):
     {"class_path": "lightning_dilated.DilatedPattern", "init_args": {"branches": {"class_path": "os.system"}}},
     {"class_path": "lightning_dilated.Branch", "dict_kwargs": {}}, "'{class_path: evilmod.X}'", {"<<: {class_path: a.b}": 1},
     ({"class_path": "evilmod.X"},), '{\t"class_path":\t"evilmod.X"}', "{2001-99-99: {class_path: evilmod.X}}",
+    "{? !!str {=: class_path} : evilmod.X}", "{? {=: class_path} : evilmod.X}",
+    {"a": ["{? !!str {=: class_path} : evilmod.X}"]},
     '{"\\u0063lass_path": "evilmod.X"}', "a: &a {class_path: evilmod.X}\nb: {<<: *a}",
 ])  # fmt: skip
 def test_refused(tmp_path, monkeypatch, value):

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-from lightning_dilated._validation import known_keys
+from lightning_dilated._validation import known_keys, text_of
 from lightning_dilated.data.text.tokenizer_files import read_files
 from lightning_dilated.integrations.transformers import adapter_folders, lora
 from lightning_dilated.integrations.transformers.patterns import ENTRY
@@ -93,7 +93,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
 def is_of_package(folder: str | Path) -> bool:
     """Whether a folder is one that `consolidate` or `save_pretrained` of this package wrote, not transformers."""
     try:
-        return "class_path" in json.loads((Path(folder) / "config.json").read_text())
+        return "class_path" in json.loads(text_of(Path(folder) / "config.json"))
     except (OSError, ValueError, TypeError):
         return False
 
