@@ -9,6 +9,7 @@ import atexit
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,10 @@ def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
+#: (checkpoint that is being loaded, `strict`), with whose tensors layers are compared before they are made
+LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
+
+
 def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
     """The module of a checkpoint's hyperparameters, with `changes` over them, and its weights, on their device; in all of
     a checkpoint's forms, by `_load_state`; 2.6.6.
@@ -385,8 +390,12 @@ def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | No
     older = ("hparams", "module_arguments", "hparams_type")  # the last may be any function
     kept = {name: value for name, value in checkpoint.items() if name not in older}
     kept["hyper_parameters"] = {**checkpoint["hyper_parameters"], **changes}
-    model = _load_state(cls, kept, strict=strict, **changes)
-    device = next((x.device for x in checkpoint["state_dict"].values() if isinstance(x, torch.Tensor)), None)
+    token = LOADED.set((kept, strict))  # on_load_checkpoint may replace its tensors
+    try:
+        model = _load_state(cls, kept, strict=strict, **changes)
+    finally:
+        LOADED.reset(token)
+    device = next((x.device for x in kept["state_dict"].values() if isinstance(x, torch.Tensor)), None)
     return model if device is None else model.to(device)
 
 

@@ -13,7 +13,6 @@ import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from lightning_dilated._compat.lightning import (
+    LOADED,
     attached_trainer,
     checkpoint_after_optimizer_steps,
     combined_loaders,
@@ -121,8 +121,6 @@ class WarmupCosine(LambdaLR):
 
 
 STAGES = ("train", "val", "test")
-#: tensors of the checkpoint that is being loaded, with which layers are compared before they are made
-_LOADED: ContextVar[Mapping[str, Any] | None] = ContextVar("loaded", default=None)
 
 
 class DilatedModule(Pretrained, LearningRate):
@@ -207,12 +205,7 @@ class DilatedModule(Pretrained, LearningRate):
         hparams = stored_hparams(stored) if hparams_file is None else read_hparams(Path(hparams_file))
         which = class_in_file(cls, hparams.get("_class_path") or cls.__name__, where, "load_from_checkpoint")
         arguments = {k: made_values(v) for k, v in file_arguments(hparams, where, kwargs).items()}
-        state = stored.get("state_dict")
-        token = _LOADED.set(state if isinstance(state, Mapping) else None)
-        try:
-            return made_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
-        finally:
-            _LOADED.reset(token)
+        return made_from_checkpoint(which, {**stored, "hyper_parameters": arguments}, strict, kwargs)
 
     def build(self) -> None:
         """Make the layers; called once, under the strategy's device and dtype."""
@@ -320,8 +313,9 @@ class DilatedModule(Pretrained, LearningRate):
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
         load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None), check_input)
         if not self._built:
-            if (state := _LOADED.get()) is not None:
-                self.load_without_values(state, strict=False)
+            checkpoint, strict = LOADED.get() or ({}, None)
+            if isinstance(state := checkpoint.get("state_dict"), Mapping):
+                self.load_without_values(state, whole=strict is not False)
             self._built = True
             self.build()
             self.train(self.training)  # .eval() may have been called before there were layers
@@ -340,22 +334,23 @@ class DilatedModule(Pretrained, LearningRate):
         return super(DilatedModule, self._built_outside()).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._built and attached_trainer(self) is None:
-            self.load_without_values(*args, **kwargs)
         return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
 
-    def load_without_values(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Self:
+    def load_without_values(self, state_dict: Mapping[str, Any], whole: bool = True) -> Self | None:
         """Compare a state dict with the layers, before these are made: a file may declare sizes that no memory holds.
 
+        Args:
+            whole: whether the state dict is to hold all tensors.
+
         Returns:
-            The model on the meta device.
+            The model on the meta device; None for a `build` of another package that needs values.
 
         Raises:
-            ValueError: for more layers than tensors.
-            RuntimeError: as nn.Module's `load_state_dict`.
+            ValueError: for more layers than tensors; not for a `build` of another package, in which layers may be one.
+            RuntimeError: as nn.Module's `load_state_dict`, for tensors of another size.
         """
-        depth = getattr(self, "depth", 0)
-        if isinstance(depth, int) and depth > len(state_dict):
+        depth, own = getattr(self, "depth", 0), type(self).build.__module__.split(".")[0] == "lightning_dilated"
+        if own and whole and isinstance(depth, int) and depth > len(state_dict):
             raise ValueError(
                 f"the hyperparameters declare depth={depth:,}, but there are {len(state_dict):,} tensors: they are those of "
                 "another model, or the file is not whole."
@@ -363,9 +358,14 @@ class DilatedModule(Pretrained, LearningRate):
         blank: Any = self.planning_copy(depth)
         blank._built = True
         with torch.device("meta"), warnings.catch_warnings():
-            blank.build()
+            try:
+                blank.build()
+            except (RuntimeError, TypeError):  # of tensors without values
+                if own:
+                    raise
+                return None
             warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
-            nn.Module.load_state_dict(blank, state_dict, strict)
+            nn.Module.load_state_dict(blank, state_dict, strict=False)
         return blank
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

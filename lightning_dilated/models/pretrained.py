@@ -540,13 +540,16 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     """Load the tensors into the model, in their dtype; raises ValueError for those that do not fit."""
     try:
-        blank = model.load_without_values(tensors, strict=False)
+        blank = model.load_without_values(tensors)
     except RuntimeError as error:
         raise ValueError(f"{wrong} {CONFIG}. {error}") from None
     except ValueError as error:
         raise ValueError(f"{wrong} {CONFIG}: {error}") from None
-    _check_complete(blank, tensors, wrong)
+    if blank is not None:
+        _check_complete(blank, tensors, wrong)
     model.state_dict()  # makes the layers
+    if blank is None:
+        _check_complete(model, tensors, wrong)
     wide = names_in_fp32(model)  # whatever the others are
     dtypes = {x.dtype for name, x in tensors.items() if x.is_floating_point() and name not in wide}
     if len(dtypes) == 1:

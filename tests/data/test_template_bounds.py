@@ -37,6 +37,13 @@ HOSTILE = {
     "%": "{{ '%9999999999d' % 1 }}",
     "%*": "{{ '%*d' % (9999999999, 1) }}",
     "format": "{{ '{:9999999999}'.format(1) }}",
+    "fields": "{{ ('{:999}' * 99999).format(1) }}",
+    "format with a width": "{{ '{:{}}'.format(1, 9999999999) }}",
+    "format with a text": "{{ '{:{}}'.format(1, '9999999999') }}",
+    "format with a key": "{{ '{a:{w}}'.format_map({'a': 1, 'w': 9999999999}) }}",
+    "|format": "{{ '%9999999999d'|format(1) }}",
+    "% with a key": "{{ '%(a)9999999999d' % {'a': 1} }}",
+    "a precision": "{{ '%.9999999999f' % 1 }}",
     "|tojson": "{{ [1, 2]|tojson(indent=9999999999) }}",
     "|batch": "{{ [1]|batch(9999999999, 1)|list }}",
 }
@@ -61,6 +68,30 @@ def test_templates_in_bounds_are_the_same() -> None:
     text += "{% macro f(n) %}<{{ n }}>{% endmacro %}{{ f(3) }}{{ '%s-%d' % ('a', 2) }}{{ 'a,b'.split(',')|join('+') }}"
     text += "{{ 2 * 3 }}"
     assert _refusing(CHAT, lambda: _compiled(text).render(messages=CHAT.messages)) == "user: hi1/1\n<3>a-2a+b6"
+
+
+NUMBERS = [
+    "{{ messages|tojson(indent=4) }}{{ m.content|tojson(indent=4) }}{{ m.id|tojson(indent=4) }}",
+    "{{ '%s: %s' % (m.role, m.content) }}{{ '%s' % m.id }}{{ '%s %d'|format(m.content, m.id) }}",
+    "{{ '{}: {}'.format(m.content, m.id) }}{{ 'on 20261127: {a}'.format_map({'a': m.content}) }}",
+    "{{ m.content.replace('Call', '4915112345678') }}{{ ['a', 'b']|join('2026112712') }}{{ 'a'|replace('a', m.id) }}",
+    "{% macro f(n) %}{{ n }}{% endmacro %}{{ f(m.id) }}{{ m.content|indent(4) }}{{ m.get('x', 4915112345678) }}",
+]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_numbers_of_a_message_are_no_sizes(text: str) -> None:
+    message = {"role": "user", "content": "Call +4915112345678, id 2026112712123456789", "id": 4915112345678}
+    written = _refusing(CHAT, lambda: _compiled(text).render(messages=[message], m=message))
+    assert "4915112345678" in written
+
+
+def test_seconds_are_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", iter(range(0, 10**9, 1000)).__next__)
+    assert _refusing(CHAT, lambda: _compiled("{% for i in range(9999) %}{% endfor %}a").render(messages=[])) == "a"
+    monkeypatch.setattr("lightning_dilated.data.chat.template.SECONDS", -1.0)
+    with pytest.raises(ValueError, match="it takes more than -1 seconds"):
+        _refusing(CHAT, lambda: _compiled("{% for i in range(9999) %}{% endfor %}").render(messages=[]))
 
 
 def test_a_template_that_no_compiler_takes() -> None:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lightning_dilated import DilatedModule, DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM, Window
 from lightning_dilated.cli.load_model import load_module
@@ -125,3 +126,90 @@ def test_a_model_without_a_file_is_bounded(depth: int) -> None:
         LongNetLM({"hybrid": {}}, dim=16, depth=depth, num_heads=2)
     with pytest.raises(ValueError, match="depth must be at most 10,000"):
         DilatedPattern.hybrid(depth, 2)
+
+
+def test_a_part_of_the_tensors_is_loaded(tmp_path: Path) -> None:
+    weight = torch.ones(32, 16)
+    unbuilt = model()
+    unbuilt.load_state_dict({"embedding.weight": weight}, strict=False)
+    assert torch.equal(unbuilt.state_dict()["embedding.weight"], weight)
+    path = ckpt_of(tmp_path)
+    stored = torch.load(path, weights_only=True)
+    stored["state_dict"] = {"embedding.weight": weight}
+    torch.save(stored, path)
+    loaded = LongNetLM.load_from_checkpoint(path, strict=False, weights_only=True)
+    assert torch.equal(loaded.embedding.weight, weight)
+    with pytest.raises(ValueError, match="depth=2, but there are 1 tensors"):
+        LongNetLM.load_from_checkpoint(path, weights_only=True)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        LongNetLM.load_from_checkpoint(path, strict=False, weights_only=True, vocab_size=1 << 30)
+
+
+class ReadsValues(LongNetLM):
+    """Reads values of tensors in build."""
+
+    def build(self) -> None:
+        super().build()
+        self.rates = [x.item() for x in torch.linspace(0, 0.1, self.depth)]
+        self.more = torch.linspace(0, 0.1, self.depth).numpy().tolist() + torch.ones(2).tolist()
+
+
+class Grows(LongNetLM):
+    """Adds rows to the embedding of a checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        state = dict(checkpoint["state_dict"])
+        for name in [x for x, value in state.items() if value.ndim == 2 and value.shape[0] == 32 and "blocks" not in x]:
+            state[name] = torch.cat([state[name], torch.zeros(self.vocab_size - 32, state[name].shape[1])])
+        checkpoint["state_dict"] = state
+
+
+class Shares(DilatedModule):
+    """Has one layer, which stands for all."""
+
+    def __init__(self, depth: int = 24, dim: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.depth, self.dim = depth, dim
+
+    def build(self) -> None:
+        self.layer = nn.Linear(self.dim, self.dim)
+
+
+def checkpoint_of(trained: DilatedModule, path: Path) -> Path:
+    stored = {"state_dict": trained.state_dict(), "hyper_parameters": copy.deepcopy(dict(trained.hparams))}
+    torch.save({**stored, "pytorch-lightning_version": pl.__version__}, path)
+    return path
+
+
+def test_a_build_that_reads_values_loads(tmp_path: Path) -> None:
+    first = ReadsValues(DilatedPattern.longnet([8], [1]), vocab_size=32, **SIZES)
+    for second in (
+        ReadsValues.load_from_checkpoint(checkpoint_of(first, tmp_path / "a.ckpt"), weights_only=True),
+        ReadsValues.from_pretrained(first.save_pretrained(tmp_path / "folder")),
+    ):
+        assert second.rates == first.rates and torch.equal(second.embedding.weight, first.embedding.weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ReadsValues.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True, vocab_size=64)
+    save_file({"a": torch.ones(1)}, tmp_path / "folder" / WEIGHTS)
+    with pytest.raises(ValueError, match="missing: "):
+        ReadsValues.from_pretrained(tmp_path / "folder")
+
+
+def test_a_hook_replaces_the_tensors(tmp_path: Path) -> None:
+    first = Grows(DilatedPattern.longnet([8], [1]), vocab_size=32, **SIZES)
+    path = checkpoint_of(first, tmp_path / "a.ckpt")
+    second = Grows.load_from_checkpoint(path, weights_only=True, vocab_size=40)
+    assert second.embedding.weight.shape[0] == 40
+    assert torch.equal(second.embedding.weight[:32], first.embedding.weight)
+
+
+def test_layers_may_be_one(tmp_path: Path) -> None:
+    first = Shares()
+    path = checkpoint_of(first, tmp_path / "a.ckpt")
+    assert torch.equal(Shares.load_from_checkpoint(path, weights_only=True).layer.weight, first.layer.weight)
+    second = Shares.from_pretrained(first.save_pretrained(tmp_path / "folder"))
+    assert torch.equal(second.layer.weight, first.layer.weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        Shares.load_from_checkpoint(path, weights_only=True, dim=1 << 19)

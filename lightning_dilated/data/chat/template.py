@@ -310,7 +310,7 @@ class _Left:
     """What a text may still take."""
 
     def __init__(self) -> None:
-        self.steps, self.characters, self.end = STEPS, CHARACTERS, time.monotonic() + SECONDS
+        self.steps, self.characters, self.end = STEPS, CHARACTERS, time.thread_time() + SECONDS
 
     def spend(self, characters: int = 0, steps: int = 1) -> None:
         self.steps -= steps
@@ -319,7 +319,7 @@ class _Left:
             raise ValueError(f"it takes more than {STEPS:,} steps")
         if self.characters < 0:
             raise ValueError(f"it makes more than {CHARACTERS:,} characters")
-        if not self.steps % 1024 and time.monotonic() > self.end:
+        if not self.steps % 1024 and time.thread_time() > self.end:
             raise ValueError(f"it takes more than {SECONDS:g} seconds")
 
 
@@ -333,20 +333,41 @@ def _spend(characters: int = 0, steps: int = 1) -> None:
         left.spend(characters, steps)
 
 
-def _size(value: Any) -> int:
-    """The size of what an argument may ask for: characters, entries, or a number itself."""
+#: parts of a format string that hold widths, for `%` and for braces, and what takes a width from an argument
+_FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
+_ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
+#: functions with integers that are no sizes; a macro, whose body is counted, has no name
+_NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
+_NO_SIZES |= {"select", "selectattr", "set"}
+
+
+def _size(value: Any, widths: bool = False) -> int:
+    """The size of what an argument may ask for: characters, entries, a number itself, and the numbers in a text if these
+    are `widths`."""
     if isinstance(value, int):
         return max(0, int(value))
     if isinstance(value, str):
-        return max([len(value), *(int(x[:18]) for x in re.findall(r"[0-9]{4,}", value[:10_000]))])
+        return len(value) + (sum(int(x[:18]) for x in re.findall(r"\d+", value)) if widths else 0)
     return len(value) if isinstance(value, Sized) else 1
+
+
+def _size_of_format(form: str, values: Any) -> int:
+    """The most characters of a format string with its values; an integer among these counts only as a width."""
+    asks = _ASKS.search(form) is not None
+    most = max([1, *(_size(x, asks) for x in values if asks or not isinstance(x, int))])
+    return max(1, len(form) + _size(" ".join(_FIELDS.findall(form)), True)) * most
 
 
 def _bounded(function: Any, name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
     """What `call` returns, of a function or filter on a value; its size is known before it is made, or charged after."""
-    more = [_size(x) for x in (*args, *kwargs.values())]
-    numbers = sum(_size(x) for x in (*args, *kwargs.values()) if isinstance(x, int))
-    _spend(numbers + (max(1, _size(value)) * max(more, default=0) if name in _MULTIPLY else 0))
+    more = [*args, *kwargs.values()]
+    if name in ("format", "format_map") and isinstance(value, str):
+        _spend(_size_of_format(value, [y for x in more for y in (x.values() if isinstance(x, dict) else (x,))]))
+    else:
+        numbers = 0 if name in _NO_SIZES else sum(_size(x) for x in more if isinstance(x, int))
+        sizes = [_size(x) for x in more if numbers or not isinstance(x, int)]
+        own = 1 if isinstance(value, int) else max(1, _size(value))
+        _spend(numbers + (own * max(sizes, default=0) if name in _MULTIPLY else 0))
     result = call()
     if isinstance(result, (str, list, tuple, dict)) and result is not value:
         _spend(len(result), steps=0)
@@ -434,9 +455,11 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
         return bits if bits < 1 << 16 else CHARACTERS + 1  # products of long numbers take too long
     if operator == "+":
         return sum(len(x) * (1 if isinstance(x, str) else 16) for x in (left, right) if isinstance(x, Sized))
-    if operator == "*" or (operator == "%" and isinstance(left, str)):
-        values = right if isinstance(right, tuple) else (right,)
-        most = max(1, _size(left)) * max([1, *map(_size, values)])
+    if operator == "%" and isinstance(left, str):
+        values = right.values() if isinstance(right, dict) else right
+        return _size_of_format(left, values if isinstance(right, (tuple, dict)) else (right,))
+    if operator == "*":
+        most = max(1, _size(left)) * max(1, _size(right))
         return most if isinstance(left, str) or isinstance(right, str) else 16 * most  # bytes of an entry
     return 0
 
