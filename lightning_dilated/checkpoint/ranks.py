@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -83,13 +84,20 @@ class Peers:
         # a daemon: it may wait for a rank that never comes
         thread = threading.Thread(target=run, args=(device,), name="checkpoint-files", daemon=True)
         thread.start()
-        while thread.is_alive() and not store.check(["failed"]):
+        try:
+            while thread.is_alive() and not ended and not store.check(["failed"]):
+                thread.join(POLL)
+            if not ended:
+                raise failure(f"{what}: {store.get('failed').decode()}", False)
+        except RuntimeError:  # the store is lost, perhaps with what the call needs
             thread.join(POLL)
-        error = ended[0] if ended else None
-        if error is not None and known_to_all(error):
-            raise error
-        if error is not None or not ended:
-            raise failure(f"{what}: {store.get('failed').decode()}", False) from error
+            if not ended:
+                raise
+        thread.join(POLL)  # it may still leave word for the others
+        if (error := ended[0]) is not None:
+            raise (
+                error if known_to_all(error) else failure(f"{what}: rank {self.rank}: {reason(error)}", False)
+            ) from error
 
 
 def _run(
@@ -102,9 +110,10 @@ def _run(
         call()
         ended.append(None)
     except BaseException as raised:
+        ended.append(raised)  # first: a lost store may neither hide the cause nor delay it
         if not known_to_all(raised):
-            store.set("failed", f"rank {rank}: {reason(raised)}")
-        ended.append(raised)
+            with suppress(RuntimeError):
+                store.set("failed", f"rank {rank}: {reason(raised)}")
 
 
 def failure(text: str, known_to_all: bool = True) -> OSError:

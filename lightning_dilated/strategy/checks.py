@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 import hashlib
 import itertools
@@ -17,6 +18,7 @@ from types import FunctionType
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -248,16 +250,23 @@ def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
 
 def _described(value: Any) -> str:
     """A string that is equal where the value is; of an object of unknown type, the type's name."""
+    if isinstance(value, (enum.Enum, np.generic)):
+        return f"{type(value).__qualname__} {value.name if isinstance(value, enum.Enum) else value.item()!r}"
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
+    if dataclasses.is_dataclass(value) and not isinstance(
+        value, type
+    ):  # a repr may name addresses, which no ranks share
+        fields = {x.name: getattr(value, x.name, None) for x in dataclasses.fields(value) if x.compare}
+        return f"{type(value).__qualname__}({', '.join(f'{name}={_described(x)}' for name, x in fields.items())})"
     if isinstance(value, functools.partial):
         return f"{_described(value.func)}(*{_described(value.args)}, **{_described(value.keywords)})"
-    if dataclasses.is_dataclass(value) or isinstance(value, (type, torch.dtype, torch.device, FunctionType, PurePath)):
+    if isinstance(value, (type, torch.dtype, torch.device, FunctionType, PurePath)):
         return getattr(value, "__qualname__", None) or repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_described(k)}: {_described(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{_described(k)}: {_described(v)}' for k, v in value.items()))}}}"
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return type(value).__name__
     if value.numel() <= SHOWN:
@@ -302,8 +311,9 @@ def settings_of(module: pl.LightningModule, options: Mapping[str, Any]) -> dict[
 
 
 def parameters_of(module: nn.Module) -> dict[str, str]:
-    """Shapes and dtypes of a module's parameters, and whether they are trained."""
-    named = [(name, p) for name, p in module.named_parameters() if not is_lazy(p)]
+    """Shapes and dtypes of a module's parameters that all ranks share, and whether they are trained."""
+    ignored = own_parameters(module)
+    named = [(name, p) for name, p in module.named_parameters() if name not in ignored and not is_lazy(p)]
     return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}" for n, p in named}
 
 
@@ -327,7 +337,8 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
     """Compare `read(*args)` over all ranks of the job, which have to call this together.
 
     Raises:
-        ValueError: on every rank, naming ranks, names and values; on a rank where `read` raised, its error.
+        ValueError: on every rank, naming ranks, names and values.
+        Exception: of `read`, where it raised the same on all ranks.
     """
     facts, error = {}, None
     try:
@@ -335,8 +346,10 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
     except Exception as raised:  # the other ranks, who wait to compare, have to know
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     peers = Peers(dist.get_rank(), dist.get_world_size())
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    if len(set(peers.gather(digest))) == 1 and error is None:  # so that many ranks send few bytes
+    digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+    if len(set(peers.gather(digest))) == 1:  # so that many ranks send few bytes
+        if error is not None:
+            raise error
         return
     lines = list(differing(peers.gather(facts)).values())
     raise ValueError(
@@ -362,7 +375,8 @@ class Replicas:
     def __init__(self, module: nn.Module, every: int | None, group: dist.ProcessGroup) -> None:
         self.module, self.every, self.group = module, every, group
         self._steps = 0
-        self._posted: tuple[Tensor, torch.cuda.Event | None] | None = None
+        #: names, this rank's bits, the largest and smallest of all ranks, and what a GPU signals once these are there
+        self._posted: tuple[list[str], Tensor, Tensor, torch.cuda.Event | None] | None = None
 
     def step(self) -> None:
         """After each optimizer step, on every rank.
@@ -374,7 +388,7 @@ class Replicas:
         if self.every is not None and self._steps % self.every == 0:
             self.settle()
             self._post()
-            if self._posted is not None and self._posted[1] is None:
+            if self._posted is not None and self._posted[3] is None:
                 self.settle()
 
     def compare(self) -> None:
@@ -387,12 +401,12 @@ class Replicas:
         """Read what was sent last, on every rank; raises as `step`."""
         if self._posted is None:
             return
-        (both, event), self._posted = self._posted, None
+        (names, own, both, event), self._posted = self._posted, None
         if event is not None:
             event.synchronize()
         largest, smallest = both.chunk(2)
         if not torch.equal(largest, ~smallest):
-            raise RuntimeError(self._difference())
+            raise RuntimeError(self._difference(dict(zip(names, own.tolist(), strict=True))))
 
     def _named(self) -> dict[str, Tensor]:
         ignored = own_parameters(self.module)
@@ -407,16 +421,19 @@ class Replicas:
         both = torch.cat([own, ~own])
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)  # on a GPU its stream waits, and not the host
         if both.device.type != "cuda":
-            self._posted = both, None
+            self._posted = [*named], own, both, None
             return
         host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._posted = host, event
+        self._posted = [*named], own, host, event
 
-    def _difference(self) -> str:
-        """Which ranks hold other values of which parameters, in words; a collective call."""
-        own = {name: int(bits(p)) for name, p in self._named().items()}
+    def _difference(self, own: dict[str, int]) -> str:
+        """Which ranks held other values of which parameters, in words; a collective call.
+
+        Args:
+            own: this rank's bits as they were sent: later steps may have changed the parameters.
+        """
         every: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(every, own, group=self.group)
         return unlike_replicas(every, dist.get_process_group_ranks(self.group))

@@ -1,13 +1,17 @@
 """Ranks that differ in settings, data, numbers of batches or parameters are told so before a wrong number or a wait."""
 
 import copy
+import enum
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -22,9 +26,10 @@ from lightning_dilated import (
     loss_share,
 )
 from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import bits
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.strategy.checks import compare_settings
+from lightning_dilated.strategy.checks import Replicas, compare_settings, parameters_of
 
 from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
 from .test_hooks import Numbers, Plain
@@ -129,6 +134,25 @@ class Odd:
     pass
 
 
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Switch(enum.Flag):
+    A = 1
+    B = 2
+
+
+@dataclass
+class Settings:
+    """Its repr names addresses of objects, which differ between processes."""
+
+    size: object = 1
+    inner: object = field(default_factory=Odd)
+    cache: object = field(default=None, compare=False)
+
+
 def test_words():
     from lightning_dilated.strategy.checks import _described
 
@@ -155,6 +179,36 @@ def test_words():
         torch.zeros(20),
         torch.ones(20),
     ]
+    assert len({_described(x) for x in differ}) == len(differ)
+
+
+def test_words_of_dataclasses_enumerations_and_numpy():
+    from lightning_dilated.strategy.checks import _described
+
+    equal = [Settings(), Settings(inner=Settings()), [Settings(Colour.RED)], np.float32(0.1), Switch.A | Switch.B]
+    for x in equal:
+        assert _described(x) == _described(copy.deepcopy(x))
+    assert _described(Settings(cache=1)) == _described(Settings(cache=2))
+    assert _described({"a": 1, "b": 2}) == _described({"b": 2, "a": 1})
+    differ = [
+        *Colour,
+        *Switch,
+        Switch.A | Switch.B,
+        np.int64(1),
+        np.int64(2),
+        np.float32(0.5),
+        np.float64(0.5),
+        Settings,
+    ]
+    differ += [
+        Settings(),
+        Settings(2),
+        Settings(Settings(2)),
+        Settings(Settings(3)),
+        Settings(Colour.BLUE),
+        np.bool_(True),
+    ]
+    differ += [Settings(torch.zeros(20)), Settings(torch.ones(20)), Settings(inner=SGD), Settings(inner=ADAM)]
     assert len({_described(x) for x in differ}) == len(differ)
 
 
@@ -289,6 +343,18 @@ def test_settings_that_cannot_be_read(pools):
     assert all("rank 1 has OSError: no such disk" in error for error in pools(2).run(2, unreadable))
 
 
+def test_settings_that_no_rank_can_read_and_other_orders(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    with pytest.raises(OSError, match="no such disk"):
+        compare_settings(lambda: {"a": Unreadable().b})
+    digests = []
+    monkeypatch.setattr(Peers, "gather", lambda peers, value: digests.append(value) or [value])
+    for facts in ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "2", "b": "1"}):
+        compare_settings(lambda facts=facts: facts)
+    assert digests[0] == digests[1] != digests[2]
+
+
 # -- parameters --------------------------------------------------------------------------------------------------------
 class Drift(pl.Callback):
     """Changes something on rank 1 after a step: the last bit of a weight, a state of the optimizer, a buffer."""
@@ -346,6 +412,32 @@ def test_parameters_that_drift(pools, what):
         assert "ranks [0, 1] of the job hold unlike values" in error and "embedding.weight" in error, error
         assert step <= 4
     assert RingDilatedStrategy()._check_replicas == 100
+
+
+def test_each_ranks_own_parameters_are_no_settings():
+    model = torch.nn.Linear(2, 3)
+    model._ddp_params_and_buffers_to_ignore = {"bias"}
+    assert list(parameters_of(model)) == ["parameter weight"]
+
+
+def test_a_difference_is_named_though_later_steps_removed_it(monkeypatch):
+    model = torch.nn.Linear(2, 3)
+    other = {name: int(bits(p)) + (name == "bias") for name, p in model.named_parameters()}
+    sums = torch.tensor([*other.values()])
+
+    def gather(every, own, group):
+        every[:] = [own, other]
+
+    monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: x.copy_(x.maximum(torch.cat([sums, ~sums]))))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    replicas = Replicas(model, None, None)
+    replicas._post()
+    with torch.no_grad():
+        model.bias.view(torch.int32)[0] += 1
+    with pytest.raises(RuntimeError, match=r"unlike values of 1 tensors \(bias\)"):
+        replicas.settle()
 
 
 def test_regions_differ_between_outer_steps(pools):
