@@ -87,8 +87,8 @@ class _Checked:
                 texts = _inside(value)
             except (yaml.constructor.ConstructorError, RecursionError):
                 raise ValueError(
-                    f"{self.where} names {value!r:.80} ({name}), and a file does not decide which class is made: this YAML is "
-                    f"not of plain values. {_remedy(name)}"
+                    f"{self.where} names {value!r:.80} ({name}), and a file does not decide which class is made: "
+                    f"this YAML is not of plain values. {_remedy(name)}"
                 ) from None
             for inner in texts:
                 self.value(inner, name, depth + 1)
