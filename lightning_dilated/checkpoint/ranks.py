@@ -95,9 +95,9 @@ class Peers:
                 raise
         thread.join(POLL)  # it may still leave word for the others
         if (error := ended[0]) is not None:
-            raise (
-                error if known_to_all(error) else failure(f"{what}: rank {self.rank}: {reason(error)}", False)
-            ) from error
+            if known_to_all(error):
+                raise error
+            raise failure(f"{what}: rank {self.rank}: {reason(error)}", False) from error
 
 
 def _run(
