@@ -29,7 +29,8 @@ def model() -> LongNetLM:
 def no_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where more than a megabyte is allocated."""
     empty = torch.empty
-    with torch.device("meta"):  # torch lists the functions that a device context changes once, and has to list the real one
+    # torch lists the functions that a device context changes once, and has to list the real one
+    with torch.device("meta"):
         torch.empty(0)
 
     def small(*args: Any, **kwargs: Any) -> torch.Tensor:
