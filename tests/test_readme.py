@@ -24,7 +24,7 @@ TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 FENCES = re.compile(r'^ *```(\w*)(?: title="([^"]+)")?\n(.*?)^ *```$', re.M | re.S)
 #: a line of a block without a language: a command, the rest of one, or a loop's word
-COMMAND = re.compile(r"(  |lightning-dilated |python |pip |mkdocs |git |sbatch |for |done$|\.ci/)")
+COMMAND = re.compile(r"(  |lightning-dilated |python |pip |mkdocs |git |sbatch |lm_eval |for |done$|\.ci/)")
 #: words of the blocks that have a test of their own
 OF_THEIR_OWN = {"class Tagger", "torchrun"}
 

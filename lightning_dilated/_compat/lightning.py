@@ -390,7 +390,7 @@ def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | No
     older = ("hparams", "module_arguments", "hparams_type")  # the last may be any function
     kept = {name: value for name, value in checkpoint.items() if name not in older}
     kept["hyper_parameters"] = {**checkpoint["hyper_parameters"], **changes}
-    token = LOADED.set((kept, strict))  # on_load_checkpoint may replace its tensors
+    token = LOADED.set((kept, strict))
     try:
         model = _load_state(cls, kept, strict=strict, **changes)
     finally:

@@ -314,7 +314,9 @@ class DilatedModule(Pretrained, LearningRate):
         load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None), check_input)
         if not self._built:
             checkpoint, strict = LOADED.get() or ({}, None)
-            if isinstance(state := checkpoint.get("state_dict"), Mapping):
+            # a hook of another package may still replace the tensors: Lightning calls it on a built model
+            replaced = not _is_ours(type(self).on_load_checkpoint)
+            if isinstance(state := checkpoint.get("state_dict"), Mapping) and not replaced:
                 self.load_without_values(state, whole=strict is not False)
             self._built = True
             self.build()
@@ -349,7 +351,7 @@ class DilatedModule(Pretrained, LearningRate):
             ValueError: for more layers than tensors; not for a `build` of another package, in which layers may be one.
             RuntimeError: as nn.Module's `load_state_dict`, for tensors of another size.
         """
-        depth, own = getattr(self, "depth", 0), type(self).build.__module__.split(".")[0] == "lightning_dilated"
+        depth, own = getattr(self, "depth", 0), _is_ours(type(self).build)
         if own and whole and isinstance(depth, int) and depth > len(state_dict):
             raise ValueError(
                 f"the hyperparameters declare depth={depth:,}, but there are {len(state_dict):,} tensors: they are those of "
@@ -628,6 +630,10 @@ class DilatedModule(Pretrained, LearningRate):
             return
         algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
         Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, algorithm)
+
+
+def _is_ours(method: Any) -> bool:
+    return method.__module__.startswith("lightning_dilated.")
 
 
 def plain_value(value: Any) -> Any:

@@ -177,7 +177,7 @@ def _readable(x: Tensor) -> bool:
 def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
     """What a call of tensors without values returns, on one rank or many: tensors without values, with a gradient."""
     q, k, v = checked.inputs.all[:3]
-    anchor = sum(x.sum() for x in checked.tensors()).to(checked.dtype)
+    anchor = torch.stack([x.sum().to(checked.dtype) for x in checked.tensors()]).sum()
     out = (v.new_zeros(*q.shape[:3], v.shape[3], dtype=checked.dtype) + anchor).to(v.dtype)
     if not return_state:
         return out, None

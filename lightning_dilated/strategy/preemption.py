@@ -404,9 +404,11 @@ class ReportsLostRanks:
 
 def connection_broke(error: BaseException | None) -> bool:
     """Whether an error, or the one behind it, is that of a collective that lost another rank."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
             return True
+        seen.add(id(error))
         error = error.__cause__
     return False
 

@@ -78,11 +78,10 @@ DECLARED = {
     ),
     "branches": ({"pattern": {"branches": [[8, 1]] * 2000}}, "has 2,000 branches.* at most 1,024"),
     "a rate": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**12}]}}, "at most 1024"),
-    "rates": ({"pattern": {"branches": [{"width": 8, "dilation_rate": 10**9, "offset": 0}] * 500}}, ""),
 }
 
 
-@pytest.mark.parametrize("name", [x for x in DECLARED if x != "rates"])
+@pytest.mark.parametrize("name", DECLARED)
 @pytest.mark.parametrize("form", ["folder", "ckpt", "command"])
 def test_sizes_that_are_not_those_of_the_tensors(name: str, form: str, tmp_path: Path) -> None:
     changes, message = DECLARED[name]
@@ -99,7 +98,7 @@ def test_sizes_that_are_not_those_of_the_tensors(name: str, form: str, tmp_path:
 
 def test_windows_of_one_residue_are_compared_quickly() -> None:
     begin = time.perf_counter()
-    pattern = DilatedPattern([Window(8, dilation_rate=10**9, offset=0)] * 500)
+    pattern = DilatedPattern([Window(8, dilation_rate=1024, offset=0)] * 500)
     assert len(pattern.branches) == 500 and time.perf_counter() - begin < 5
 
 

@@ -45,7 +45,9 @@ def test_knows_a_broken_connection():
     wrapped = RuntimeError("rank 0 waited in vain")
     wrapped.__cause__ = GLOO
     assert connection_broke(GLOO) and connection_broke(wrapped) and connection_broke(dist.DistBackendError("NCCL"))
-    assert not any(connection_broke(x) for x in (None, RuntimeError("of a model"), ValueError("/gloo/")))
+    circle = RuntimeError("of a model")
+    circle.__cause__ = circle
+    assert not any(connection_broke(x) for x in (None, circle, RuntimeError("of a model"), ValueError("/gloo/")))
 
 
 class Breaks(pl.Callback):

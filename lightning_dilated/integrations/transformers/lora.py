@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def check_targets(options: dict[str, Any], decoder: nn.Module) -> None:
+def check_targets(options: dict[str, Any], decoder: Any) -> None:
     """Raise for options that do not fit a decoder, whose parameters may be on the meta device; it is changed.
 
     Raises:

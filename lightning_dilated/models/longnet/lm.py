@@ -293,14 +293,17 @@ class LongNetLM(StreamedLosses, TokenModel):
     def _checked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(tokens, labels)."""
         tokens, labels = (batch.get(x) if isinstance(batch, Mapping) else None for x in ("tokens", "labels"))
-        tensors = isinstance(tokens, Tensor) and isinstance(labels, Tensor)
-        if tensors and (tokens.shape != labels.shape or tokens.ndim != 2):
+        if (
+            isinstance(tokens, Tensor)
+            and isinstance(labels, Tensor)
+            and (tokens.shape != labels.shape or tokens.ndim != 2)
+        ):
             raise ValueError(
                 f"tokens and labels must both be (B, N), got {tuple(tokens.shape)} and {tuple(labels.shape)}; "
                 "labels are the next token of each position, already shifted."
             )
         check_form(self, batch, tokens=("(B, N)", "tokens"), labels=("(B, N)", "integers"))
-        return tokens, labels
+        return batch["tokens"], batch["labels"]
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(hidden states before the last norm (B, N, E), labels)."""
