@@ -9,7 +9,9 @@ import inspect
 import os
 import pickle
 import signal
+import threading
 import time
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import launchers
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -632,3 +635,138 @@ def test_graphs_and_traced_tensors():
     assert torchs.map_tree(type, tree, tuple) == {"a": [int, tuple]}, says.format("trees")
     flat, spec = torchs.flatten(tree)
     assert flat == torchs.leaves(tree) == [1, 2] and torchs.unflatten(flat, spec) == tree, says.format("trees")
+
+
+# -- what was added with the checks of files and ranks -----------------------------------------------------------------
+class Takes(pl.LightningModule):
+    """A module with arguments of two kinds."""
+
+    def __init__(self, size: int = 2, rows: list[int] | None = None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(size, size)
+
+
+def test_types_of_arguments():
+    types = ours.argument_types(Takes)
+    assert types["size"] == [int] and types["rows"] == [list[int] | None], (
+        "argument_types reads no annotations from jsonargparse: values of a checkpoint are not checked"
+    )
+
+
+def test_modules_of_checkpoints():
+    module = Takes(3)
+    stored = {
+        "state_dict": module.state_dict(),
+        "hyper_parameters": {"size": 3, "rows": None},
+        "hparams_type": "<class 'collections.OrderedDict'>",
+    }
+    made = ours.made_from_checkpoint(Takes, stored, True, {"rows": [1]})
+    assert torch.equal(made.layer.weight, module.layer.weight), "_load_state loads no weights"
+    assert made.hparams.rows == [1] and ours.LOADED.get() is None
+
+
+def test_checkpoints_of_older_lightning():
+    older = {"pytorch-lightning_version": "1.5.0", "state_dict": {}, "global_step": 3, "epoch": 1}
+    assert "loops" in ours.migrated(copy.deepcopy(older), "a.ckpt"), "_pl_migrate_checkpoint changes nothing"
+
+
+def test_reading_of_checkpoints(tmp_path):
+    torch.save({"x": torch.ones(2)}, tmp_path / "a.ckpt")
+    for stored in (
+        ours.read_trusted(tmp_path / "a.ckpt", "cpu"),
+        ours.read_remote(f"file://{tmp_path}/a.ckpt"),
+        torch.load(tmp_path / "a.ckpt", map_location=ours.map_to_known_devices, weights_only=True),
+    ):
+        assert torch.equal(stored["x"], torch.ones(2))
+
+
+def test_groups_and_their_calls(tmp_path):
+    had = torchs.process_groups()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        (group,) = [x for x in torchs.process_groups() if x not in had]
+        begun = torchs.collectives_begun(group)
+        dist.barrier(group)
+        words = "groups do not count their calls: what a run leaves open is not seen"
+        assert group is dist.group.WORLD and torchs.collectives_begun(group) > begun, words
+    finally:
+        dist.destroy_process_group()
+    assert torchs.process_groups() == had
+
+
+def test_stacks_of_threads():
+    """A backward's thread sees the values of the thread that called it."""
+    seen, stack = [], torchs.ThreadStack(ContextVar("values", default=()))
+    x = torch.ones(1, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: seen.append(stack.of_backward()))
+    with stack.with_top("a"), stack.with_top("b"):
+        thread = threading.Thread(target=lambda: seen.append(stack.of_backward()))
+        thread.start()
+        thread.join()
+        y.backward()
+    assert seen == [(), ("a", "b")] and stack.of_backward() == ()
+    for name in ("_is_key_in_tls", "_get_obj_in_tls"):
+        has(torch._C, name, "the backward of a GPU does not find the sequence of its caller")
+
+
+def test_launchers_end_runs():
+    assert parameters(launchers._SubprocessScriptLauncher.launch)[:2] == ["self", "function"]
+    strategy = pl.strategies.DDPStrategy()
+    strategy.cluster_environment, strategy._launcher, ended = LightningEnvironment(), None, []
+    strategy.end_run = lambda: ended.append(1)
+    ours.end_runs(strategy)
+    assert strategy._launcher.launch(lambda x: x + 1, 2, trainer=SimpleNamespace(strategy=strategy)) == 3 and ended == [
+        1
+    ]
+
+
+def test_runs_that_are_over(trainer):
+    assert not ours.is_over(trainer), "a Trainer that has not run has another status than before"
+    told = SimpleNamespace(state=SimpleNamespace(status=type(trainer.state.status).INTERRUPTED))
+    assert ours.is_over(told)
+
+
+def test_loaders_of_an_evaluation(trainer):
+    for name in ("_is_sequential", "num_dataloaders"):
+        has(type(trainer.validate_loop), name, "batches of several loaders are not told apart")
+    has(trainer.validate_loop, "_combined_loader", "batches of several loaders are not told apart")
+    loop = SimpleNamespace(
+        _combined_loader=SimpleNamespace(iterables={"a": 1}), _is_sequential=False, num_dataloaders=2
+    )
+    told = SimpleNamespace(training=False, predicting=False, state=SimpleNamespace(stage="test"), _evaluation_loop=loop)
+    assert ours.combined_loaders(told) == {"a": 1} and ours.evaluated_loaders(told) == 1
+    loop._is_sequential = True
+    assert ours.combined_loaders(told) is None and ours.evaluated_loaders(told) == 2
+    has(trainer, "_evaluation_loop", "the loaders of an evaluation are not found")
+
+
+def test_batches_of_a_sampler_of_batches(trainer):
+    connector = trainer._data_connector
+    found = parameters(connector._prepare_dataloader)
+    assert found == ["dataloader", "shuffle", "mode"], f"_prepare_dataloader takes {found} now"
+
+
+def test_parameters_of_each_rank():
+    module = nn.Linear(2, 2)
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    assert torchs.own_parameters(module) == {"bias"}, "DDP keeps the names of own parameters elsewhere"
+
+
+def test_templates_of_chats():
+    pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from transformers.utils import chat_template_utils
+
+    from lightning_dilated._compat.transformers import templates_compiled_in
+
+    class Loud(ImmutableSandboxedEnvironment):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.filters["upper"] = lambda x: f"{x}!"
+
+    with templates_compiled_in(Loud):
+        words = "transformers compiles templates elsewhere: a template of a file has no bounds"
+        assert chat_template_utils._compile_jinja_template("{{ 'a' | upper }}").render() == "a!", words
+    assert chat_template_utils._compile_jinja_template("{{ 'a' | upper }}").render() == "A"
