@@ -739,7 +739,7 @@ def test_loaders_of_an_evaluation(trainer):
     assert ours.combined_loaders(told) == {"a": 1} and ours.evaluated_loaders(told) == 1
     loop._is_sequential = True
     assert ours.combined_loaders(told) is None and ours.evaluated_loaders(told) == 2
-    has(trainer, "_evaluation_loop", "the loaders of an evaluation are not found")
+    has(pl.Trainer, "_evaluation_loop", "the loaders of an evaluation are not found")
 
 
 def test_batches_of_a_sampler_of_batches(trainer):
