@@ -187,9 +187,7 @@ def _inside(value: str) -> list[Any]:
         try:
             values.append(_yaml(text))
         except yaml.constructor.ConstructorError:
-            if (
-                "=" in text or "!" in text
-            ):  # a tag, or the value of a mapping that stands for it: other loaders make a key of it
+            if "=" in text or "!" in text:  # a tag, or the value of a mapping that other loaders make a key of
                 raise
         except (yaml.YAMLError, ValueError):  # no YAML at all
             continue
