@@ -79,7 +79,7 @@ def test_every_validation_is_appended(tmp_path, capsys):
 
 def test_a_failed_validation_leaves_the_model_alone(tmp_path):
     model = tiny()
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="no 'labels'"):
         trainer(callbacks=[LossByPosition()], default_root_dir=tmp_path).validate(
             model, loader({"tokens": torch.zeros(1, 4)})
         )

@@ -56,8 +56,10 @@ def test_second_run_starts_anew(tmp_path):
 
 def test_test_split_of_a_datamodule(tmp_path):
     model = LongNetLM(PATTERN, dim=16, depth=1, num_heads=4)
-    predict(PredictionWriter(str(tmp_path / "p.csv")), text(tmp_path), model)
-    assert [line[:2] for line in rows(tmp_path / "p.csv")[1:]] == [[str(i), "32"] for i in range(3)]
+    data = text(tmp_path)
+    predict(PredictionWriter(str(tmp_path / "p.csv")), data, model)
+    samples = range(len(data.dataset("test")))
+    assert [line[:2] for line in rows(tmp_path / "p.csv")[1:]] == [[str(i), "32"] for i in samples] and samples
 
 
 @pytest.mark.parametrize("pack_tokens", [None, 64], ids=["sequences", "packed files"])

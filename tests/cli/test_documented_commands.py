@@ -133,7 +133,9 @@ def test_documented_command_is_parsed(command: str, tmp_path: Path, monkeypatch:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for block in BLOCK.finditer(COMMANDS[command].read_text()):  # files that the page has the reader write
         if block["title"]:
-            (tmp_path / block["title"]).write_text(block["text"])
+            path = tmp_path / block["title"]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block["text"])
     parse_command(command, monkeypatch)
 
 
