@@ -81,7 +81,7 @@ def test_a_failed_validation_leaves_the_model_alone(tmp_path):
     model = tiny()
     with pytest.raises(ValueError, match="no 'labels'"):
         trainer(callbacks=[LossByPosition()], default_root_dir=tmp_path).validate(
-            model, loader({"tokens": torch.zeros(1, 4)})
+            model, loader({"tokens": torch.zeros(1, 4, dtype=torch.int64)})
         )
     assert model.watch_losses is None
 

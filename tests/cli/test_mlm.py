@@ -74,7 +74,8 @@ def test_predict(cli, fitted):
     result = cli("predict", *DATA, *FRACTIONS, "--ckpt_path", fitted[1])
     assert result.code == 0, result.err
     header, *rows = csv.reader(next(result.folder.rglob("predictions.csv")).open())
-    assert header == ["index", "masked", "bits_per_token", "accuracy"] and [row[0] for row in rows] == ["0", "1"]
+    assert header == ["index", "masked", "bits_per_token", "accuracy", "file", "offset"]
+    assert [row[0] for row in rows] == ["0", "1"]
     assert all(0 < int(row[1]) < 64 and float(row[2]) > 0 for row in rows)
 
 

@@ -56,7 +56,9 @@ def test_a_fit_is_read_again(cli, name):
 
 def test_a_subclass_of_the_users_own_is_read_again(cli):
     path = f"{__name__}.Doubles"
-    fitted = cli("fit", *TINY, "--model", path, "--model.scale", "3", "--model.rows", "[1, 2]", "--model.pattern", GLOBAL)
+    fitted = cli(
+        "fit", *TINY, "--model", path, "--model.scale", "3", "--model.rows", "[1, 2]", "--model.pattern", GLOBAL
+    )
     assert fitted.code == 0, fitted.err[-2000:]
     (last,) = fitted.folder.glob("runs/quickstart/version_*/checkpoints/last.ckpt")
     for model in (Doubles.load_from_checkpoint(last), ld.LongNetLM.load_from_checkpoint(last)):
