@@ -33,7 +33,7 @@ def test_equals_sums_by_hand(kind, tile, tmp_path):
         assert row["tokens"] == labels and row["bits"] == pytest.approx(nats / labels / math.log(2), rel=1e-5)
     octaves = [r for r in callback.rows if r["part"] == "octave"]
     mean = sum(r["bits"] * r["tokens"] for r in octaves) / sum(r["tokens"] for r in octaves)
-    assert mean == pytest.approx(float(run.callback_metrics["val_bits_per_byte"]), rel=1e-6)
+    assert mean == pytest.approx(float(run.callback_metrics["val_bits_per_token"]), rel=1e-6)
     assert model.watch_losses is None
     torch.testing.assert_close(model.token_losses(data[0]).sum(), model.loss_terms(data[0])[0])
 

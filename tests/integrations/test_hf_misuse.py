@@ -169,7 +169,7 @@ def test_static_caches_of_a_plain_model(pattern):
 
 # -- models ------------------------------------------------------------------------------------------------------------
 def test_models(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is not there\. Give a folder"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder\. Give a folder"):
         HFCausalLM(tmp_path / "nowhere")
     sizes = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
     with pytest.raises(ValueError, match="gpt_neo computes its attention by code of its own"):
