@@ -319,7 +319,7 @@ class MultiheadDilatedAttention(nn.Module):
             key, value: None, or the same tensor as `query`.
             key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
             need_weights: must be False.
-            attn_mask: None, or exactly the causal mask of the N tokens (see `is_causal_mask`), which makes this call causal.
+            attn_mask: None, or exactly the causal mask (N, N) or (B * H, N, N), which makes this call causal.
             average_attn_weights: without effect, since no weights are returned.
             is_causal: True makes this call causal, as a module built with causal=True always is.
             lengths, cu_seqlens: as in `dilated_attention`.

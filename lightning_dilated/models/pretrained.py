@@ -446,13 +446,15 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return plain
 
 
-def _plain(value: Any) -> Any:
+#: mappings of a config of transformers whose keys are numbers; it reads them from strings, too
+_NUMBERED = {"id2label", "pruned_heads"}
+
+
+def _plain(value: Any, name: str = "") -> Any:
     if isinstance(value, (DilatedPattern, Path)):
         return value.to_dict() if isinstance(value, DilatedPattern) else str(value)
-    if isinstance(value, Mapping) and all(type(k) in (str, int) for k in value):  # a config's id2label has numbers
-        plain = {str(k): _plain(v) for k, v in value.items()}
-        if len(plain) == len(value):
-            return plain
+    if isinstance(value, Mapping) and all(type(k) is str or (type(k) is int and name in _NUMBERED) for k in value):
+        return {str(k): _plain(v, k) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):

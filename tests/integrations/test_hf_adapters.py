@@ -171,6 +171,20 @@ def test_damaged_folders(base, tmp_path, name, text, words):
         HFCausalLM(folder).configure_model()
 
 
+def test_adapters_name_no_module(base, tmp_path, monkeypatch):
+    """peft would import `megatron_core`."""
+    (tmp_path / "evil_adapters.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = trained(base, 0).save_pretrained(tmp_path / "adapters")
+    options = json.loads((folder / "adapter_config.json").read_text())
+    options |= {"megatron_config": {"a": 1}, "megatron_core": "evil_adapters"}
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    for arguments in ({"model": folder}, {"model": base, "adapters": folder}):
+        with pytest.raises(ValueError, match="has megatron_config, with which peft imports the module"):
+            HFCausalLM(**arguments).configure_model()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_no_code_of_a_base_runs(base, tmp_path, monkeypatch):
     """Nor does anything ask at the terminal whether it may."""
     folder = trained(base, 0).save_pretrained(tmp_path / "adapters")

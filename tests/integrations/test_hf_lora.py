@@ -192,7 +192,8 @@ def test_adapters_of_tied_embeddings_are_merged(tmp_path, family, more):  # fmt:
 
 
 @pytest.mark.parametrize("lora, error, message", [
-    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, ValueError, "share their adapters, which cannot be"),
+    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, ValueError, "share their adapters or copies, which"),
+    ({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, ValueError, "share their adapters or copies, which"),
     (8, TypeError, "lora must be a mapping"),
     ({"rank": 8}, ValueError, "lora has no key 'rank'.*Allowed keys: .*r, "),
     ({"r": 0}, ValueError, r"lora\.r must be at least 1"),

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_dilated import RingDilatedStrategy
 from lightning_dilated.strategy import parallelize
-from lightning_dilated.strategy.mesh import MeshSizes
+from lightning_dilated.strategy.mesh import MeshSizes, RunGroups
 
 from .runs import trainer
 
@@ -95,6 +95,7 @@ def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside
         DDPStrategy, "configure_ddp", lambda self: setattr(self, "model", SimpleNamespace(**self._ddp_kwargs))
     )
     strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
+    strategy._run_groups = RunGroups()
     strategy.num_nodes, strategy._lightning_module = nodes, SimpleNamespace(trainer=None)
     strategy.configure_ddp()
     settings = vars(strategy.model)

@@ -398,7 +398,12 @@ class Genome:
         return np.minimum(CODES[self.letters(number, start, stop)], N_CODE)
 
     def letters(self, number: int, start: int, stop: int) -> np.ndarray:
-        """As `read`, but the characters of the file: (stop - start,) uint8."""
+        """As `read`, but the characters of the file: (stop - start,) uint8.
+
+        Raises:
+            IndexError: for bases outside of the record.
+            ValueError: if the file changed since it was indexed.
+        """
         record = self.records[number]
         if not 0 <= start <= stop <= record.length:
             raise IndexError(f"bases [{start}, {stop}) lie outside {record.name}, which has {record.length}")

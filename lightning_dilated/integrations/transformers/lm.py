@@ -292,7 +292,10 @@ class HFCausalLM(DilatedModule):
         """Logits (B, N, V) of tokens (B, N) or of a batch; within an active sequence those of this rank's tokens.
 
         Args:
-            lengths, cu_seqlens: with tokens, as in a batch.
+            lengths, cu_seqlens: as in `dilated_attention`, with tokens; a batch has its own.
+
+        Raises:
+            ValueError: for lengths or cu_seqlens beside a batch.
         """
         options = {k: x for k, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if x is not None}
         if isinstance(batch, Tensor):

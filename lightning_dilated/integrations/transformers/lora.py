@@ -96,10 +96,11 @@ def check_targets(options: dict[str, Any], decoder: Any) -> None:
             f"{', '.join(_linear_names(decoder))}."
         ) from error
     ends = decoder.get_input_embeddings(), decoder.get_output_embeddings()
-    if options.get("ensure_weight_tying") and any(hasattr(x, "lora_A") for x in ends):
+    if options.get("ensure_weight_tying") and any(hasattr(x, "lora_A") or hasattr(x, "modules_to_save") for x in ends):
         raise ValueError(
-            "lora.ensure_weight_tying makes embedding and output projection share their adapters, which cannot be copied "
-            "and merged. Leave it out: each of the two that target_modules names has adapters of its own."
+            "lora.ensure_weight_tying makes embedding and output projection share their adapters or copies, which cannot be "
+            "copied, merged and loaded for every decoder. Leave it out: each of the two that target_modules or "
+            "modules_to_save names has its own."
         )
 
 
