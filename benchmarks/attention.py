@@ -7,7 +7,7 @@
 
 import sys
 
-from lightning_dilated.cli.bench import run
+from lightning_dilated.ext.profiling.bench import run
 
 if __name__ == "__main__":
     run(["attention", *sys.argv[1:]])

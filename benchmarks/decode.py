@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.models.longnet import token_step
+from lightning_dilated.ext.decoding import token_step
 
 
 def options() -> argparse.Namespace:

@@ -32,12 +32,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated._device import expandable_segments, leave_room
-from lightning_dilated.integrations.transformers import HFCausalLM
+from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.estimate import Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import GIB, Setup
+from lightning_dilated.ext.transformers import HFCausalLM
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.estimate import Case
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import GIB, Setup
 
 SIZES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 
 import lightning_dilated as ld
-from lightning_dilated.data.genome.bases import COMPLEMENTS
+from lightning_dilated.ext.genomes.bases import COMPLEMENTS
 
 #: TAA, TAG and TGA as numbers of base 4
 STOPS = (48, 50, 56)

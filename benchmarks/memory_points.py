@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.cli.find_max import Trials, longest
+from lightning_dilated.ext.planning.candidates import in_words
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts
+from lightning_dilated.ext.planning.find_max import Trials, longest
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import GIB, Setup
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.candidates import in_words
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import GIB, Setup
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
 #: shifted layers leave no wall

@@ -16,10 +16,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lightning_dilated.ext.planning.simulating.machine import Machine
+from lightning_dilated.ext.planning.simulating.simulation import Step, simulate
+from lightning_dilated.ext.planning.simulating.timeline import COMPUTE, EXCHANGE, GRADIENTS
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.simulating.machine import Machine
-from lightning_dilated.planning.simulating.simulation import Step, simulate
-from lightning_dilated.planning.simulating.timeline import COMPUTE, EXCHANGE, GRADIENTS
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from scale_tables import FORMS, Setting, scale_plot, sweep, table, timeline
 
+from lightning_dilated.ext.planning.simulating.machine import Machine
 from lightning_dilated.memory.recompute import POLICIES
-from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.sequence.links import NUMBERS, Links
 
 

@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.candidates import in_words
+from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.estimate import Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import GIB, Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.streaming import streamed_sum
-from lightning_dilated.planning.candidates import in_words
-from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.estimate import Case
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import GIB, Setup
 from lightning_dilated.sequence import SequenceGroup
 
 #: of the table

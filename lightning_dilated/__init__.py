@@ -3,6 +3,7 @@
 from lightning_dilated import callbacks, data, integrations, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.attention.stream_state import StreamState
+from lightning_dilated.ext.export.export import Exported, export
 from lightning_dilated.models import (
     DilatedModule,
     LongNetClassifier,
@@ -12,7 +13,6 @@ from lightning_dilated.models import (
     SlideEncoder,
     SlidePretrainer,
 )
-from lightning_dilated.models.export import Exported, export
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_attention
 from lightning_dilated.sequence import SequenceSpec, loss_share

@@ -100,7 +100,7 @@ FACE = {
     ),
     "lightning_dilated.models": ("DilatedModule", "LongNetLM", "WarmupCosine"),
     "lightning_dilated.data": ("ByteDataModule",),
-    "lightning_dilated.integrations.transformers": ("HFCausalLM", "register", "set_pattern"),
+    "lightning_dilated.ext.transformers": ("HFCausalLM", "register", "set_pattern"),
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data import SlideDataModule, write_heat_map
 from lightning_dilated.data.files import guarded_field
-from lightning_dilated.data.slides.files import slide_name
+from lightning_dilated.ext.slides.files import slide_name
 from lightning_dilated.models import SlideEncoder
 
 

@@ -29,9 +29,9 @@ from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.ext.pooled.pooled_model import PooledModule
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.module import stored_hparams
-from lightning_dilated.models.pooled_model import PooledModule
 from lightning_dilated.models.pretrained import file_arguments, imported
 from lightning_dilated.strategy import launched_nodes
 

@@ -12,9 +12,9 @@ from lightning_dilated._validation import text_of
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
-from lightning_dilated.integrations.transformers import HFCausalLM
-from lightning_dilated.integrations.transformers.adapter_folders import is_folder, stored_config
-from lightning_dilated.integrations.transformers.lm import PLAIN_HEADS
+from lightning_dilated.ext.transformers import HFCausalLM
+from lightning_dilated.ext.transformers.adapter_folders import is_folder, stored_config
+from lightning_dilated.ext.transformers.lm import PLAIN_HEADS
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import current_class_path, file_arguments, imported

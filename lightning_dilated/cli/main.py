@@ -16,18 +16,18 @@ from lightning_dilated.cli.parsing import class_help
 
 #: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
 OTHERS = {
-    "generate": "lightning_dilated.cli.generate:run",
-    "score": "lightning_dilated.cli.score:run",
-    "evaluate": "lightning_dilated.cli.evaluate:run",
+    "generate": "lightning_dilated.ext.decoding.command:run",
+    "score": "lightning_dilated.ext.genomes.score:run",
+    "evaluate": "lightning_dilated.ext.evaluation.evaluate:run",
     "tokenize": "lightning_dilated.cli.datasets:tokenize",
     "pairs": "lightning_dilated.cli.datasets:pairs",
     "explain": "lightning_dilated.cli.explain:run",
-    "verify": "lightning_dilated.cli.verify:run",
-    "bench": "lightning_dilated.cli.bench:run",
+    "verify": "lightning_dilated.ext.profiling.verify:run",
+    "bench": "lightning_dilated.ext.profiling.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
-    "folds": "lightning_dilated.cli.folds:run",
-    "export": "lightning_dilated.cli.export:run",
-    "plan": "lightning_dilated.cli.plan:run",
+    "folds": "lightning_dilated.ext.pooled.folds:run",
+    "export": "lightning_dilated.ext.export.command:run",
+    "plan": "lightning_dilated.ext.planning.plan:run",
 }
 
 #: beginnings of warnings that are left out

@@ -1,28 +1,28 @@
 """DataModules and the resumable sampler and loader that they share."""
 
-from lightning_dilated.data.chat.chat_stream import ChatStreamDataModule
-from lightning_dilated.data.chat.module import ChatDataModule
 from lightning_dilated.data.files import ByteStream
-from lightning_dilated.data.genome.bases import decode_bases, encode_bases, reverse_complement
-from lightning_dilated.data.genome.fasta import GenomeDataModule, GenomeWindows
-from lightning_dilated.data.genome.files import Genome
-from lightning_dilated.data.genome.strain_pairs import StrainPairsDataModule
-from lightning_dilated.data.genome.variants import AlleleWindows, Variant, allele_windows, read_variants
-from lightning_dilated.data.long_context.module import LongContextDataModule
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
-from lightning_dilated.data.slides.coordinates import check_coordinates
-from lightning_dilated.data.slides.heat_maps import heat_map, write_attention, write_heat_map
-from lightning_dilated.data.slides.module import SlideDataModule
-from lightning_dilated.data.slides.sequences import SlideSequences
-from lightning_dilated.data.slides.synthetic import write_synthetic_slides
-from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
 from lightning_dilated.data.text.streams import StreamDataModule, StreamSequences
-from lightning_dilated.data.text.text_stream import TextStreamDataModule
 from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
 from lightning_dilated.data.text.tokens import TokenDataModule
-from lightning_dilated.data.text.version_pairs import VersionPairs, write_version_pairs
+from lightning_dilated.ext.evaluation.module import LongContextDataModule
+from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule, ListOpsDataModule
+from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
+from lightning_dilated.ext.genomes.fasta import GenomeDataModule, GenomeWindows
+from lightning_dilated.ext.genomes.files import Genome
+from lightning_dilated.ext.genomes.strain_pairs import StrainPairsDataModule
+from lightning_dilated.ext.genomes.variants import AlleleWindows, Variant, allele_windows, read_variants
+from lightning_dilated.ext.slides.coordinates import check_coordinates
+from lightning_dilated.ext.slides.heat_maps import heat_map, write_attention, write_heat_map
+from lightning_dilated.ext.slides.module import SlideDataModule
+from lightning_dilated.ext.slides.sequences import SlideSequences
+from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
+from lightning_dilated.ext.text.chat import ChatDataModule
+from lightning_dilated.ext.text.chat_stream import ChatStreamDataModule
+from lightning_dilated.ext.text.text_stream import TextStreamDataModule
+from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
 
 __all__ = [
     "AlleleWindows",

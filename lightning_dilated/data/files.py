@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.data.remote import Opener, RemoteBytes, is_url, refuse_url
+from lightning_dilated.ext.text.remote import Opener, RemoteBytes, is_url, refuse_url
 
 HINT = "pass existing files, directories or globs in data.paths, or leave it out to read Python's standard library"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})

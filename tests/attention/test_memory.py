@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.memory_tracker import Meter
 
 from .peak import printed
 

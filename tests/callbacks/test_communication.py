@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.callbacks import CommunicationProfiler, communication
+from lightning_dilated.callbacks import CommunicationProfiler
+from lightning_dilated.ext.profiling import communication
 from lightning_dilated.sequence.exchange.transport import Flight, Wait
 from lightning_dilated.sequence.links import Links
 

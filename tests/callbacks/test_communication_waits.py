@@ -7,7 +7,8 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 
-from lightning_dilated.callbacks import CommunicationProfiler, communication
+from lightning_dilated.callbacks import CommunicationProfiler
+from lightning_dilated.ext.profiling import communication
 
 from ..strategy.runs import Run, launched, make
 

@@ -10,9 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase
-from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.counting.memory_tracker import (
+from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,
@@ -21,6 +19,8 @@ from lightning_dilated.planning.counting.memory_tracker import (
     PARAMETERS,
     TEMPORARY,
 )
+from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase
+from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
 
 from ..models import batch, loader, text, tiny
 from ..models import trainer as quiet

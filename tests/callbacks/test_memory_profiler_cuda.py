@@ -5,10 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase, Watch
-from lightning_dilated.callbacks.memory.probe import CudaProbe
-from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.counting.memory_tracker import (
+from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,
@@ -17,6 +14,9 @@ from lightning_dilated.planning.counting.memory_tracker import (
     PARAMETERS,
     TEMPORARY,
 )
+from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase, Watch
+from lightning_dilated.ext.profiling.memory.probe import CudaProbe
+from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
 from lightning_dilated.sequence.exchange.transport import Traffic
 
 from ..models import loader

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dilated.callbacks.memory import probe
-from lightning_dilated.callbacks.memory.phases import (
+from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
+from lightning_dilated.ext.profiling.memory import probe
+from lightning_dilated.ext.profiling.memory.phases import (
     BACKWARD,
     FORWARD,
     OPTIMIZING,
@@ -22,10 +23,18 @@ from lightning_dilated.callbacks.memory.phases import (
     states,
     tensors_of,
 )
-from lightning_dilated.callbacks.memory.probe import Measured, Span, host_memory
-from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.callbacks.memory.report import metrics, numbers, rows_of, show, stages, thinned, top_of, unit_of
-from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
+from lightning_dilated.ext.profiling.memory.probe import Measured, Span, host_memory
+from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
+from lightning_dilated.ext.profiling.memory.report import (
+    metrics,
+    numbers,
+    rows_of,
+    show,
+    stages,
+    thinned,
+    top_of,
+    unit_of,
+)
 
 from ..models import loader, tiny
 from ..models import trainer as quiet

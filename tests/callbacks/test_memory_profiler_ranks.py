@@ -4,9 +4,9 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, Phase
-from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE, GRADIENTS
+from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE, GRADIENTS
+from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, Phase
+from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
 
 from ..models import loader
 from ..strategy.runs import Run, launched, make, trainer

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_dilated.cli import verify
 from lightning_dilated.cli.main import main
+from lightning_dilated.ext.profiling import verify
 from lightning_dilated.pattern import DilatedPattern
 
 from ..distributed import forked

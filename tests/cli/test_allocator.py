@@ -6,8 +6,8 @@ import os
 import pytest
 
 from lightning_dilated._device import NAMES, expandable_segments
-from lightning_dilated.cli import find_max
-from lightning_dilated.cli.find_max import Trials
+from lightning_dilated.ext.planning import find_max
+from lightning_dilated.ext.planning.find_max import Trials
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from lightning_dilated.cli.bench_links import LAUNCHED, LEAST, Sample, _rings, estimate_links
+from lightning_dilated.ext.profiling.bench_links import LAUNCHED, LEAST, Sample, _rings, estimate_links
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.links import VARIABLE, cached
 

@@ -13,9 +13,9 @@ import torch
 
 import lightning_dilated as ld
 from lightning_dilated.cli.errors import PROG
-from lightning_dilated.cli.generate import print_bytes
 from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.main import HELP, OTHERS, quiet
+from lightning_dilated.ext.decoding.command import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from lightning_dilated.cli.export import summary
-from lightning_dilated.models.export import Exported
+from lightning_dilated.ext.export.command import summary
+from lightning_dilated.ext.export.export import Exported
 
 pytestmark = pytest.mark.full
 

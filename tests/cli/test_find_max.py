@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_dilated as ld
-from lightning_dilated.cli import find_max
-from lightning_dilated.cli.find_max import Outcome, Samples, Trials, longest, run
+from lightning_dilated.ext.planning import find_max
+from lightning_dilated.ext.planning.find_max import Outcome, Samples, Trials, longest, run
 
 from ..distributed.forked import Forked
 
@@ -182,7 +182,7 @@ def test_a_killed_rank_is_looked_for_first(tmp_path):
 STARTER = """
 import json, subprocess, sys, time
 told = {"parent": __import__("os").getpid()}
-print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.cli.find_max", json.dumps(told)]).pid, flush=True)
+print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.ext.planning.find_max", json.dumps(told)]).pid, flush=True)
 time.sleep(600)
 """
 

@@ -9,12 +9,12 @@ import yaml
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.cli.plan_request import number, parser, settled
+from lightning_dilated.ext.planning.candidates import candidates, yaml_lines
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.memory import Setup, memory, moved_as_fit_ends
+from lightning_dilated.ext.planning.plan_request import number, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.candidates import candidates, yaml_lines
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import make_problem, most_held

@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
-from lightning_dilated.cli.plan_request import parser, settled
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.plan_request import parser, settled
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.memory import Setup, memory
 
 pytestmark = pytest.mark.full
 

@@ -6,8 +6,17 @@ import time
 import pytest
 import torch
 
-from lightning_dilated.cli import verify
-from lightning_dilated.cli.verify import Check, RanksFailed, Verdict, alone, by_definition, compare, matrix, run_ranks
+from lightning_dilated.ext.profiling import verify
+from lightning_dilated.ext.profiling.verify import (
+    Check,
+    RanksFailed,
+    Verdict,
+    alone,
+    by_definition,
+    compare,
+    matrix,
+    run_ranks,
+)
 
 pytestmark = pytest.mark.full
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_dilated.data.block_cache import BlockCache, cache_root, locked
-from lightning_dilated.data.chat.store import encoded
-from lightning_dilated.data.genome.files import plain_file
-from lightning_dilated.data.row_streams import PackedReaders, Position, StreamedRows
+from lightning_dilated.ext.genomes.files import plain_file
+from lightning_dilated.ext.text.block_cache import BlockCache, cache_root, locked
+from lightning_dilated.ext.text.row_streams import PackedReaders, Position, StreamedRows
+from lightning_dilated.ext.text.store import encoded
 from lightning_dilated.sequence.links import Links
 
 
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_dilated.data.block_cache.write_part", full)
+    monkeypatch.setattr("lightning_dilated.ext.text.block_cache.write_part", full)
     with pytest.warns(
         UserWarning, match=r"cannot keep blocks .*No space left.* name another folder in data\.cache_dir"
     ):

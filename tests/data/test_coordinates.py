@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dilated.data.slides.coordinates import check_coordinates, coordinate_faults, tile_cells, tile_step
+from lightning_dilated.ext.slides.coordinates import check_coordinates, coordinate_faults, tile_cells, tile_step
 
 
 def grid(columns: int = 20, rows: int = 15, step: int = 256, seed: int = 0) -> np.ndarray:

@@ -124,7 +124,7 @@ def test_n_counts_do_not_depend_on_the_chunk(tmp_path: Path, monkeypatch: pytest
     path = write(tmp_path, 7, one=bases)
     found = []
     for chunk in (1, 5, 64, 1 << 22):
-        monkeypatch.setattr("lightning_dilated.data.genome.files._CHUNK", chunk)
+        monkeypatch.setattr("lightning_dilated.ext.genomes.files._CHUNK", chunk)
         (record,) = GenomeDataModule(path, 10, n_policy="token").genome.records
         found.append((record.checksum, record.unknown_before(np.arange(301)).tolist()))
     assert all(x == found[0] for x in found)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_dilated.data import GenomeDataModule
-from lightning_dilated.data.genome import files as fasta_files
-from lightning_dilated.data.genome.files import default_cache, plain_file, read_index
+from lightning_dilated.ext.genomes import files as fasta_files
+from lightning_dilated.ext.genomes.files import default_cache, plain_file, read_index
 
 HERE = Path(__file__).parent
 PACKED = str(HERE / "lambda_virus.fa.gz")

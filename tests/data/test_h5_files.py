@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule, write_attention
-from lightning_dilated.data.slides.files import SlideReader
+from lightning_dilated.ext.slides.files import SlideReader
 
 from .test_slides import grid, write
 

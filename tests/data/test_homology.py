@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_dilated.data.genome import strain_pairs
-from lightning_dilated.data.genome.files import Genome
-from lightning_dilated.data.genome.strain_pairs import LENGTH, SAMPLED, Anchors, anchors, numbers
+from lightning_dilated.ext.genomes import strain_pairs
+from lightning_dilated.ext.genomes.files import Genome
+from lightning_dilated.ext.genomes.strain_pairs import LENGTH, SAMPLED, Anchors, anchors, numbers
 
 from .strains import made, reverse_complement, write_strain
 

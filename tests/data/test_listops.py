@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from lightning_dilated.data import ListOpsDataModule
-from lightning_dilated.data.tasks import evaluate, expression, most_tokens, text
+from lightning_dilated.ext.evaluation.tasks import evaluate, expression, most_tokens, text
 
 
 def read(words: list[str]) -> tuple[int, int, int]:

@@ -27,9 +27,9 @@ from lightning_dilated.data import (
     read_variants,
 )
 from lightning_dilated.data.files import collect_files, files_digest
-from lightning_dilated.data.genome.regions import read_bed
-from lightning_dilated.data.remote import BLOCK, RUN, TRIES, Opener, is_url
-from lightning_dilated.data.slides.labels import Columns, read_rows
+from lightning_dilated.ext.genomes.regions import read_bed
+from lightning_dilated.ext.slides.labels import Columns, read_rows
+from lightning_dilated.ext.text.remote import BLOCK, RUN, TRIES, Opener, is_url
 
 from .stores import Fetched, upload
 
@@ -43,7 +43,7 @@ def opener(tmp_path: Path) -> Opener:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were waited between tries; none really are."""
     seconds: list[float] = []
-    monkeypatch.setattr("lightning_dilated.data.remote.time.sleep", seconds.append)
+    monkeypatch.setattr("lightning_dilated.ext.text.remote.time.sleep", seconds.append)
     return seconds
 
 

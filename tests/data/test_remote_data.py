@@ -22,8 +22,8 @@ from lightning_dilated.data import (
     TokenDataModule,
     write_synthetic_slides,
 )
-from lightning_dilated.data.remote import BLOCK, RemoteFile
-from lightning_dilated.data.slides.files import SlideReader
+from lightning_dilated.ext.slides.files import SlideReader
+from lightning_dilated.ext.text.remote import BLOCK, RemoteFile
 
 from .runs import Recorder, run
 from .stores import Fetched, equal, same_samples, tokens, upload
@@ -256,7 +256,7 @@ def test_a_damaged_slide(store: str, folder: str, cached: dict[str, str], damage
 def test_an_error_of_the_store_is_not_hidden_by_hdf5(
     store: str, folder: str, cached: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_dilated.data.remote.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("lightning_dilated.ext.text.remote.time.sleep", lambda seconds: None)
     upload(folder, "memory:///data")
     data = slide_data("memory:///data", cache_gib=0)
     samples = data.dataset("train")

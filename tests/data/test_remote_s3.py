@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_dilated.data.remote import BLOCK, Opener
+from lightning_dilated.ext.text.remote import BLOCK, Opener
 
 from .runs import run
 from .stores import equal, s3_server, same_samples, tokens, upload
@@ -147,7 +147,7 @@ def test_a_server_that_is_gone(root: str, tmp_path: Path, monkeypatch: pytest.Mo
     import s3fs
 
     waits: list[float] = []
-    monkeypatch.setattr("lightning_dilated.data.remote.time.sleep", waits.append)
+    monkeypatch.setattr("lightning_dilated.ext.text.remote.time.sleep", waits.append)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)

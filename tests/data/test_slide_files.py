@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.data.slides import files as slide_files
-from lightning_dilated.data.slides.files import SlideReader, slide_name
+from lightning_dilated.ext.slides import files as slide_files
+from lightning_dilated.ext.slides.files import SlideReader, slide_name
 
 from ..examples import examples
 from .test_slides import grid, write

@@ -6,7 +6,7 @@ import torch
 
 from lightning_dilated import LongNetClassifier, SlideEncoder
 from lightning_dilated.data import SlideDataModule
-from lightning_dilated.data.slides.sequences import side_by_side
+from lightning_dilated.ext.slides.sequences import side_by_side
 
 from ..models import PATTERN, trainer
 from .test_slides import grid, table, write

@@ -11,8 +11,8 @@ import torch
 
 from lightning_dilated import SlideEncoder
 from lightning_dilated.data import SlideDataModule, check_coordinates
-from lightning_dilated.data.slides.coordinates import tile_cells
-from lightning_dilated.data.slides.files import extent_of, tile_size_of
+from lightning_dilated.ext.slides.coordinates import tile_cells
+from lightning_dilated.ext.slides.files import extent_of, tile_size_of
 
 from .test_slides import write
 

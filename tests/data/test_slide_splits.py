@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.data import SlideDataModule
-from lightning_dilated.data.slides.splits import deal_groups, split_groups
+from lightning_dilated.ext.slides.splits import deal_groups, split_groups
 
 from .test_slides import grid, table, write
 

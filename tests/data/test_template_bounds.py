@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dilated.data.chat.messages import Conversation
-from lightning_dilated.data.chat.template import _compiled, _refusing
 from lightning_dilated.data.text.tokenizer import encode, panics_named
+from lightning_dilated.ext.text.messages import Conversation
+from lightning_dilated.ext.text.template import _compiled, _refusing
 
 CHAT = Conversation([{"role": "user", "content": "hi"}], "row 0")
 GROWN = "{%% set ns = namespace(x='aa') %%}{%% for i in range(99) %%}%s{%% endfor %%}{{ ns.x|length }}"
@@ -51,8 +51,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dilated.data.chat.template.STEPS", 200_000)
-    monkeypatch.setattr("lightning_dilated.data.chat.template.CHARACTERS", 1 << 22)
+    monkeypatch.setattr("lightning_dilated.ext.text.template.STEPS", 200_000)
+    monkeypatch.setattr("lightning_dilated.ext.text.template.CHARACTERS", 1 << 22)
     compiled, begin = _compiled(HOSTILE[name]), time.perf_counter()
     with pytest.raises(
         ValueError, match=r"row 0: the chat template refuses this conversation \((it takes|it makes|max)"
@@ -89,7 +89,7 @@ def test_numbers_of_a_message_are_no_sizes(text: str) -> None:
 def test_seconds_are_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", iter(range(0, 10**9, 1000)).__next__)
     assert _refusing(CHAT, lambda: _compiled("{% for i in range(9999) %}{% endfor %}a").render(messages=[])) == "a"
-    monkeypatch.setattr("lightning_dilated.data.chat.template.SECONDS", -1.0)
+    monkeypatch.setattr("lightning_dilated.ext.text.template.SECONDS", -1.0)
     with pytest.raises(ValueError, match="it takes more than -1 seconds"):
         _refusing(CHAT, lambda: _compiled("{% for i in range(9999) %}{% endfor %}").render(messages=[]))
 

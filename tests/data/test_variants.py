@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.data import Genome, Variant, allele_windows, decode_bases, encode_bases, read_variants
-from lightning_dilated.data.genome.regions import read_bed
-from lightning_dilated.data.genome.variants import check_references
+from lightning_dilated.ext.genomes.regions import read_bed
+from lightning_dilated.ext.genomes.variants import check_references
 
 from ..examples import examples
 from .test_fasta import made, write
@@ -236,7 +236,7 @@ def test_text_that_is_not_read_may_be_of_another_encoding(tmp_path: Path) -> Non
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("begin", [b"##x=", b"a\t1\t.\tA\tG\t.\t.\t", b"a\t1\t.\tA", b"\n\n"])
 def test_a_line_has_a_bound(tmp_path: Path, packed: bool, begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dilated.data.genome.files.LONGEST", 1000)
+    monkeypatch.setattr("lightning_dilated.ext.genomes.files.LONGEST", 1000)
     path = tmp_path / "in.vcf"
     path.write_bytes((gzip.compress if packed else bytes)(begin + b"A" * 1001))
     number = 3 if begin == b"\n\n" else 1
@@ -247,7 +247,7 @@ def test_a_line_has_a_bound(tmp_path: Path, packed: bool, begin: bytes, monkeypa
 
 
 def test_fields_of_a_packed_file_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_dilated.data.genome.files.SMALL", 1000)
+    monkeypatch.setattr("lightning_dilated.ext.genomes.files.SMALL", 1000)
     (tmp_path / "in.vcf.gz").write_bytes(gzip.compress(row(1, "A") * 100_000))
     with pytest.raises(ValueError, match=r"in\.vcf\.gz unpacks to more than 100 times its size"):
         read_variants(tmp_path / "in.vcf.gz")

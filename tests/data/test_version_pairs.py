@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_dilated.data import ByteDataModule, TokenDataModule, write_version_pairs
-from lightning_dilated.data.text import version_pairs
+from lightning_dilated.ext.text import version_pairs
 
 N = 256
 

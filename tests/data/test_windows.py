@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated.data import GenomeDataModule, ResumableLoader, ResumableSampler
-from lightning_dilated.data.genome.fasta import GenomeWindows
+from lightning_dilated.ext.genomes.fasta import GenomeWindows
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 

@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated import LongNetLM
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.consensus import ControlGroup
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention, Recurrence
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import Facts, estimate
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Facts, estimate
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup
 
 from ..models import tiny
 from .calls import positions, sequence

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.streams import Exchange
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.planning.streams import Exchange
 
 from ..models.test_streaming import CASES, GEOMETRIC, gradients, lm, text
 from .calls import positions, sequence

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_dilated.data.chat.messages import conversation
-from lightning_dilated.data.chat.template import JsonTokenizer, TransformersTokenizer
+from lightning_dilated.ext.text.messages import conversation
+from lightning_dilated.ext.text.template import JsonTokenizer, TransformersTokenizer
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
 from ..data.chats import chat, tokenizer_json, write

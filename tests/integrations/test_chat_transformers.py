@@ -6,8 +6,8 @@ import torch
 
 import lightning_dilated as ld
 from lightning_dilated.data import ChatDataModule, ChatStreamDataModule, TextStreamDataModule
-from lightning_dilated.data.chat.messages import conversation
-from lightning_dilated.data.chat.template import TransformersTokenizer
+from lightning_dilated.ext.text.messages import conversation
+from lightning_dilated.ext.text.template import TransformersTokenizer
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
 from ..data.chats import CHATML, END, FORGETS, START, TAGGED, bpe, chat, chats, tokenizer_json, write

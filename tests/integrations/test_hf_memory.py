@@ -5,8 +5,8 @@ import torch
 
 import lightning_dilated as ld
 from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.memory_tracker import PARAMETERS, Meter
 
 from ..strategy.runs import Run
 

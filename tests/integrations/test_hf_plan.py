@@ -13,19 +13,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dilated as ld
 from lightning_dilated._device import NAMES
-from lightning_dilated.cli.find_max import Trials
-from lightning_dilated.cli.plan import run
+from lightning_dilated.ext.planning.advice import Question, _pickled, answer
+from lightning_dilated.ext.planning.counting import dry_run
+from lightning_dilated.ext.planning.counting.dry_run import BlockWork
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts, estimate
+from lightning_dilated.ext.planning.find_max import Trials
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.plan import run
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
-from lightning_dilated.planning.advice import Question, _pickled, answer
-from lightning_dilated.planning.counting import dry_run
-from lightning_dilated.planning.counting.dry_run import BlockWork
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.planning.counting.model_specs import example_of, subject_of
-from lightning_dilated.planning.estimate import Case, Facts, estimate
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup, memory
 
 from ..planning.test_memory import SETTINGS, check
 
@@ -340,7 +340,7 @@ def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
 def recipe(tmp_path):
     path = tmp_path / "decoder.yaml"
     values = {k: v for k, v in config("llama", num_hidden_layers=3).to_dict().items() if v is not None}
-    name = "lightning_dilated.integrations.transformers.HFCausalLM"
+    name = "lightning_dilated.ext.transformers.HFCausalLM"
     arguments = {"model": values, "tile": 1024}
     path.write_text(
         yaml.safe_dump({"model": {"class_path": name, "init_args": arguments}, "trainer": {"accelerator": "cpu"}})

@@ -84,7 +84,7 @@ def test_short_chunks_on_ranks(pools):
 
 
 def test_other_restarts_than_the_documents():
-    from lightning_dilated.integrations.transformers.masks import known_documents, visible_keys
+    from lightning_dilated.ext.transformers.masks import known_documents, visible_keys
 
     chunked = transformers.masking_utils.chunked_causal_mask_function(8, torch.zeros(1))
     for bounds in (None, BOUNDS):
@@ -212,8 +212,8 @@ def test_layers_that_share_keys():
 
 def test_new_keys_alone():
     """A layer that attends to its new keys without giving them to the cache."""
-    from lightning_dilated.integrations.transformers.attention import attend
-    from lightning_dilated.integrations.transformers.masks import visible_keys
+    from lightning_dilated.ext.transformers.attention import attend
+    from lightning_dilated.ext.transformers.masks import visible_keys
 
     mask, q = visible_keys(1, 1, 1, q_offset=8, kv_offset=8), torch.randn(1, 2, 1, 8)
     with pytest.raises(ValueError, match="or to new ones alone"):

@@ -184,7 +184,7 @@ class Recorded:
     """The calls of `dilated_attention` that a model makes."""
 
     def __init__(self, monkeypatch):
-        from lightning_dilated.integrations.transformers import attention
+        from lightning_dilated.ext.transformers import attention
 
         self.calls = []
         monkeypatch.setattr(attention, "dilated_attention", self)
@@ -305,8 +305,8 @@ def test_refused_models(name):
 
 def test_refused_layers():
     """What a layer may hand the attention function."""
-    from lightning_dilated.integrations.transformers.attention import attend
-    from lightning_dilated.integrations.transformers.masks import visible_keys
+    from lightning_dilated.ext.transformers.attention import attend
+    from lightning_dilated.ext.transformers.masks import visible_keys
 
     mask = visible_keys(1, N, N, mask_function=transformers.masking_utils.causal_mask_function)
     q, layer = torch.randn(1, 2, N, 8), torch.nn.Module()
@@ -349,7 +349,7 @@ def test_refused_patterns():
 
 
 def test_a_pattern_list_needs_the_layers_number():
-    from lightning_dilated.integrations.transformers.patterns import own_pattern
+    from lightning_dilated.ext.transformers.patterns import own_pattern
 
     layer = torch.nn.Module()
     layer.config = config("llama", dilated_pattern=[PATTERN.to_dict(), ld.DilatedPattern.dense().to_dict()])

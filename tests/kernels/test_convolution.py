@@ -12,7 +12,7 @@ from lightning_dilated import Recurrence
 from lightning_dilated.attention import convolution
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.recurrent_branch import RecurrentBranch
-from lightning_dilated.planning.counting.memory_tracker import Meter
+from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 
 from ..attention.convolution_cases import CASES, Case, compare, drawn, without_kernels
 from ..distributed.calls import positions, sequence

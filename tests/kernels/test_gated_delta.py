@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.planning.counting.memory_tracker import Meter
-from lightning_dilated.planning.counting.workspace import _recurrence_held
+from lightning_dilated.ext.planning.counting.memory_tracker import Meter
+from lightning_dilated.ext.planning.counting.workspace import _recurrence_held
 from lightning_dilated.recurrence import op, triton_chunks
 from lightning_dilated.recurrence.rules import oracle
 

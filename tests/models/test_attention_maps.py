@@ -155,6 +155,6 @@ def test_refused_in_training_mode_and_while_ranks_share_a_sequence(monkeypatch):
     with pytest.raises(ValueError, match=r"call \.eval\(\)"):
         encoder().attention_map(features, coords)
     group = SimpleNamespace(ranks=2)
-    monkeypatch.setattr("lightning_dilated.models.slides.encoder.active_sequence", lambda: group)
+    monkeypatch.setattr("lightning_dilated.ext.slides.encoder.active_sequence", lambda: group)
     with pytest.raises(ValueError, match="attention_map takes whole slides on one rank"):
         encoder().eval().attention_map(features, coords)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated import DilatedPattern, LongNetClassifier
 from lightning_dilated.callbacks import PredictionWriter
-from lightning_dilated.models.heads import class_metrics
+from lightning_dilated.ext.pooled.heads import class_metrics
 
 from . import PATTERN, loader, trainer
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.models import export as module
-from lightning_dilated.models.export import decompositions, export, exported_program
+from lightning_dilated.ext.export import export as module
+from lightning_dilated.ext.export.export import decompositions, export, exported_program
 
 pytestmark = pytest.mark.full
 

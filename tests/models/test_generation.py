@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.longnet import int8, token_step
-from lightning_dilated.models.longnet.sampling import sample
+from lightning_dilated.ext.decoding import int8, token_step
+from lightning_dilated.ext.decoding.sampling import sample
 
 from . import PATTERN, batch, loader, tiny, trainer
 

@@ -10,7 +10,7 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.attention.cache_slots import Clock
 from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
-from lightning_dilated.models.longnet import token_step
+from lightning_dilated.ext.decoding import token_step
 from lightning_dilated.pattern import Branch, Window
 
 from . import PATTERN, tiny

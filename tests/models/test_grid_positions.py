@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_dilated.models.slides.backbone import GridPositions, cells_of, check_coords
+from lightning_dilated.ext.slides.backbone import GridPositions, cells_of, check_coords
 
 
 @pytest.mark.parametrize("x, y", [(0, 0), (3, 0), (0, 5), (999, 998)])

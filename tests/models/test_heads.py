@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dilated.models.heads import (
+from lightning_dilated.ext.pooled.heads import (
     ClassificationHead,
     OrdinalHead,
     RegressionHead,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import conv2d, interpolate
 
-from lightning_dilated.models.longvit.image_patches import image_patches, resized_table, table_positions
+from lightning_dilated.ext.slides.longvit.image_patches import image_patches, resized_table, table_positions
 
 from .images import pixels
 

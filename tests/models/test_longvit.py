@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated import LongViT
+from lightning_dilated.ext.slides.longvit import model as longvit
 from lightning_dilated.models import image_patches
-from lightning_dilated.models.longvit import model as longvit
 
 from .images import load, made, pixels, state
 

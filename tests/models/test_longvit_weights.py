@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_dilated import LongViT, SlideEncoder
-from lightning_dilated.models.longvit import weights as longvit_weights
+from lightning_dilated.ext.slides.longvit import weights as longvit_weights
 
 from .images import CASES, DATA, equal, load, state
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.memory import _beside
 from lightning_dilated.memory import head_chunks as chunks
 from lightning_dilated.memory import offload
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.longnet import lm as longnet_lm
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.memory import _beside
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN, gradients, same

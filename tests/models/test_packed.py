@@ -6,9 +6,9 @@ import torch
 
 from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM, SlidePretrainer
 from lightning_dilated.data import ByteDataModule, GenomeDataModule
+from lightning_dilated.ext.slides.longvit.model import LongViT
 from lightning_dilated.memory.block_memory import set_memory
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.longvit.model import LongViT
 
 from . import loader, trainer
 from .rows import packed, slides, texts

@@ -11,8 +11,8 @@ from torch import nn
 
 import lightning_dilated as ld
 from lightning_dilated.attention.recurrent_branch import LR_SCALE, Decay, RecurrentBranch
+from lightning_dilated.ext.decoding import token_step
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.longnet import token_step
 from lightning_dilated.recurrence.rules import oracle
 
 from ..examples import examples

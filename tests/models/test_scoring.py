@@ -7,7 +7,7 @@ import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.data import decode_bases, encode_bases, reverse_complement
-from lightning_dilated.data.genome.variants import AlleleWindows
+from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.models.transformer import step_flops
 
 from . import PATTERN

@@ -7,7 +7,7 @@ import torch
 
 from lightning_dilated import Global, SlideEncoder, SlidePretrainer
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
-from lightning_dilated.models.slides.backbone import released_segments
+from lightning_dilated.ext.slides.backbone import released_segments
 
 from . import loader, trainer
 from .slides import SIZES, batch, encoder, slides

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_dilated import SlideEncoder
-from lightning_dilated.models.slides import weights as slide_weights
-from lightning_dilated.models.slides.weights import own_weights, released_names, sizes_of
+from lightning_dilated.ext.slides import weights as slide_weights
+from lightning_dilated.ext.slides.weights import own_weights, released_names, sizes_of
 
 from .slides import GOLDEN, SIZES, encoder
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lightning_dilated import LongNetClassifier, SlideEncoder
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
-from lightning_dilated.models import survival
-from lightning_dilated.models.survival import (
+from lightning_dilated.ext.pooled import survival
+from lightning_dilated.ext.pooled.survival import (
     ConcordanceIndex,
     HazardHead,
     concordance_index,

@@ -15,16 +15,16 @@ from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
 from lightning_dilated.callbacks import MemoryProfiler
-from lightning_dilated.callbacks.memory import profiler
+from lightning_dilated.ext.planning import advice
+from lightning_dilated.ext.planning.advice import _by_host, _otherwise, advise, answer, question_of
+from lightning_dilated.ext.planning.counting import dry_run
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.profiling.memory import profiler
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning import advice
-from lightning_dilated.planning.advice import _by_host, _otherwise, advise, answer, question_of
-from lightning_dilated.planning.counting import dry_run
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
 
 pytestmark = pytest.mark.full

@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 
 import lightning_dilated as ld
-from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.footprint import lighter
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.planning.estimate import (
+from lightning_dilated.ext.planning.counting.footprint import lighter
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.estimate import (
     ADAMW_PASSES,
     BANDWIDTH,
     HOST_LINK,
@@ -22,8 +20,10 @@ from lightning_dilated.planning.estimate import (
     measured_machine,
     scaled,
 )
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.planner import DEFAULTS
 
 pytestmark = pytest.mark.full

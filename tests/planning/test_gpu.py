@@ -7,12 +7,12 @@ import torch
 import yaml
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.cli.find_max import Trials
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts
+from lightning_dilated.ext.planning.find_max import Trials
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import GIB, Setup
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import GIB, Setup
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1 << 20  # enough that what DDP lets go 0.1 s after its first step is gone at the peak

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dilated.planning.gpus import GPUS, NVLINK4, PCIE4, find_gpu
+from lightning_dilated.ext.planning.gpus import GPUS, NVLINK4, PCIE4, find_gpu
 from lightning_dilated.sequence.links import Links
 
 NVLINK = {"H200", "H100", "A100-80GB", "A100-40GB"}

@@ -5,16 +5,16 @@ import torch
 import yaml
 
 import lightning_dilated as ld
-from lightning_dilated.cli.find_max import Trials
-from lightning_dilated.cli.plan import run
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts
+from lightning_dilated.ext.planning.find_max import Trials
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.plan import run
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.memory_tracker import PARAMETERS, Meter
-from lightning_dilated.planning.counting.model_specs import example_of, subject_of
-from lightning_dilated.planning.estimate import Case, Facts
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup
 
 from .users_model import OwnInit, Signals
 

@@ -6,11 +6,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.compiled import Graphs, Kernels
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import Tape
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.compiled import Graphs, Kernels
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.memory_tracker import Tape
-from lightning_dilated.planning.counting.model_specs import subject_of
 
 #: bytes of h and of a result
 H, OUT = 64 * 128 * 4, 64 * 32 * 4

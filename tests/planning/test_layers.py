@@ -6,13 +6,13 @@ from collections import defaultdict
 import pytest
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting import dry_run
+from lightning_dilated.ext.planning.counting.compiled import Graphs
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import Tape
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting import dry_run
-from lightning_dilated.planning.counting.compiled import Graphs
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.memory_tracker import Tape
-from lightning_dilated.planning.counting.model_specs import subject_of
 
 pytestmark = pytest.mark.full
 

@@ -8,15 +8,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.candidates import candidates
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import UPDATE_BACKWARD, UPDATE_FORWARD, subject_of
+from lightning_dilated.ext.planning.estimate import Facts, estimate
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.pooled.pooled_model import add_lora
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.pooled_model import add_lora
-from lightning_dilated.planning.candidates import candidates
-from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.planning.counting.model_specs import UPDATE_BACKWARD, UPDATE_FORWARD, subject_of
-from lightning_dilated.planning.estimate import Facts, estimate
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup, memory
 from tests.planning.passes import Passes
 from tests.planning.test_memory import SETTINGS, check
 from tests.planning.test_slides_images import SIZES, image, slide

@@ -8,17 +8,17 @@ import torch
 
 import lightning_dilated as ld
 from lightning_dilated.attention import convolution
+from lightning_dilated.ext.planning.candidates import candidates, recommended
+from lightning_dilated.ext.planning.counting import dry_run as trial
+from lightning_dilated.ext.planning.counting.compiled import Graphs
+from lightning_dilated.ext.planning.counting.footprint import _named, footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import OPTIMIZER, PARAMETERS, Tape
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts, last_true
+from lightning_dilated.ext.planning.gpus import GPUS, find_gpu
+from lightning_dilated.ext.planning.memory import Setup, memory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.candidates import candidates, recommended
-from lightning_dilated.planning.counting import dry_run as trial
-from lightning_dilated.planning.counting.compiled import Graphs
-from lightning_dilated.planning.counting.footprint import _named, footprint
-from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER, PARAMETERS, Tape
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts, last_true
-from lightning_dilated.planning.gpus import GPUS, find_gpu
-from lightning_dilated.planning.memory import Setup, memory
 
 pytestmark = pytest.mark.full
 

@@ -7,14 +7,20 @@ import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.footprint import exchanged, footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    EXCHANGE,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+)
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, _static, memory, moved_as_fit_ends
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.footprint import exchanged, footprint
-from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup, _static, memory, moved_as_fit_ends
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import make_problem
 

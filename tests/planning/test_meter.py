@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.attention.op import ATTENTION
 from lightning_dilated.attention.spec import encode
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting import memory_tracker as meter
-from lightning_dilated.planning.counting.memory_tracker import (
+from lightning_dilated.ext.planning.counting import memory_tracker as meter
+from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
     EXCHANGE,
     GRADIENTS,
@@ -22,6 +21,7 @@ from lightning_dilated.planning.counting.memory_tracker import (
     Meter,
     parts,
 )
+from lightning_dilated.pattern import DilatedPattern
 
 
 def test_by_hand():

@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.estimate import Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.simulating.machine import Machine
+from lightning_dilated.ext.planning.simulating.simulation import simulate
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.estimate import Case
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.simulating.machine import Machine
-from lightning_dilated.planning.simulating.simulation import simulate
 
 pytestmark = pytest.mark.full
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.cli.plan import recurrence_notes
+from lightning_dilated.ext.planning.counting import workspace
+from lightning_dilated.ext.planning.counting.memory_tracker import Meter
+from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.estimate import BANDWIDTH, Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.plan import recurrence_notes
+from lightning_dilated.ext.planning.simulating.machine import measured_rules
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting import workspace
-from lightning_dilated.planning.counting.memory_tracker import Meter
-from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.planning.estimate import BANDWIDTH, Case
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.simulating.machine import measured_rules
 from lightning_dilated.recurrence import op, triton_chunks
 
 pytestmark = pytest.mark.full

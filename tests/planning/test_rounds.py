@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_dilated.ext.planning.simulating.rounds import bounds, exact, many, reached, reaches
 from lightning_dilated.pattern import DilatedPattern, Window
-from lightning_dilated.planning.simulating.rounds import bounds, exact, many, reached, reaches
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import compile_program
 from lightning_dilated.sequence.exchange.switch import compile_switch

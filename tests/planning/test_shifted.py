@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.footprint import exchanged, footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.workspace import workspace
+from lightning_dilated.ext.planning.estimate import Facts, estimate
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.simulating.simulation import simulate
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.footprint import exchanged, footprint
-from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.counting.workspace import workspace
-from lightning_dilated.planning.estimate import Facts, estimate
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup, memory
-from lightning_dilated.planning.simulating.simulation import simulate
 from lightning_dilated.sequence.planner import Links
 
 from .machines import machine

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_dilated.ext.planning.simulating import simulation
+from lightning_dilated.ext.planning.simulating.machine import Line
+from lightning_dilated.ext.planning.simulating.simulation import attention_seconds, simulate
+from lightning_dilated.ext.planning.simulating.timeline import Clock
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks
-from lightning_dilated.planning.simulating import simulation
-from lightning_dilated.planning.simulating.machine import Line
-from lightning_dilated.planning.simulating.simulation import attention_seconds, simulate
-from lightning_dilated.planning.simulating.timeline import Clock
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem, moved
 

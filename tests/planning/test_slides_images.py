@@ -9,15 +9,15 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.footprint import _lengths, footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import EXCHANGE, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.workspace import workspace
+from lightning_dilated.ext.planning.estimate import Case, Facts, estimate, scaled
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, _decoder_away, _exchange, memory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.footprint import _lengths, footprint
-from lightning_dilated.planning.counting.memory_tracker import EXCHANGE, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.counting.workspace import workspace
-from lightning_dilated.planning.estimate import Case, Facts, estimate, scaled
-from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.memory import Setup, _decoder_away, _exchange, memory
 from tests.planning.test_memory import SETTINGS, check
 
 pytestmark = pytest.mark.full

@@ -3,13 +3,13 @@
 import pytest
 
 import lightning_dilated as ld
+from lightning_dilated.ext.planning.candidates import in_words, recommended, streams
+from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.estimate import Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.streams import carried_rows
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.candidates import in_words, recommended, streams
-from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.estimate import Case
-from lightning_dilated.planning.gpus import find_gpu
-from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.streams import carried_rows
 from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
 from lightning_dilated.sequence.requirements import Document
 from lightning_dilated.sequence.shard import ChunkShard

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from lightning_dilated.planning.counting.dry_run import RIDGE, TOKENS, Work, WorkTape
+from lightning_dilated.ext.planning.counting.dry_run import RIDGE, TOKENS, Work, WorkTape
 
 pytestmark = pytest.mark.full
 PART = ("forward", 1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_dilated.attention.executors import fused
+from lightning_dilated.ext.planning.counting.workspace import OpCall, engine_of, workspace
 from lightning_dilated.pattern import Branch, DilatedPattern, Global
-from lightning_dilated.planning.counting.workspace import OpCall, engine_of, workspace
 
 GIB = 2**30
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lightning_dilated.ext.planning.counting.footprint import exchanged
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.footprint import exchanged
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.head_size import head_prices
 from lightning_dilated.sequence.planner import (

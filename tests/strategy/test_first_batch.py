@@ -6,7 +6,7 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.planning.counting.memory_tracker import Meter
+from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_mean
 from lightning_dilated.strategy import checks
 

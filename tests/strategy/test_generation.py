@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.cli import generate
+from lightning_dilated.ext.decoding import command as generate
 
 from .runs import VOCAB, launched, trainer
 

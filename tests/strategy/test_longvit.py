@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated import LongViT, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.data.sampler import ResumableSampler
-from lightning_dilated.models.longvit.image_patches import image_patches
+from lightning_dilated.ext.slides.longvit.image_patches import image_patches
 
 from ..models.images import SIZES, pixels
 from .runs import Record, full, launched, trainer

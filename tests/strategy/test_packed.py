@@ -10,7 +10,7 @@ import torch
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy, SequenceSpec, SlideEncoder
 from lightning_dilated.data import ByteDataModule, SlideDataModule, write_synthetic_slides
 from lightning_dilated.data.packing import PackedSamples, PackingSampler
-from lightning_dilated.data.slides.module import collate_slides
+from lightning_dilated.ext.slides.module import collate_slides
 from lightning_dilated.strategy.checks import _first_documents
 
 from ..models.slides import SIZES

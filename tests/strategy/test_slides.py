@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedStrategy, loss_share
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
-from lightning_dilated.data.slides.files import SlideReader
+from lightning_dilated.ext.slides.files import SlideReader
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 

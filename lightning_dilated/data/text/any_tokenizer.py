@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from lightning_dilated.data.remote import refuse_url
 from lightning_dilated.data.text.tokenizer import (
     encode,
     end_token,
@@ -21,6 +20,7 @@ from lightning_dilated.data.text.tokenizer import (
     whole_text,
 )
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
+from lightning_dilated.ext.text.remote import refuse_url
 
 
 class TextTokenizer(ABC):

@@ -20,12 +20,12 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.attention.dropout import START, fold
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.data.genome.bases import COMPLEMENTS, backward_places, complement
+from lightning_dilated.ext.genomes.bases import COMPLEMENTS, backward_places, complement
+from lightning_dilated.ext.genomes.scoring import MOST_GENOME_TOKENS, Scores, Strands, reads_bases, score
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.documents import Documents, check_form, sample_documents
 from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
-from lightning_dilated.models.longnet.scoring import MOST_GENOME_TOKENS, Scores, Strands, reads_bases, score
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.models.transformer_model import Unpack

@@ -1,5 +1,0 @@
-"""MemoryProfiler: where the memory of a training step goes, on every rank."""
-
-from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-
-__all__ = ["MemoryProfiler"]

@@ -1,0 +1,300 @@
+"""`lightning-dilated generate`: continue a prompt with a language model from a checkpoint, over bytes or tokens."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from lightning_dilated._compat.cpython import option_actions
+from lightning_dilated._validation import integer, text_of
+from lightning_dilated.cli.load_model import load_language_model, stored_tokenizer
+from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
+from lightning_dilated.ext.decoding.sampling import check_sampling
+from lightning_dilated.ext.profiling.verify import RanksFailed, run_ranks
+from lightning_dilated.models import LongNetLM
+from lightning_dilated.sequence import SequenceGroup
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+#: default number of bytes or tokens to add
+_COUNT = 256
+#: seconds that ranks may take for all of it
+LONGEST = 7 * 86400.0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
+    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; options next to it win")
+    p.add_argument(
+        "--ckpt_path",
+        help="checkpoint of a LongNetLM or HFCausalLM, or a folder of save_pretrained, also of transformers",
+    )
+    p.add_argument(
+        "--tokenizer", help="the tokenizer.json of a model over tokens (default: the checkpoint's); without, of bytes"
+    )
+    p.add_argument("--prompt", help="text to continue; - reads standard input")
+    p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
+    p.add_argument(
+        "--max_new_tokens", type=int, help="with a tokenizer, tokens to add, in place of bytes (default: as many)"
+    )
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest one (default %(default)s)")
+    p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
+    p.add_argument("--top_p", type=float, help="draw from the likeliest ones that hold this probability")
+    p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with a tokenizer a token")
+    p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
+    p.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        help="processes, each with a GPU of its own for --device cuda, that share a prompt too long for one; of a LongNetLM "
+        "(default %(default)s)",
+    )
+    return p
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The options: the parser's defaults, over them the config's, over them the command line's."""
+    p = parser()
+    options = p.parse_args(argv)
+    config = options.config
+    if config is not None:
+        values = yaml.safe_load(text_of(config))
+        known = {a.dest: a for a in option_actions(p) if a.dest not in ("help", "config")}
+        if not isinstance(values, dict) or not set(values) <= set(known):
+            wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
+        defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
+        _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
+        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # wins over either of the config
+            defaults.update(max_new_bytes=None, max_new_tokens=None)
+        p.set_defaults(**defaults)
+    _one_count("generate", options.max_new_bytes, options.max_new_tokens)
+    args = p.parse_args(argv)
+    missing = [f"--{name}" for name in ("ckpt_path", "prompt") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"generate needs {' and '.join(missing)}.")
+    return args
+
+
+def _one_count(where: str, count: int | None, tokens: int | None) -> None:
+    if count is not None and tokens is not None:
+        raise ValueError(
+            f"{where} takes one of max_new_bytes and max_new_tokens, but has both ({count} and {tokens}): leave one out."
+        )
+
+
+def _typed(config: Path, action: argparse.Action, value: object) -> object:
+    """A value of a config, converted as its option would."""
+    kind = bool if action.nargs == 0 else action.type or str
+    if isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.") from None
+
+
+def check_device(name: str) -> None:
+    """Raise unless the device exists here."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; use cpu, cuda or cuda:1.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
+
+
+def unescaped(text: str) -> str:
+    r"""A character or token from itself or its escape, such as \n; "" for an invalid escape."""
+    try:
+        character = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+        character.encode()  # raises for half a character
+        return character
+    except UnicodeError:
+        return ""
+
+
+def checked_text(option: str, text: str) -> str:
+    """The text. Raises: ValueError where bytes that are not UTF-8 hide in it, as the shell and standard input pass them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X}"
+        raise ValueError(
+            f"{option} is not UTF-8 text: {what} after {error.start:,} characters. Convert it first, as by iconv -t UTF-8."
+        ) from None
+    return text
+
+
+def prompt_of(text: str) -> str:
+    """The text to continue, of standard input for "-". Raises: ValueError where it is empty or not UTF-8."""
+    try:
+        prompt = checked_text("--prompt", sys.stdin.read() if text == "-" else text)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt - is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start:,} (counted from 0). "
+            "Convert it first, as by iconv -t UTF-8."
+        ) from None
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one character to continue.")
+    return prompt
+
+
+def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
+    """The token that ends the text, from its text."""
+    if text is None:
+        return None
+    whole = tokenizer.token_to_id(text)
+    ids = encode(tokenizer, unescaped(text)) if whole is None else [whole]
+    if len(ids) != 1:
+        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(ids)}.")
+    return ids[0]
+
+
+def stop_byte(text: str | None) -> int | None:
+    """The byte that ends the text, from a character or its escape."""
+    if text is None:
+        return None
+    character = unescaped(text)
+    if len(character.encode()) != 1:
+        raise ValueError(rf"--stop takes one character of one byte, such as . or '\n'; got {text!r}.")
+    return ord(character)
+
+
+class Printer:
+    """Prints UTF-8 text as its bytes come; invalid bytes are shown as the replacement character."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, part: bytes) -> None:
+        """Print the characters that end in `part`."""
+        print(self._decoder.decode(part), end="", flush=True)
+
+    def end(self) -> None:
+        """Print what is left, and end the line."""
+        print(self._decoder.decode(b"", final=True))
+
+
+def print_bytes(parts: Iterable[bytes]) -> None:
+    """Print UTF-8 text as its bytes come."""
+    printer = Printer()
+    for part in parts:
+        printer.add(part)
+    printer.end()
+
+
+def count_of(args: argparse.Namespace, stored: bool = False) -> int:
+    """How many to draw; `stored` is whether the checkpoint holds a tokenizer."""
+    if args.max_new_tokens is not None and args.tokenizer is None and not stored:
+        raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
+    name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
+    count = getattr(args, name)
+    return _COUNT if count is None else integer(count, f"--{name}", 0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Checked options: the tokens to continue, how many to add, the token that ends the text, the tokenizer or None."""
+
+    args: argparse.Namespace
+    ids: list[int]
+    count: int
+    stop: int | None
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, prompt: str) -> Request:
+        """Of the options and the text to continue."""
+        if args.stop is not None:
+            checked_text("--stop", args.stop)
+        check_sampling(args.temperature, args.top_k, args.top_p)
+        if not 0 <= args.seed < 2**63:
+            raise ValueError(f"--seed must lie in 0..2^63 - 1, got {args.seed}.")
+        tokenizer = stored_tokenizer(args.ckpt_path) if args.tokenizer is None else load_tokenizer(args.tokenizer)
+        count = count_of(args, tokenizer is not None)
+        stop = stop_byte(args.stop) if tokenizer is None else stop_token(args.stop, tokenizer)
+        ids = list(prompt.encode()) if tokenizer is None else encode(tokenizer, prompt)
+        if not ids:
+            raise ValueError(f"--prompt {prompt!r} holds no token of the tokenizer; give at least one to continue.")
+        return cls(args, ids, count, stop, tokenizer)
+
+    def continued(self, device: str, group: SequenceGroup | None = None) -> Iterator[bytes]:
+        """The bytes that continue the prompt, as they are drawn; on every rank of a group, which share it."""
+        args, size = self.args, None if self.tokenizer is None else vocabulary_size(self.tokenizer)
+        model = load_language_model(args.ckpt_path, size).to(device)
+        if group is not None and not isinstance(model, LongNetLM):
+            raise ValueError(
+                f"--devices {args.devices}: ranks share prompts of a LongNetLM; a {type(model).__name__} generates on one "
+                "device. Leave --devices out."
+            )
+        generator = torch.Generator(device).manual_seed(args.seed)
+        options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        tokens = torch.tensor([self.ids], device=device)
+        with contextlib.nullcontext() if group is None else group.active():
+            if group is not None:
+                tokens = torch.cat(
+                    [tokens[:, :0], *(tokens[:, x.start : x.stop] for x in group.place.ranges(len(self.ids)))], 1
+                )
+            steps = model.generate_stream(tokens, self.count, **options, generator=generator, stop=self.stop)
+            drawn = (int(step) for step in steps)
+            if self.tokenizer is None:
+                yield from (bytes([x]) for x in drawn)
+            else:
+                yield from (text.encode() for text in decoded(self.tokenizer, self.ids, drawn))
+
+
+def check_devices(devices: int, device: str) -> None:
+    """Raise unless so many processes can have a device each."""
+    integer(devices, "--devices", 1)
+    if devices > 1 and device not in ("cpu", "cuda"):
+        raise ValueError(f"--devices {devices} goes with --device cpu or cuda, got {device!r}.")
+    if devices > 1 and device == "cuda" and torch.cuda.device_count() < devices:
+        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs: take no more.")
+
+
+def shared(rank: int, device: str, args: argparse.Namespace, prompt: str) -> Iterator[bytes]:
+    """`Request.continued` on one of the ranks that share the prompt; the first one yields."""
+    group = SequenceGroup()
+    for part in Request.of(args, prompt).continued(f"cuda:{rank}" if device == "cuda" else device, group):
+        if rank == 0:
+            yield part
+
+
+def run(argv: list[str]) -> None:
+    """Parse, load, generate, and print the prompt with its continuation."""
+    args = parsed(argv)
+    prompt = prompt_of(args.prompt)
+    request = Request.of(args, prompt)
+    check_device(args.device)
+    check_devices(args.devices, args.device)
+    if args.devices == 1:
+        parts = itertools.chain([prompt.encode()], request.continued(args.device))
+        print_bytes(parts if args.stream else [b"".join(parts)])
+        return
+    printer = Printer()
+    if args.stream:
+        printer.add(prompt.encode())
+    watch = (lambda rank, part: printer.add(part)) if args.stream else None
+    try:
+        parts = run_ranks(args.devices, shared, args, prompt, device=args.device, timeout=LONGEST, watch=watch)[0]
+    except RanksFailed as error:
+        print(f"generate: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if not args.stream:
+        printer.add(b"".join([prompt.encode(), *parts]))
+    printer.end()

@@ -1,0 +1,425 @@
+"""Continuing prompts with a causal model: the prompt is read at once, then tokens are drawn one by one.
+
+Where ranks share a sequence, each reads its shard of the prompts, and all compute every token that follows.
+Shape letters: B batch, N tokens of a prompt, L of them on this rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._device import send
+from lightning_dilated._validation import flag, integer
+from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.shared_prompts import SharedPrompts
+from lightning_dilated.ext.decoding.int8 import call, check_int8, forget_rounded, rounded_weights
+from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
+from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, Weights, forget, refuse, token_step
+from lightning_dilated.sequence import SequenceGroup, SequenceSpec, active_sequence, sequence_gather, sequence_sum
+from lightning_dilated.sequence.collectives import stack_ranks
+from lightning_dilated.sequence.group import no_sequence
+
+#: tokens of a prompt that are processed at once
+PROMPT_CHUNK = 1 << 16
+#: tokens that `generate` starts before it looks whether all samples had ended
+AHEAD = 16
+
+
+def checked_prompt(
+    tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
+) -> tuple[Tensor, tuple[int, ...] | None]:
+    """(int64 tokens (B, N) from 0 to V - 1, with 0 in the padding; tokens of each prompt, None where none is padded).
+
+    Raises:
+        TypeError, ValueError: for what is no prompt.
+    """
+    _check_integers(tokens)
+    if 0 in tokens.shape:
+        raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
+    sizes, tokens = prompt_lengths(lengths, tokens), tokens.long()
+    if sizes is not None:
+        number = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = tokens.masked_fill(number >= send(torch.tensor(sizes)[:, None], tokens.device), 0)
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        raise ValueError(
+            f"the prompt holds token {int(tokens[row, at])} at position {at} of row {row}, but vocab_size={vocab_size} "
+            f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
+        )
+    return tokens, sizes
+
+
+def _check_integers(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"the prompt must be (B, N) with at least one token, got {got}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
+
+
+def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
+    """Tokens of each prompt of (B, N), None where none is padded; raises for what cannot be."""
+    if lengths is None:
+        return None
+    values = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"lengths must hold a number for each prompt, got {lengths!r}.")
+    values, (batch, most) = list(values), tokens.shape
+    if len(values) != batch:
+        raise ValueError(f"lengths must hold a number for each of the {batch} prompts, got {len(values)}.")
+    values = [integer(x, "each of lengths", 1) for x in values]
+    if max(values) > most:
+        raise ValueError(f"lengths holds {max(values)}, but the prompts are (B, N) = {tuple(tokens.shape)}.")
+    return None if min(values) == most else tuple(values)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be generated; attributes as of `generate_stream`, checked."""
+
+    tokens: Tensor
+    count: int
+    sampling: Sampling
+    generator: torch.Generator | None
+    ends: list[int]
+    prompt_chunk: int
+    lengths: tuple[int, ...] | None
+    max_length: int | None
+    int8_weights: bool
+    #: the ranks that share the prompts; None: one has them
+    group: SequenceGroup | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self.lengths) if self.lengths else self.tokens.shape[1]
+
+    def last(self) -> Tensor:
+        """(B,) the last token of each prompt."""
+        if self.lengths is None:
+            return self.tokens[:, -1]
+        at = send(torch.tensor(self.lengths)[:, None] - 1, self.tokens.device)
+        return self.tokens.gather(1, at)[:, 0]
+
+    def caches(self, model: CausalModel) -> list[KVCache]:
+        """Empty ones, where a step is not captured."""
+        if self.group is None:
+            return model.transformer.new_caches(lengths=self.lengths)
+        batch, seq_len = self.tokens.shape
+        shared = SharedPrompts(self.group, seq_len, self.lengths or [seq_len] * batch)
+        return model.transformer.new_caches(self.longest + self.count, shared=shared)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """(B,) tokens; of ranks that share the prompts, those of rank 0."""
+        drawn = self.sampling.draw(logits, self.generator)
+        return drawn if self.group is None else stack_ranks(drawn, self.group)[0]
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be equal on ranks that share the prompts."""
+        names = ("count", "sampling", "ends", "lengths", "max_length", "int8_weights")
+        return {name: getattr(self, name) for name in names}
+
+    def guarded(self, prepare: Callable[..., Any], *args: Any) -> Any:
+        """prepare(*args); where it raises on a rank, those that share the prompts raise, too."""
+        return prepare(*args) if self.group is None else self.group.guard(prepare, *args)
+
+
+def _request(
+    model: CausalModel,
+    group: SequenceGroup | None,
+    tokens: Tensor,
+    max_new_tokens: int,
+    options: dict[str, Any],
+    generator: torch.Generator | None,
+    stop: int | Sequence[int] | None,
+    prompt_chunk: int,
+    lengths: Tensor | Sequence[int] | None,
+    max_length: int | None,
+    int8_weights: bool,
+) -> _Request:
+    """The arguments of `generate_stream`, checked; `tokens` are the whole prompts."""
+    count = integer(max_new_tokens, "max_new_tokens", 0)
+    chunk = integer(prompt_chunk, "prompt_chunk", 1)
+    sampling = Sampling(**options)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
+    tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
+    ends = stop_tokens(stop, model.vocab_size)
+    if flag(int8_weights, "int8_weights"):
+        check_int8(model)
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights, group)
+    if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
+        raise ValueError(
+            f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
+            f"Set it to {request.longest + count} at least, or leave it out."
+        )
+    return request
+
+
+def generate_stream(
+    model: CausalModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    stop: int | Collection[int] | None = None,
+    prompt_chunk: int = PROMPT_CHUNK,
+    lengths: Tensor | Sequence[int] | None = None,
+    max_length: int | None = None,
+    int8_weights: bool = False,
+) -> Continuation:
+    """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
+
+    The model is in eval mode while it computes, and in its former mode between tokens. On a GPU the step from a token to the
+    next is captured as a CUDA graph by the first call, and replayed by later ones with as many samples and the same options;
+    hooks, weights that are sharded or on the CPU, and a forward of one's own keep it from that.
+
+    Within an active `SequenceGroup` of several ranks, as in `predict_step` under "ring_dilated", ranks share the prompts:
+    `tokens` (B, L) are this rank's, `lengths` are global, and every rank makes the same call and yields the same tokens,
+    those that one rank would. Each keeps the keys and values of its shard that later tokens use, and its share of those of
+    later tokens. No CUDA graph is captured.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens.
+        top_p: draw from the likeliest tokens whose probabilities sum to top_p.
+        generator: of random numbers, on the prompt's device; None: torch's default. Of ranks, rank 0's counts.
+        stop: token or tokens, a list or a set, that end a row. A row that has ended repeats its last token; when all have,
+            the stream ends.
+        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory; ranks that share a prompt
+            take their shards at once.
+        lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
+        max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
+            None: as many as this call needs. A later call of up to as many then finds caches and graph.
+        int8_weights: draw tokens with the weights of linear layers rounded to int8 (torchao), which changes the numbers and
+            halves the bytes to read; the prompt is read with the model's own weights.
+
+    Raises:
+        ImportError: for int8_weights without torchao.
+        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
+            no distribution; on every rank, if one's arguments are wrong or differ from the others'.
+    """
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    others = options, generator, stop, prompt_chunk, lengths, max_length, int8_weights
+    group = active_sequence()
+    if group is None or group.ranks == 1:
+        return Continuation(model, _request(model, None, tokens, max_new_tokens, *others))
+    group.guard(_check_integers, tokens)
+    whole = sequence_gather(tokens.long(), sequence=group)
+    request = group.guard(_request, model, group, whole, max_new_tokens, *others)
+    group.agree({"call": "generate", **request.facts()})
+    return Continuation(model, request)
+
+
+class Continuation(Iterator[Tensor]):
+    """The tokens that continue prompts, one step after another; nothing is computed before the first is asked for."""
+
+    def __init__(self, model: CausalModel, request: _Request) -> None:
+        self._model, self._request = model, request
+        # a caller may draw numbers of its own in between, or leave: only what draws none may be ahead of it
+        self._drawn = _stream(model, request, 1 if request.sampling.temperature == 0 else 0)
+
+    def __next__(self) -> Tensor:
+        return next(self._drawn)
+
+    def close(self) -> None:
+        """Free what is held for further tokens."""
+        self._drawn.close()
+
+    def joined(self) -> Tensor:
+        """(B, N + new): the prompts and all that continues them, on every rank."""
+        request, tokens = self._request, self._request.tokens
+        drawn = list(_stream(self._model, request, AHEAD))
+        if request.lengths is None:
+            return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
+        new = torch.stack([request.last(), *drawn], 1)
+        number = torch.arange(tokens.shape[1] + len(drawn), device=tokens.device)
+        past = number - send(torch.tensor(request.lengths)[:, None] - 1, tokens.device)
+        continued = new.gather(1, past.clamp(0, len(drawn)))
+        return torch.where(past > 0, continued, torch.nn.functional.pad(tokens, (0, len(drawn))))
+
+
+@torch.no_grad()
+def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tensor]:
+    if request.count == 0:
+        return
+    with evaluating(model):
+        request.guarded(model.configure_model)
+    if request.group is not None:
+        yield from _one_by_one(model, request, request.guarded(_rounded, model, request))
+        return
+    longest = request.max_length or request.longest + request.count
+    rounded = _rounded(model, request)
+    with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
+        with evaluating(model):
+            started = step is not None and _started(model, request, step)
+        if started:
+            yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
+            return
+    del step  # with its caches
+    yield from _one_by_one(model, request, rounded)
+
+
+def _rounded(model: CausalModel, request: _Request) -> dict[str, Tensor] | None:
+    return rounded_weights(model) if request.int8_weights else None
+
+
+def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
+    """Every token by a call of the model."""
+    ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
+    ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
+    caches, last = request.guarded(request.caches, model), request.last()
+    for i in range(request.count):
+        if request.group is not None:
+            request.group.agree({"call": "generate"}, turn=f"token {i}")
+        with evaluating(model):
+            if i:
+                logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
+            else:
+                logits = _read(model, request, caches)
+            drawn = request.draw(logits)
+        last = torch.where(ended, last, drawn)
+        if len(ends):
+            ended = ended | torch.isin(last, ends)
+        yield last.clone()  # the caller may change it
+        if len(ends) and bool(ended.all()):
+            return
+
+
+def _started(model: CausalModel, request: _Request, step: TokenStep) -> bool:
+    """Whether the step has drawn the first token; it has not where it cannot be captured."""
+    step.begin(request.lengths, request.ends)
+    logits = _read(model, request, step.caches)
+    try:
+        if request.count > 1:
+            step.prepare(model)
+    except Exception as error:  # whatever it is, the plain path does not capture
+        refuse(model, error)
+        return False
+    step.start(logits, request.last(), request.generator)
+    return True
+
+
+def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) -> Iterator[Tensor]:
+    """Tokens by the step; `ahead` more are started before the host waits to know whether all samples have ended.
+
+    Draws of tokens that come after the end are taken back.
+    """
+    under_way: deque[tuple[Tensor, _Flag | None, Tensor | None]] = deque()
+    started = 0
+    for i in range(request.count):
+        while started < min(request.count, i + 1 + ahead):
+            if started:
+                weights.check()
+                step.next(request.generator)
+            flag = _Flag(step.done) if request.ends else None
+            under_way.append((step.token.clone(), flag, step.state(request.generator) if ahead else None))
+            started += 1
+        drawn, flag, state = under_way.popleft()
+        over = flag is not None and flag.read()
+        if over and state is not None:
+            step.restore(request.generator, state)
+        yield drawn
+        if over:
+            return
+
+
+class _Flag:
+    """A bool of the device, copied to the host while both go on."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._event = value.clone(), None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> bool:
+        """The value, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+
+def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
+    """(B, V) logits after the prompts, which the caches then hold.
+
+    Raises:
+        ValueError: where they are no numbers.
+    """
+    logits = (_logits if request.group is None else _shared_logits)(model, request, caches)
+    if bool(logits.isnan().any()):
+        raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")
+    return logits
+
+
+def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
+    tokens, chunk = request.tokens[:, : request.longest], request.prompt_chunk
+    if request.lengths is None:
+        for part in tokens.split(chunk, 1):
+            logits = model(part, caches=caches, last_only=True)
+        return logits[:, -1]
+    at, start, last = send(torch.tensor(request.lengths) - 1, tokens.device), 0, None
+    for part in tokens.split(chunk, 1):
+        logits = model(part, caches=caches, last_only=(at - start).clamp(0, part.shape[1] - 1))[:, -1]
+        last = logits if last is None else torch.where((at >= start)[:, None], logits, last)
+        start += part.shape[1]
+    return last
+
+
+def _shared_logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
+    """(B, V) on every rank, from the rank that holds the last token of each prompt."""
+    group, shared = request.group, caches[0].shared
+    assert group is not None and shared is not None
+    tokens = SequenceSpec({"tokens": 1}).cut({"tokens": request.tokens}, group.place)["tokens"]
+    owners, local = zip(*(shared.kept.shard.owner(length - 1) for length in shared.lengths), strict=True)
+    held = send(torch.tensor(owners) == group.rank, tokens.device)
+    at = send(torch.tensor(local), tokens.device).where(held, 0)
+    with group.active():
+        logits = model(tokens, caches=caches, last_only=at if tokens.shape[1] else False)
+    own = logits[:, -1] if tokens.shape[1] else logits.new_zeros(len(tokens), logits.shape[2])
+    return sequence_sum(own.where(held[:, None], 0), group)
+
+
+@contextmanager
+def evaluating(model: CausalModel) -> Iterator[None]:
+    """The model in eval mode, no sequence active; afterwards every module in the mode it was in, new ones in the model's."""
+    modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
+    before, mode = {id(m): m.training for m in modules()}, model.training
+    trains = any(before.values())
+    if trains:
+        model.eval()
+    try:
+        with no_sequence():
+            yield
+    finally:
+        if trains:
+            model.train(mode)
+            for module in modules():
+                module.training = before.get(id(module), module.training)
+
+
+def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+    """(B, N + new) tokens: the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
+
+    With `lengths` each row holds its own prompt, what continues it, and its last token again up to the end.
+    Args and errors: those of `generate_stream`.
+    """
+    return generate_stream(model, tokens, max_new_tokens, **options).joined()
+
+
+def free_memory(model: CausalModel) -> None:
+    """Free what is kept of a model for later calls."""
+    forget(model)
+    forget_rounded(model)

@@ -1,0 +1,383 @@
+"""TokenStep: one token of each sample, from the embedding to the draw, as a CUDA graph that is captured once and replayed.
+
+The graph reads and writes tensors of its own: the caches, the last tokens, which samples have ended, and where the next
+tokens go. So the host only starts it, and may start it again before it is done.
+Shape letters: B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated import kernels
+from lightning_dilated._compat.lightning import attached_trainer
+from lightning_dilated._compat.torch import has_hooks, recording
+from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.ext.decoding.int8 import call
+from lightning_dilated.ext.decoding.sampling import Sampling
+from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.pattern.rows import window_reach
+
+#: steps of a model that are kept for later calls, and bytes of their caches together; the latest is kept whatever its size
+KEPT, KEPT_BYTES = 4, 1 << 31
+
+
+class CausalModel(Protocol):
+    """What `generate` calls: logits from tokens and caches, and the stack that makes the caches."""
+
+    transformer: DilatedTransformer
+    training: bool
+    vocab_size: int
+
+    def configure_model(self) -> None:
+        """Make the layers, unless they are there."""
+
+    def eval(self) -> Any:
+        """Switch to eval mode."""
+
+    def train(self) -> Any:
+        """Switch to training mode."""
+
+    def __call__(self, tokens: Tensor, *, caches: list[KVCache], last_only: bool | Tensor) -> Tensor: ...
+
+
+def why_not(model: CausalModel, device: torch.device) -> str | None:
+    """None where a token step of the model can be captured, else the reason."""
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    return kernels.why_not(device) or why_not_captured(model)
+
+
+def why_not_captured(model: CausalModel) -> str | None:
+    """None where the model's Python does the same for every token."""
+    if not isinstance(model, nn.Module) or not getattr(type(model).forward, "decodes", False):
+        return f"{type(model).__name__} has a forward of its own"
+    if any(map(has_hooks, model.modules())):
+        return "hooks would not run"
+    stack = model.transformer
+    if any(p.padding == "attended" for p in (block.attention_layer.attention.pattern for block in stack.blocks)):
+        return "padding='attended' is checked at every length"
+    if any(block.attention_layer.recurrence is not None for block in stack.blocks):
+        return "the host counts the tokens of a recurrence's state"
+    if any(rotary is not None and rotary.xpos_scale_base is not None for rotary in stack.rotaries):
+        return "xPos is checked at every position"
+    tensors = [*model.parameters(), *model.buffers()]
+    if len({x.device for x in tensors}) != 1:
+        return "its weights lie on several devices"
+    if any(type(x) not in (Tensor, nn.Parameter) for x in tensors):
+        return "its weights are sharded, or of a class of their own"
+    return None
+
+
+def room(model: CausalModel, length: int) -> int:
+    """`max_length` of caches for samples of this many tokens: rounded up, so that calls of about a length share a graph.
+
+    Where no segment is wider, the widest, whatever the length.
+    """
+    branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
+    widths = [b.tokens or b.segment_length or window_reach(b) for b in branches]
+    step = max(64, 1 << max((length - 1).bit_length() - 4, 0))
+    rounded = -(-length // step) * step
+    return rounded if None in widths else min(rounded, max(w for w in widths if w is not None))
+
+
+def capture(run: Callable[[], None], generator: torch.Generator | None, device: torch.device) -> Callable[[], None]:
+    """The replay of a graph of `run` on a device, which draws from `generator`."""
+    graph = torch.cuda.CUDAGraph()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    # a stream of this device: torch's own is that of the first device that ever captured
+    with recording(graph, torch.cuda.Stream(device)):
+        run()
+    return graph.replay
+
+
+class TokenStep:
+    """One token of each of B samples of a model.
+
+    First `begin`; then the caller reads the prompts into `caches`; `prepare`; `start` with the first token, and `next` for
+    every other.
+
+    Args:
+        model: not kept.
+        batch: B.
+        max_length: most tokens of a sample, prompt included.
+        sampling: how tokens are drawn.
+        ends: number of tokens that end a sample.
+        device: of the model.
+        rounded: weights in place of the model's, see `rounded_weights`.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        batch: int,
+        max_length: int,
+        sampling: Sampling,
+        ends: int,
+        device: torch.device,
+        rounded: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.caches = model.transformer.new_caches(max_length)
+        self.sampling, self.rounded, self.busy = sampling, rounded, False
+        self.generator = None if sampling.temperature == 0 else torch.Generator(device)
+        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.ends = torch.full((ends,), -1, dtype=torch.int64, device=device)
+        self.done = torch.zeros((), dtype=torch.bool, device=device)
+        self._replay: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    def begin(self, lengths: Sequence[int] | None, ends: Sequence[int]) -> None:
+        """Forget everything: the caches then take new prompts, of these lengths where they differ."""
+        for cache in self.caches:
+            cache.reset()
+        self.caches[0].clock.begin(lengths)
+        self.ended.zero_()
+        self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
+
+    def start(self, logits: Tensor, last: Tensor, source: torch.Generator | None) -> None:
+        """Draw the first token from logits (B, V); `last` (B,) are the last tokens of the prompts."""
+        self.token.copy_(last)
+        with self._randomness(source):
+            self._take(logits)
+        self._positions()
+
+    def prepare(self, model: CausalModel) -> None:
+        """Capture the step, unless it is; the caches hold the prompts."""
+        if self._replay is None:
+            self._replay = self._captured(model)
+
+    def next(self, source: torch.Generator | None) -> None:
+        """The next token of each sample, in `token`, drawn with `source`; whether all have ended, in `done`."""
+        assert self._replay is not None, "prepare comes first"
+        with self._randomness(source):
+            self._replay()
+        self._count(1)
+
+    def _run(self, model: CausalModel) -> None:
+        self._take(call(model, self.rounded, self.token[:, None], caches=self.caches, last_only=True)[:, -1])
+        self._positions()
+
+    def _take(self, logits: Tensor) -> None:
+        """Draw a token; a sample that has ended repeats its last."""
+        drawn = torch.where(self.ended, self.token, self.sampling.draw(logits, self.generator))
+        self.token.copy_(drawn)
+        if len(self.ends):
+            self.ended.logical_or_((drawn[:, None] == self.ends).any(1))
+            self.done.copy_(self.ended.all())
+
+    def _positions(self) -> Tensor:
+        """Where the next tokens go, moved on by one if a token has come."""
+        return self.caches[0].positions(len(self.token), self.token.device)
+
+    def _count(self, tokens: int) -> None:
+        """Tokens that came, or did not, without the host's knowledge."""
+        for cache in self.caches:
+            cache.length += tokens
+        self.caches[0].clock.count(tokens)
+
+    @contextlib.contextmanager
+    def _randomness(self, source: torch.Generator | None) -> Iterator[None]:
+        """Draw what `source`, or torch's default generator, would: the graph's own generator begins and ends as it."""
+        if self.generator is None:
+            yield
+            return
+        source = source or default_generator(self.generator.device)
+        self.generator.set_state(source.get_state())
+        yield
+        source.set_state(self.generator.get_state())
+
+    def state(self, source: torch.Generator | None) -> Tensor | None:
+        """Of `source`, or torch's default generator, after the tokens so far; None where none is drawn."""
+        return None if self.generator is None else (source or default_generator(self.generator.device)).get_state()
+
+    def restore(self, source: torch.Generator | None, state: Tensor) -> None:
+        """Take draws back, to a `state`."""
+        (source or default_generator(self.token.device)).set_state(state)
+
+    def _captured(self, model: CausalModel) -> Callable[[], None]:
+        """Run the step twice, which builds kernels and takes workspace, and capture it; all is then as it was before.
+
+        Rows that a trial writes into the caches are those of the next token, which writes them anew.
+        """
+        changed = [self.token, self.ended, self.done, self._positions()]
+        changed += [cache.recent for cache in self.caches if cache.recent is not None]
+        before, state = [x.clone() for x in changed], None if self.generator is None else self.generator.get_state()
+        device = self.token.device
+
+        def run() -> None:
+            kind = device.type
+            with _autocast_without_cache(kind):
+                self._run(model)
+            self._count(-1)
+
+        def put_back() -> None:
+            for x, old in zip(changed, before, strict=True):
+                x.copy_(old)
+            if self.generator is not None:
+                self.generator.set_state(state)
+
+        with kernels.on(device):
+            with side_stream(device):
+                for _ in range(2):
+                    run()
+                    put_back()
+            replay = capture(run, self.generator, device)
+            put_back()
+        return replay
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Torch's generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """A stream of its own, as trials before a capture need; nothing on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@contextlib.contextmanager
+def _autocast_without_cache(kind: str) -> Iterator[None]:
+    """Autocast as it is, but for its cache of cast weights, which a graph would find freed."""
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
+        yield
+
+
+class Weights:
+    """Where the weights of a model lie, which a graph reads."""
+
+    def __init__(self, model: CausalModel) -> None:
+        # by module and name, since a weight may be replaced
+        self._named = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        ]
+        self.addresses = self._addresses()
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(getattr(module, name).data_ptr() for module, name in self._named)
+
+    def check(self) -> None:
+        """Raise where they have moved, or others are in their place."""
+        if self._addresses() != self.addresses:
+            raise RuntimeError(
+                "the model's weights moved (model.to, .cuda, .half, ...) or were replaced while tokens were drawn. Draw all "
+                "tokens before, or begin anew with the tokens so far as the prompt."
+            )
+
+
+# -- steps of a model, for its later calls -----------------------------------------------------------------------------
+_steps: weakref.WeakKeyDictionary[Any, dict[tuple, TokenStep]] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget(model: CausalModel) -> None:
+    """Free the graphs and caches that were kept for a model, and try again what could not be captured."""
+    _steps.pop(model, None)
+    _refused.discard(model)
+
+
+@contextlib.contextmanager
+def token_step(
+    model: CausalModel,
+    tokens: Tensor,
+    longest: int,
+    sampling: Sampling,
+    ends: int,
+    rounded: dict[str, Tensor] | None = None,
+) -> Iterator[TokenStep | None]:
+    """A step for prompts (B, N), of up to `longest` tokens with what follows; None where it cannot be captured.
+
+    A step of an earlier call serves again, unless another call uses it now or the weights have moved since.
+    """
+    step = _step_of(model, tokens, longest, sampling, ends, rounded)
+    if step is None:
+        yield None
+        return
+    step.busy = True
+    try:
+        yield step
+    finally:
+        step.busy = False
+
+
+def _step_of(
+    model: CausalModel,
+    tokens: Tensor,
+    longest: int,
+    sampling: Sampling,
+    ends: int,
+    rounded: dict[str, Tensor] | None,
+) -> TokenStep | None:
+    """One that is kept, or a new one, which is kept from now on."""
+    device = tokens.device
+    if model in _refused or why_not(model, device) is not None:
+        return None
+    kind, weights = device.type, Weights(model).addresses
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    mode = torch.is_inference_mode_enabled()  # tensors made in it can be changed in it only
+    key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, id(rounded), weights
+    kept = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
+    step = kept.pop(key, None)
+    if step is None or step.busy:
+        step = TokenStep(model, len(tokens), key[1], sampling, ends, device, rounded)
+    if _stays(model):
+        kept[key] = step
+        _steps[model] = _few(kept)
+    return step
+
+
+def _stays(model: CausalModel) -> bool:
+    """Whether steps stay for later calls: not while a Trainer fits the model, which needs the memory."""
+    trainer = attached_trainer(model) if isinstance(model, pl.LightningModule) else None
+    return trainer is None or trainer.state.fn != "fit" or trainer.state.status != "running"
+
+
+def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
+    """The latest steps, as far as `KEPT` and `KEPT_BYTES` allow; the last in any case."""
+    few: dict[tuple, TokenStep] = {}
+    for key, step in reversed(steps.items()):
+        if few and (len(few) == KEPT or sum(x.nbytes for x in few.values()) + step.nbytes > KEPT_BYTES):
+            break
+        few[key] = step
+    return dict(reversed(few.items()))
+
+
+def refuse(model: CausalModel, error: Exception) -> None:
+    """Remember that a capture failed, unless memory was short, and warn."""
+    forget(model)
+    if not isinstance(error, torch.OutOfMemoryError):
+        _refused.add(model)
+    warnings.warn(
+        f"a token step of {type(model).__name__} could not be captured as a CUDA graph, so every token costs the host's "
+        f"time: {error}",
+        stacklevel=2,
+    )

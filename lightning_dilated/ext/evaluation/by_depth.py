@@ -1,0 +1,324 @@
+"""AccuracyByDepth: right answers about a long context, by its length and the depth of what is asked for.
+
+Shape letters: B batch, L tokens of this rank, E features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_dilated.data import LongContextDataModule
+from lightning_dilated.ext.transformers import HFCausalLM
+from lightning_dilated.memory.chunked_loss import IGNORE
+from lightning_dilated.models import LongNetLM
+
+NAME = "accuracy_by_depth"
+FIELDS = (
+    *("step", "split", "task", "length", "depth", "samples", "right", "accuracy", "tokens", "token_accuracy"),
+    *("blind", "unbound"),
+)
+
+
+class AccuracyByDepth(pl.Callback):
+    """Share of right answers in validation and test by length and depth, for a LongNetLM or HFCausalLM on a
+    `LongContextDataModule`.
+
+    An answer is right if each of its tokens is the likeliest one, given the right ones before it. Samples are counted over
+    all ranks; a sample counts if all of its answer was computed. After each validation and test the table is printed,
+    appended to `accuracy_by_depth.csv`, and drawn as `accuracy_by_depth_TASK.png`.
+
+    Logged: `val_accuracy`, the share of all samples, and `val_accuracy_N` of each length N; in test `test_accuracy` and so
+    on.
+
+    Args:
+        folder: where CSV and picture go; None: the run's folder.
+        table: print the table.
+        picture: draw the picture.
+
+    Attributes:
+        rows: of the last validation or test, one for each length and depth: mappings of step, split, task, length, depth
+            (percent), samples, right (samples), accuracy, tokens (of answers), token_accuracy, and what guessing gives,
+            blind and unbound.
+
+    Raises:
+        TypeError: as a run starts, for another model or other data.
+        ValueError: as a run starts, for a vocabulary below the data's, or lengths without positions in the model. Lengths
+            above those that a model with rotary positions was made for are warned of.
+    """
+
+    def __init__(self, folder: str | Path | None = None, table: bool = True, picture: bool = True) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.table, self.picture = table, picture
+        self.rows: list[dict[str, Any]] = []
+        self._counts: Tensor | None = None
+        self._batch: Mapping[str, Any] = {}
+        self._watch: DecoderWatch | None = None
+        self._where = Path()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check model and data; find the folder, which takes all ranks."""
+        data = _data(trainer)
+        if not isinstance(pl_module, (LongNetLM, HFCausalLM)):
+            raise TypeError(
+                "AccuracyByDepth needs a causal language model, a LongNetLM or HFCausalLM; got "
+                f"{type(pl_module).__name__}. Remove the callback."
+            )
+        if not isinstance(data, LongContextDataModule):
+            kind = "loaders alone" if data is None else type(data).__name__
+            raise TypeError(
+                f"AccuracyByDepth needs a LongContextDataModule, which knows lengths and depths; got {kind}. Give the "
+                "Trainer such a DataModule, or remove the callback."
+            )
+        check_fits(pl_module, data)
+        self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module, "val")
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module, "test")
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        self._batch = batch
+
+    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        self._batch = batch
+
+    def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
+        """Add a batch's predictions (B, L) at this rank's positions."""
+        if self._counts is None:
+            return
+        labels = batch["labels"].to(predictions.device)
+        counted = labels != IGNORE
+        right = (predictions == labels) & counted
+        index = batch["index"].to(self._counts.device)
+        for row, values in zip(self._counts, (right, counted), strict=True):
+            row.index_add_(0, index, values.sum(1).to(self._counts.device))
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer, pl_module, "test")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Detach from the model."""
+        self._end(pl_module)
+
+    def _begin(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
+        # one number for each sample: ranks that share a sample, or have samples of their own, need only be summed
+        samples = _data(trainer).sizes[split]
+        self._counts = torch.zeros(2, samples, dtype=torch.int64, device=pl_module.device)
+        if isinstance(pl_module, LongNetLM):
+            pl_module.watch_predictions = self.add
+        else:
+            self._watch = DecoderWatch(pl_module.decoder, self._labels, self._add_current)
+
+    def _labels(self) -> Tensor:
+        return self._batch["labels"]
+
+    def _add_current(self, predictions: Tensor) -> None:
+        self.add(self._batch, predictions)
+
+    def _end(self, pl_module: Any) -> Tensor | None:
+        """Detach from the model and return the counts."""
+        if isinstance(pl_module, LongNetLM):
+            pl_module.watch_predictions = None
+        if self._watch is not None:
+            self._watch.remove()
+        counts, self._counts, self._batch, self._watch = self._counts, None, {}, None
+        return counts
+
+    def _report(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
+        counts = self._end(pl_module)
+        if counts is None:
+            return
+        right, labels = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum")).tolist()
+        if trainer.sanity_checking or not any(labels):
+            return
+        self.rows = rows_of(_data(trainer), split, trainer.global_step, right, labels)
+        for name, chosen in {"": self.rows, **{f"_{n}": _of(self.rows, n) for n in _lengths(self.rows)}}.items():
+            share = sum(r["right"] for r in chosen) / sum(r["samples"] for r in chosen)
+            pl_module._log_of_all(f"{split}_accuracy{name}", share, prog_bar=split == "val" and not name)
+        if trainer.is_global_zero:
+            self._write()
+
+    def _write(self) -> None:
+        self._where.mkdir(parents=True, exist_ok=True)
+        path = self._where / f"{NAME}.csv"
+        fresh = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            if fresh:
+                writer.writeheader()
+            writer.writerows(self.rows)
+        if self.table:
+            console = Console()
+            console.print(headline(self.rows), soft_wrap=True)
+            console.print(table_of(self.rows))
+        if self.picture:
+            draw(self.rows, self._where / f"{NAME}_{self.rows[0]['task']}.png")
+
+
+def _data(trainer: pl.Trainer) -> Any:
+    return getattr(trainer, "datamodule", None)
+
+
+def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> None:
+    """Raise ValueError where tokens or positions of the data are not in the model; warn above the length it is made for."""
+    longest = max(data.lengths)
+    if isinstance(model, LongNetLM):
+        size, most, rotary = model.vocab_size, model.max_seq_len, True
+    else:
+        text = model.config.get_text_config(decoder=True)
+        size, most = text.vocab_size, getattr(text, "max_position_embeddings", None)
+        rotary = getattr(text, "rope_parameters", None) is not None
+    if data.vocab_size > size:
+        raise ValueError(
+            f"the model has {size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the tokenizer that "
+            "the model was trained with, or train the model with a vocabulary of at least that size."
+        )
+    if most is None or longest <= most:
+        return
+    if not rotary:
+        raise ValueError(
+            f"the lengths go up to {longest:,}, but the model has positions for {most:,} tokens: leave out longer ones."
+        )
+    rank_zero_warn(
+        f"the lengths go up to {longest:,}, above the {most:,} tokens that the model is made for: expect wrong answers "
+        "there."
+    )
+
+
+class DecoderWatch:
+    """Calls `add` with the likeliest tokens (B, L) at each forward of a decoder, -100 where there is no label.
+
+    Where logits are computed in tiles the decoder's layers are called without its head; the logits of tokens with a label
+    are then computed once more.
+
+    Args:
+        decoder: of transformers.
+        labels: gives the labels (B, L) of the batch under way.
+        add: takes the tokens.
+    """
+
+    def __init__(self, decoder: Any, labels: Callable[[], Tensor], add: Callable[[Tensor], None]) -> None:
+        self.labels, self.add, self.head = labels, add, decoder.get_output_embeddings()
+        self._whole = False
+        self._hooks = (
+            decoder.register_forward_pre_hook(self._begin),
+            decoder.register_forward_hook(self._from_logits),
+            decoder.base_model.register_forward_hook(self._from_states),
+        )
+
+    def remove(self) -> None:
+        """Detach from the decoder."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *args: Any) -> None:
+        self._whole = True
+
+    def _from_logits(self, module: Any, inputs: Any, output: Any) -> None:
+        self._whole = False
+        counted = self.labels() != IGNORE
+        self._add(counted, output.logits[counted])
+
+    @torch.no_grad()
+    def _from_states(self, module: Any, inputs: Any, output: Any) -> None:
+        if self._whole:
+            return
+        counted = self.labels() != IGNORE
+        self._add(counted, self.head(output.last_hidden_state[counted]))
+
+    def _add(self, counted: Tensor, logits: Tensor) -> None:
+        tokens = torch.full(counted.shape, IGNORE, device=counted.device)
+        self.add(tokens.masked_scatter_(counted, logits.argmax(-1)))
+
+
+def rows_of(
+    data: LongContextDataModule, split: str, step: int, right: Sequence[int], labels: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A row for each length and depth, of right tokens and labels of each sample."""
+    cells: dict[Any, list[tuple[int, int]]] = {}
+    for index, pair in enumerate(zip(right, labels, strict=True)):
+        if pair[1]:
+            cells.setdefault(data.cell(split, index), []).append(pair)
+    rows = []
+    for cell, pairs in cells.items():
+        tokens, good = sum(n for _, n in pairs), sum(k == n for k, n in pairs)
+        rows.append(
+            {
+                **{"step": step, "split": split, "task": data.task.name, "length": cell.length, "depth": cell.depth},
+                **{"samples": len(pairs), "right": good, "accuracy": good / len(pairs)},
+                **{"tokens": tokens, "token_accuracy": sum(k for k, _ in pairs) / tokens, **data.guess},
+            }
+        )
+    return rows
+
+
+def _lengths(rows: list[dict[str, Any]]) -> list[int]:
+    return list(dict.fromkeys(row["length"] for row in rows))
+
+
+def _depths(rows: list[dict[str, Any]]) -> list[float]:
+    return list(dict.fromkeys(row["depth"] for row in rows))
+
+
+def _of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    return [row for row in rows if row["length"] == length]
+
+
+def headline(rows: list[dict[str, Any]]) -> str:
+    """What the table shows, and what guessing gives."""
+    first = rows[0]
+    guess = f"{100 * first['unbound']:.3g} among the values of the text, {100 * first['blind']:.3g} among all"
+    return f"{first['task']}: percent of right answers by length and depth (guessing: {guess})"
+
+
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    """Percent of right answers: a line for each length, a column for each depth, and their mean."""
+    table = Table()
+    for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
+        table.add_column(name, justify="right")
+    for length in _lengths(rows):
+        chosen = {row["depth"]: row for row in _of(rows, length)}
+        shares = [f"{100 * chosen[d]['accuracy']:.1f}" if d in chosen else "" for d in _depths(rows)]
+        share = sum(r["right"] for r in chosen.values()) / sum(r["samples"] for r in chosen.values())
+        table.add_row(f"{length:,}", *shares, f"{100 * share:.1f}")
+    return table
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A PNG: lengths to the right, depths down, the share of right answers as colour and number."""
+    from matplotlib.figure import Figure
+
+    lengths, depths = _lengths(rows), sorted(_depths(rows))
+    share = torch.full((len(depths), len(lengths)), float("nan"))
+    for row in rows:
+        share[depths.index(row["depth"]), lengths.index(row["length"])] = row["accuracy"]
+    size = (2.4 + 0.8 * len(lengths), 1.6 + 0.45 * len(depths))
+    figure = Figure(figsize=size, layout="constrained", dpi=120)
+    axes = figure.subplots()
+    image = axes.imshow(share.numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    axes.set_yticks(range(len(depths)), [f"{d:g} %" for d in depths])
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("depth")
+    axes.set_title(rows[0]["task"])
+    for y, line in enumerate(share.tolist()):
+        for x, value in enumerate(line):
+            colour = "black" if value > 0.6 else "white"
+            axes.text(x, y, "" if value != value else f"{100 * value:.0f}", ha="center", va="center", color=colour)
+    figure.colorbar(image, ax=axes, label="share of right answers")
+    figure.savefig(path)

@@ -1,0 +1,283 @@
+"""What a model does with distant context: validation loss by position, and right answers by distance.
+
+Shape letters: B batch, N tokens, L tokens of this rank.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.ext.transformers import HFCausalLM
+from lightning_dilated.models.longnet.lm import LongNetLM
+from lightning_dilated.sequence import active_sequence
+
+#: octaves of positions up to 2^48 tokens
+OCTAVES, EIGHTHS = 48, 8
+FIELDS = ("step", "part", "first", "last", "tokens", "bits")
+
+
+class LossByPosition(pl.Callback):
+    """Validation loss by octave and by eighth of the position, summed over all ranks; for a LongNetLM or HFCausalLM.
+
+    Octave k holds positions 2^k - 1 to 2^(k + 1) - 2 of their sequence, counted from 0, or of their document where batches
+    are packed; the eighths are those of the sequence's, sample's or document's length. After each validation the
+    table is printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is redrawn.
+    A model that uses distant context has a loss that falls from octave to octave.
+
+    Args:
+        table: print the table.
+        picture: draw the picture.
+
+    Attributes:
+        rows: of the last validation: mappings of step, part ("octave" or "eighth"), first and last (positions,
+            or the number of the eighth), tokens, bits (a token).
+
+    Raises:
+        TypeError: as a run starts, for another model.
+        ValueError: as a fit or validation starts, for data that are streams.
+    """
+
+    def __init__(self, table: bool = True, picture: bool = True) -> None:
+        self.table, self.picture = table, picture
+        self.rows: list[dict[str, Any]] = []
+        self._sums: Tensor | None = None
+        self._folder = Path()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that each token has a loss and a position in its sequence; find the folder, which takes all ranks."""
+        if not isinstance(pl_module, (LongNetLM, HFCausalLM)):
+            raise TypeError(
+                "LossByPosition needs a causal language model, a LongNetLM or HFCausalLM, whose tokens each have a loss; "
+                f"got {type(pl_module).__name__}. Remove the callback."
+            )
+        if stage in ("fit", "validate"):
+            _refuse_streams(trainer, "LossByPosition")
+        self._folder = Path(trainer.log_dir or trainer.default_root_dir)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._sums = torch.zeros(2, OCTAVES + EIGHTHS, dtype=torch.float64, device=pl_module.device)
+        pl_module.watch_losses = self.add  # type: ignore[assignment]  # a language model, by `setup`
+
+    def add(self, batch: Mapping[str, Any], losses: Tensor) -> None:
+        """Add a batch's losses (B, L), of this rank's positions; 0 where the label is -100."""
+        if self._sums is None:
+            return
+        counted = batch["labels"] != -100
+        place, length = _places(batch, losses.shape)
+        octave = (place + 1).double().log2().floor().long().clamp(max=OCTAVES - 1)
+        eighth = OCTAVES + (place * EIGHTHS // length).clamp(max=EIGHTHS - 1)
+        for part in (octave, eighth):
+            index = part.to(losses.device)[counted].to(self._sums.device)
+            self._sums[0].index_add_(0, index, losses.detach()[counted].to(self._sums.device, torch.float64))
+            self._sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sum over the ranks; rank 0 writes."""
+        pl_module.watch_losses = None  # type: ignore[assignment]
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return
+        nats, tokens = torch.as_tensor(trainer.strategy.reduce(sums, reduce_op="sum")).cpu()
+        if trainer.sanity_checking:
+            return
+        self.rows = [_row(trainer.global_step, i, nats[i], int(tokens[i])) for i in range(len(tokens)) if tokens[i] > 0]
+        if trainer.is_global_zero and self.rows:
+            self._write()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Detach from the model."""
+        pl_module.watch_losses = None  # type: ignore[assignment]
+        self._sums = None
+
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "loss_by_position.csv"
+        fresh = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            if fresh:
+                writer.writeheader()
+            writer.writerows(self.rows)
+        if self.table:
+            Console().print(_table(self.rows))
+        if self.picture:
+            _draw(self.rows, self._folder / "loss_by_position.png")
+
+
+def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """(each position in its document, tokens of that document), (B, L) int64 on the CPU."""
+    size, local = shape
+    positions = token_positions(0, local)
+    group = active_sequence()
+    whole = local if group is None or group.agreed is None else group.agreed.seq_len
+    bounds, lengths = batch.get("cu_seqlens"), batch.get("lengths")
+    if bounds is not None:
+        bounds = torch.as_tensor(bounds).cpu().long()
+        document = torch.searchsorted(bounds, positions, right=True).clamp(1, len(bounds) - 1) - 1
+        place, length = positions - bounds[document], (bounds[1:] - bounds[:-1])[document]
+    else:
+        place, length = positions, torch.full_like(positions, whole)
+    place, length = place.expand(size, local), length.expand(size, local)
+    if lengths is not None:
+        length = torch.as_tensor(lengths).cpu().long()[:, None].expand(size, local)
+    return place, length.clamp(min=1)
+
+
+def _row(step: int, i: int, nats: Tensor, tokens: int) -> dict[str, Any]:
+    octave = i < OCTAVES
+    first, last = (2**i - 1, 2 ** (i + 1) - 2) if octave else (i - OCTAVES, i - OCTAVES)
+    part = "octave" if octave else "eighth"
+    bits = float(nats) / tokens / math.log(2)
+    return {"step": step, "part": part, "first": first, "last": last, "tokens": tokens, "bits": bits}
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"loss by position after step {rows[0]['step']}", title_justify="left")
+    for name in ("positions", "labels", "bits a token"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        octave = row["part"] == "octave"
+        where = f"{row['first']:,} to {row['last']:,}" if octave else f"eighth {row['first'] + 1} of the sequence"
+        table.add_row(where, f"{row['tokens']:,}", f"{row['bits']:.3f}")
+    return table
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A PNG of bits a token against the position, by octave."""
+    from matplotlib.figure import Figure
+
+    octaves = [row for row in rows if row["part"] == "octave"]
+    figure = Figure(figsize=(6, 3.6), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    axes.plot([row["first"] + 1 for row in octaves], [row["bits"] for row in octaves], "o-")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("position, from")
+    axes.set_ylabel("bits a token")
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+class RecallByDistance(pl.Callback):
+    """Share of right answers in validation and test, in all and by octave of the distance, summed over all ranks.
+
+    For a LongNetLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and which has
+    `distances(split, index)`: (N,) integers of a sample of "val" or "test", at each label how many tokens back its answer
+    stands, or 0 to leave the label out. An answer is right if its token is the likeliest; logits at labels suffice for it.
+
+    Logged: `val_accuracy`, and `val_accuracy_D` for each octave that has labels: those with distances D to 2 D - 1, where D
+    is a power of two. In test `test_accuracy` and so on.
+
+    Attributes:
+        rows: of the last validation or test: mappings of first and last (distances), labels, accuracy.
+
+    Raises:
+        TypeError: as a run starts, for a model that is no LongNetLM, or data without `distances`.
+        ValueError: as a run starts, for data that are streams.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._counts: Tensor | None = None
+        self._distances: Callable[[int], Tensor] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check that the model gives answers and the data their distances."""
+        if not isinstance(pl_module, LongNetLM):
+            raise TypeError(
+                f"RecallByDistance needs a LongNetLM, whose labels each have an answer; got {type(pl_module).__name__}. "
+                "Remove the callback."
+            )
+        data = _datamodule(trainer)
+        if not callable(getattr(data, "distances", None)):
+            kind = "loaders alone" if data is None else type(data).__name__
+            raise TypeError(
+                "RecallByDistance needs a DataModule that knows the distances, such as FarRecallDataModule, or one with a "
+                f"method distances(split, index); got {kind}. Give the Trainer such a DataModule, or remove the callback."
+            )
+        _refuse_streams(trainer, "RecallByDistance")
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module, "val")
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module, "test")
+
+    def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
+        """Add a batch's predictions (B, L) at this rank's positions; only labels that have a distance count."""
+        if self._counts is None or self._distances is None:
+            return
+        positions = token_positions(0, predictions.shape[1])  # collective: also on ranks without labels
+        labels = batch["labels"]
+        distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
+        octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
+        octave = octave.clamp(max=OCTAVES - 1).to(labels.device)
+        counted = (labels != -100) & (octave >= 0)
+        # a batch that is computed chunk by chunk stays on the CPU
+        octaves = octave[counted].to(self._counts.device)
+        right = (predictions == labels)[counted].to(self._counts.device)
+        self._counts[0].index_add_(0, octaves, right.long())
+        self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer, pl_module, "val")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._report(trainer, pl_module, "test")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Detach from the model."""
+        self._end(pl_module)
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, split: str) -> None:
+        self._counts = torch.zeros(2, OCTAVES, dtype=torch.int64, device=pl_module.device)
+        self._distances = functools.partial(_datamodule(trainer).distances, split)
+        pl_module.watch_predictions = self.add  # type: ignore[assignment]  # a LongNetLM, by `setup`
+
+    def _end(self, pl_module: pl.LightningModule) -> Tensor | None:
+        """Detach from the model and return the counts."""
+        pl_module.watch_predictions = None  # type: ignore[assignment]
+        counts, self._counts, self._distances = self._counts, None, None
+        return counts
+
+    def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        counts = self._end(pl_module)
+        if counts is None:
+            return
+        right, labels = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum")).tolist()
+        if trainer.sanity_checking or not sum(labels):
+            return
+        self.rows = [_recall_row(i, right[i], labels[i]) for i in range(OCTAVES) if labels[i]]
+        shares = {"": sum(right) / sum(labels), **{f"_{row['first']}": row["accuracy"] for row in self.rows}}
+        for name, share in shares.items():
+            shown = stage == "val" and not name
+            pl_module._log_of_all(f"{stage}_accuracy{name}", share, prog_bar=shown)  # type: ignore[operator]
+
+
+def _refuse_streams(trainer: pl.Trainer, callback: str) -> None:
+    """Raise ValueError for a DataModule whose batches are steps of streams, by its `sequence_spec`."""
+    data = _datamodule(trainer)
+    if "stream" in getattr(getattr(data, "sequence_spec", None), "whole", ()):
+        raise ValueError(
+            f"{callback} looks at positions in a sequence, and batches of {type(data).__name__} are steps of streams: "
+            "remove the callback, or take a DataModule of separate sequences, such as ByteDataModule."
+        )
+
+
+def _datamodule(trainer: pl.Trainer) -> Any:
+    return getattr(trainer, "datamodule", None)
+
+
+def _recall_row(i: int, right: int, labels: int) -> dict[str, Any]:
+    return {"first": 2**i, "last": 2 ** (i + 1) - 1, "labels": labels, "accuracy": right / labels}

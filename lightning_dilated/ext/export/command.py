@@ -1,0 +1,73 @@
+"""`lightning-dilated export`: a checkpoint's model as a file that runs without this package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lightning_dilated.cli.load_model import load_any, load_module
+from lightning_dilated.ext.export.export import Exported, export
+from lightning_dilated.ext.transformers import HFCausalLM
+
+LOADED = {
+    ".onnx": "{outputs} = onnxruntime.InferenceSession({path!r}).run(None, {{{names}}})",
+    ".pt2": "{outputs} = torch._inductor.aoti_load_package({path!r})({names})",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        "lightning-dilated export",
+        description="Write the model of a checkpoint as a file that runs without this package, and compare the two; or a "
+        "decoder of transformers as a plain folder.",
+    )
+    p.add_argument("--ckpt_path", type=Path, required=True, help="a .ckpt of fit, or a folder of save_pretrained")
+    p.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="NAME.onnx for onnxruntime, NAME.pt2 for torch alone (AOTInductor); any other name, for an HFCausalLM: a "
+        "folder of transformers, with low-rank updates merged",
+    )
+    p.add_argument(
+        "--max_len",
+        type=int,
+        help="the most tokens (or tiles) of a sequence; the file takes 2 to this many. Left out: the model's max_seq_len",
+    )
+    p.add_argument("--batch_size", type=int, default=1, help="sequences of equal length that are computed at once")
+    return p
+
+
+def summary(made: Exported) -> str:
+    """What was written, line by line."""
+    shown = lambda x: f"{x[0]} ({', '.join(map(str, x[1]))})"  # noqa: E731
+    lines = [f"{made.path}: {made.path.stat().st_size:,} bytes, length from 2 to {made.max_len:,}"]
+    lines += [f"  input   {name}: {shown(x)}" for name, x in made.inputs.items()]
+    lines += [f"  output  {name}: {shown(x)}" for name, x in made.outputs.items()]
+    lengths = ", ".join(f"{n:,}" for n in made.checked)
+    lines.append(f"  checked against the model at lengths {lengths}: largest difference {made.error:.1e}")
+    names = [f'"{name}": {name}' if made.path.suffix == ".onnx" else name for name in made.inputs]
+    outputs = ", ".join(made.outputs) + ("," if len(made.outputs) == 1 else "")  # both files return a sequence
+    run_line = LOADED[made.path.suffix].format(path=made.path.name, names=", ".join(names), outputs=outputs)
+    lines.append("  " + run_line)
+    return "\n".join(lines)
+
+
+def run(argv: list[str]) -> None:
+    """Parse, load, write, compare, and print what was written.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: as `load_module` and `export`.
+    """
+    args = parser().parse_args(argv)
+    if args.out.suffix not in LOADED and isinstance(decoder := load_any(args.ckpt_path), HFCausalLM):
+        decoder.save_pretrained(args.out, merge=True)
+        print(f"{args.out}: a folder of transformers, {type(decoder.decoder).__name__}, from {args.ckpt_path}")
+        return
+    model = load_module(args.ckpt_path)
+    max_len = args.max_len or getattr(model, "max_seq_len", None)
+    if max_len is None:
+        raise ValueError(
+            "the model has no max_seq_len, so --max_len is needed: the most tokens (or tiles) of a sequence."
+        )
+    print(summary(export(model, args.out, max_len, args.batch_size)))

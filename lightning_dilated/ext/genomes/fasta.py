@@ -1,0 +1,492 @@
+"""A DataModule that serves genomes in FASTA files as windows of bases, read from either strand.
+
+Shape letters: B batch, N bases of a window (`seq_len`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Dataset
+
+from lightning_dilated._validation import one_of, real
+from lightning_dilated.data.files import files_of, name_list, required_paths
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.ext.genomes.bases import COMPLEMENTS, LETTERS, N_CODE
+from lightning_dilated.ext.genomes.files import Genome, Record
+from lightning_dilated.ext.genomes.regions import Region, read_bed
+from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
+
+SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
+
+
+class GenomeDataModule(SequenceDataModule):
+    """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as windows of bases that lie end to end.
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4; lower
+    case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N, which an info line counts. A label is
+    the next base on the strand that is read, -100 where that is N or lies outside the split. For masked modelling the
+    labels can be left alone. What is left of a record behind its last whole window is not used; `describe` counts it.
+
+    N stands for unknown bases: assembly gaps of up to megabases teach nothing. So by default
+    (`n_policy="skip"`) windows with more than `max_n_fraction` of N are left out; "token" keeps every window. Either way
+    the N that remain are tokens, but never labels.
+
+    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written next to
+    the file if it is missing, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
+    decompressed once, block by block, into `cache_dir`; one that unpacks to more than 100 times its size (and 16 MiB) is
+    refused. `check` looks at every base once, in every process (about 15 seconds of a core for a gigabase); then a rank
+    reads its slice.
+
+    Args:
+        paths: files, directories (read recursively) or globs, or URLs of them.
+        seq_len: N, bases of a window.
+        batch_size: B, windows of a batch on each device.
+        val_fraction, test_fraction: shares of each record, its last bases; null is 0.05, or 0 if `val_names` or
+            `test_names` is set. With a test_fraction of 1 everything is test data, for `predict` and `test`.
+        val_names, test_names: records that are validation (or test) data as a whole, instead of a share of each.
+        reverse_complement: share of the training windows that are read from the other strand, from 0 to 1, decided by
+            `seed`, the epoch and the window's number alone. Validation and test are read as they stand.
+        n_policy: "skip" or "token", as above.
+        max_n_fraction: most N that a window may have under "skip", from 0 to 1.
+        short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
+        val_limit: use at most this many windows of the validation split; null for all.
+        cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
+            $XDG_CACHE_HOME or ~/.cache). If missing, it is made for this user alone (mode 0700); to share it, make it.
+        cache_gib: the most GiB that blocks of URLs take there, see `Opener`; decompressed files are not counted.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
+        pack_tokens: the most bases of a batch on each device. Then records shorter than a window, and what is left of a
+            record behind its last whole window, are samples of their own length (from two bases on), and as many as fit are
+            packed into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D
+            samples begin and end, "index": (D,)}. null does not pack.
+        bed: a BED file, plain or .gz: windows are cut out of its regions only, each from its first base on; a region is in
+            the splits that its bases are in. Regions with a strand are read on it, - ones from their last base on, whatever
+            `reverse_complement` says; `short` is then about regions shorter than a window. Regions may overlap.
+        predict_strands: which strand `predict` reads: "forward", the file's (of a region with a strand its own), "reverse",
+            or "both", which gives two rows a window.
+        seed, num_workers, pin_memory: see `SplitDataModule`.
+
+    `predict` reads the test split. Its batches also say where a window lies in the file, as lists and tensors of B:
+    `record`, `start` and `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, `region`, its name.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    vocab_size: int = len(LETTERS)
+    unit = "windows"
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        seq_len: int = 4096,
+        batch_size: int = 1,
+        val_fraction: float | None = None,
+        test_fraction: float | None = None,
+        val_names: str | list[str] | None = None,
+        test_names: str | list[str] | None = None,
+        reverse_complement: float = 0.5,
+        n_policy: Literal["skip", "token"] = "skip",
+        max_n_fraction: float = 0.1,
+        short: Literal["error", "skip"] = "error",
+        val_limit: int | None = None,
+        cache_dir: str | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
+        pack_tokens: int | None = None,
+        bed: str | None = None,
+        predict_strands: Literal["forward", "reverse", "both"] = "forward",
+        cache_gib: float = CACHE_GIB,
+    ) -> None:
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        self.opener = Opener(cache_dir, cache_gib)
+        self.paths = required_paths(paths, "paths")
+        self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
+        both = sorted({*self.names["val"]} & {*self.names["test"]})
+        if both:
+            raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
+        separate = {split: bool(names) for split, names in self.names.items()}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "names", True)
+        self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
+        self.max_n_fraction = real(max_n_fraction, "data.max_n_fraction", least=0, most=1)
+        self.n_policy = one_of(n_policy, "data.n_policy", ("skip", "token"))
+        self.short = one_of(short, "data.short", ("error", "skip"))
+        self.cache_dir, self.bed = cache_dir, bed
+        self.predict_strands = one_of(predict_strands, "data.predict_strands", ("forward", "reverse", "both"))
+        self._genome: Genome | None = None
+        self._bed_regions: list[Region] = []
+        self._all_test: str | None = "data.test_fraction is 1" if self.fractions["test"] == 1 else None
+
+    def check(self) -> None:
+        """Index all files, look at every base once, and check that each requested split has at least one window.
+
+        Raises: OSError or ValueError, saying which file and record, what was found and what to change; ImportError
+            without pyfaidx.
+        """
+        if self._genome is not None:
+            return
+        genome = Genome(files_of(self.paths, "paths", SUFFIXES, self.opener), self.cache_dir, self.opener)
+        self._check_names(genome.records)
+        if self.names["test"] and {record.name for record in genome.records} <= {*self.names["test"]}:
+            self._all_test = "data.test_names holds all records"
+        short = self._short_ones(genome)
+        if short and self.short == "error":
+            raise ValueError(
+                f'{self._named(short)} shorter than {self._window}: {self._lower(short)}set data.short to "skip" to leave '
+                f"such {self._items}s out"
+            )
+        datasets = {split: self._windows(genome, split) for split in SPLITS}
+        for split, windows in datasets.items():
+            if self.wanted(split) is None:
+                self._check_split(split, windows)
+        if self.wanted("train") is None:
+            self.check_batch(len(datasets["train"]), 1)
+        self._genome = genome
+        self._tell(short)
+
+    @property
+    def genome(self) -> Genome:
+        """The records of all files; looks at them on first use."""
+        self.check()
+        assert self._genome is not None
+        return self._genome
+
+    def dataset(self, split: str) -> GenomeWindows:
+        one_of(split, "split", SPLITS)
+        return self._windows(self.genome, split)
+
+    def predict_dataset(self) -> PlacedWindows:
+        """The test split, with the place of each window, on the strands that were asked for."""
+        return PlacedWindows(self.dataset("test"), self.predict_strands, self.bed is not None)
+
+    def describe(self) -> str:
+        """One line: files, records and bases, windows of each split, and what lies in none."""
+        datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
+        counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
+        bases = sum(record.length for record in records)
+        inside, regions = bases, ""
+        if self.bed is not None:
+            inside = sum(region.stop - region.start for region in self._bed_regions)
+            regions = f"{len(self._bed_regions):,} regions of {inside:,} bases; "
+        unused = inside - sum(windows.bases for windows in datasets.values())
+        of, whole = ("of", " whole") if self.pack_tokens is None else ("of up to", "")
+        return (
+            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; {regions}windows {of} "
+            f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no{whole} window, and "
+            f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
+        )
+
+    def wanted(self, split: str) -> str | None:
+        if split == "train":
+            return None if self._all_test is None else f"{self._all_test}, so everything is test data"
+        present = self.names[split] or self.fractions[split] > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
+
+    def _regions(self, records: list[Record], split: str) -> list[Region]:
+        """What a split has of each record that is as long as a window, or of the regions of the BED file."""
+        regions = []
+        for number, record in enumerate(records):
+            bounds = split_bounds(record.length, self.fractions)
+            for other, names in self.names.items():
+                if record.name in names:
+                    bounds = {other: (0, record.length)}
+            if split in bounds and record.length >= self._shortest:
+                regions.append(Region(number, *bounds[split]))
+        if self.bed is None:
+            return regions
+        parts = {region.record: (region.start, region.stop) for region in regions}
+        cut = [region.within(*parts[region.record]) for region in self._bed_regions if region.record in parts]
+        return [region for region in cut if region.stop > region.start]
+
+    def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
+        """(name, bases) of the records, or of the regions of the BED file, which is read, shorter than a window."""
+        ones = [(record.name, record.length) for record in genome.records]
+        if self.bed is not None:
+            self._bed_regions = read_bed(self.bed, genome.records, self.opener)
+            ones = [(x.name or f"{ones[x.record][0]}:{x.start}-{x.stop}", x.stop - x.start) for x in self._bed_regions]
+        return [(name, length) for name, length in ones if length < self._shortest]
+
+    def _windows(self, genome: Genome, split: str) -> GenomeWindows:
+        max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None
+        train = split == "train"
+        return GenomeWindows(
+            genome,
+            self._regions(genome.records, split),
+            self.seq_len,
+            max_n,
+            reverse_complement=self.reverse_complement if train else 0.0,
+            seed=self.seed,
+            limit=self.limit(split),
+            ragged=self.pack_tokens is not None,
+        )
+
+    @property
+    def _shortest(self) -> int:
+        """Bases of the shortest record that is used."""
+        return self.seq_len if self.pack_tokens is None else 2
+
+    @property
+    def _window(self) -> str:
+        """The shortest window, in words."""
+        return f"a window of data.seq_len = {self.seq_len}" if self.pack_tokens is None else "two bases"
+
+    @property
+    def _items(self) -> str:
+        """What windows are cut out of."""
+        return "record" if self.bed is None else "region"
+
+    def _named(self, ones: list[tuple[str, int]]) -> str:
+        """How many records or regions, and their names and bases (up to 20), for a message."""
+        names = ", ".join(f"{name} ({length:,})" for name, length in ones[:20])
+        more = f" and {len(ones) - 20:,} more" if len(ones) > 20 else ""
+        several, verb = ("s", "are") if len(ones) > 1 else ("", "is")
+        return f"{len(ones):,} {self._items}{several} ({names}{more}) {verb}"
+
+    def _lower(self, short: list[tuple[str, int]]) -> str:
+        """What else a user can do about short records."""
+        if self.pack_tokens is not None:
+            return ""
+        return f"lower data.seq_len to at most {min(length for _, length in short)}, or "
+
+    def _check_names(self, records: list[Record]) -> None:
+        known = [record.name for record in records]
+        for split, names in self.names.items():
+            missing = [name for name in names if name not in known]
+            if missing:
+                shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+                raise ValueError(
+                    f"data.{split}_names holds {missing}, but no record is called so (a name is a header's first word). "
+                    f"There are: {shown}"
+                )
+
+    def _check_split(self, split: str, windows: GenomeWindows) -> None:
+        if len(windows):
+            return
+        if windows.left_out:
+            raise ValueError(
+                f"all {windows.left_out} windows of the {split} split hold more than {self.max_n_fraction:.0%} N: raise "
+                'data.max_n_fraction, or set data.n_policy to "token"'
+            )
+        change = (
+            f"raise data.{split}_fraction, name records in data.{split}_names, or do without a {split} split: "
+            f"data.{split}_fraction 0, and no data.{split}_names"
+        )
+        if split == "train":
+            change = (
+                "lower data.val_fraction or data.test_fraction, or name fewer records in data.val_names and "
+                "data.test_names; to predict or test on everything set data.test_fraction to 1, and data.val_fraction to 0"
+            )
+        raise ValueError(
+            f"the {split} split has no region of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
+        )
+
+    def _tell(self, short: list[tuple[str, int]]) -> None:
+        """What was changed or left out, as info lines."""
+        rank_zero_info(f"data: {self.describe()}")
+        if short:
+            rank_zero_info(f"data: {self._named(short)} shorter than a window and left out (data.short)")
+        others = {record.name: record.others for record in self.genome.records if record.others}
+        if others:
+            most = max(others, key=lambda name: others[name])
+            rank_zero_info(
+                f"data: {sum(others.values()):,} IUPAC letters other than A C G T U N were read as N in {len(others)} "
+                f"records, most in {most} ({others[most]:,})"
+            )
+
+
+class GenomeWindows(Dataset):
+    """Windows of N bases, one after another in regions of records.
+
+    Args:
+        genome: the records.
+        regions: `Region`s, or (record's number, start, stop) of each; labels do not leave it.
+        seq_len: N.
+        max_n: leave out windows with more N than this; None keeps all.
+        reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
+        seed: decides with the epoch and the window's number whether it is reversed.
+        limit: use at most this many windows.
+        ragged: what is left of a region behind its last whole window is one more, if it has a base and its label; `max_n` is
+            then lowered in proportion.
+    """
+
+    def __init__(
+        self,
+        genome: Genome,
+        regions: Sequence[Region | tuple[int, int, int]],
+        seq_len: int,
+        max_n: float | None = None,
+        reverse_complement: float = 0.0,
+        seed: int = 0,
+        limit: int | None = None,
+        ragged: bool = False,
+    ) -> None:
+        self.ragged = ragged
+        self.genome, self.seq_len, self.reverse_complement, self.seed = genome, seq_len, reverse_complement, seed
+        self.epoch = 0
+        named = [Region(*x) for x in regions]
+        self._regions = np.array([x[:3] for x in named], dtype=np.int64).reshape(-1, 3)
+        self._strands, self._names = np.array([x.strand for x in named], dtype=np.int64), [x.name for x in named]
+        sizes = self._regions[:, 2] - self._regions[:, 1]
+        self._ends = np.cumsum(np.maximum(0, -(-(sizes - 1) // seq_len)) if ragged else sizes // seq_len)
+        self.windows = int(self._ends[-1]) if regions else 0
+        #: in windows, those that were left out for their N included
+        self.bases = int(self._all_lengths().sum())
+        self._kept = None if max_n is None else self._with_few_n(max_n)
+        kept = self.windows if self._kept is None else len(self._kept)
+        self.left_out = self.windows - kept  # for their N
+        self.count = kept if limit is None else min(kept, limit)
+        if ragged:
+            #: bases of each window
+            self.lengths = (self._all_lengths() if self._kept is None else self._all_lengths()[self._kept])[
+                : self.count
+            ]
+
+    def _all_lengths(self) -> np.ndarray:
+        """Bases of each window, those that are left out for their N included."""
+        lengths = np.full(self.windows, self.seq_len, dtype=np.int64)
+        if self.ragged:
+            sizes, last = self._regions[:, 2] - self._regions[:, 1], np.diff(self._ends, prepend=0)
+            there = last > 0
+            rest = sizes - (last - 1) * self.seq_len
+            lengths[self._ends[there] - 1] = np.minimum(self.seq_len, rest[there])
+        return lengths
+
+    def _with_few_n(self, max_n: float) -> np.ndarray:
+        """Numbers of the windows that hold at most `max_n` N."""
+        kept, before = [np.empty(0, dtype=bool)], 0
+        lengths = self._all_lengths()
+        for (number, start, stop), strand, end in zip(self._regions, self._strands, self._ends, strict=True):
+            sizes = lengths[before:end]
+            steps = np.concatenate([[0], np.cumsum(sizes)])
+            edges = stop - steps if strand < 0 else start + steps
+            unknown = abs(np.diff(self.genome.records[number].unknown_before(edges)))
+            kept.append(unknown <= max_n * sizes / self.seq_len)
+            before = int(end)
+        return np.flatnonzero(np.concatenate(kept))
+
+    def length_of(self, index: int) -> int:
+        """Bases of a window. Raises: IndexError if there is none."""
+        _, first, last, _ = self._place(index)
+        return last - first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fingerprint(self) -> str:
+        """Differs where the bases or their windows do."""
+        known = self._strands.tobytes() if self._strands.any() else b""
+        cut = hashlib.blake2b(self._regions.tobytes() + known, digest_size=8).hexdigest()
+        strands = f"{self.reverse_complement} reversed by {self.seed}"
+        ragged = ", of any length" if self.ragged else ""
+        return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}{ragged}, {strands}"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by `ResumableLoader` before each pass: another epoch reverses other windows."""
+        self.epoch = epoch
+
+    def where(self, index: int) -> tuple[str, str, int]:
+        """(file, record's name, first base counted from 0) of a window, as it lies in the file. Raises: IndexError."""
+        number, start, _, _ = self._place(index)
+        return self.genome.records[number].file, self.genome.records[number].name, start
+
+    def region_of(self, index: int) -> Region:
+        """The bases of a window, with the strand (0: either) and the name of the region that it is cut out of."""
+        number, first, last, region = self._place(index)
+        return Region(number, first, last, int(self._strands[region]), self._names[region])
+
+    def reversed(self, index: int) -> bool:
+        """Whether this epoch reads a window from the other strand: the same in every process and on every rank."""
+        strand = self._strands[self._place(index)[3]]
+        if strand:
+            return bool(strand < 0)
+        if self.reverse_complement == 0:
+            return False
+        bits = repr((self.seed, self.epoch, index)).encode()
+        drawn = int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest(), "big") / 2**64
+        return drawn < self.reverse_complement
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"tokens": (N,) int64, "labels": (N,) int64 the next base of the same strand, "index": the window's number}."""
+        return self.read_ranges(index, (range(self.length_of(index)),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...], flip: bool | None = None) -> dict[str, Any]:
+        """The window at some positions only: of each range its bases are read, and one more for the last label.
+
+        `flip` says whether the other strand is read; None: as `reversed`.
+        """
+        flip = self.reversed(index) if flip is None else flip
+        tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for x in ranges:
+            if x:
+                values = torch.from_numpy(self._read(index, x.start, x[-1] + 2, flip))
+                tokens.append(values[:-1][:: x.step])
+                labels.append(values[1:][:: x.step])
+        target = torch.cat(labels)
+        target[target == N_CODE] = -100  # the base is unknown
+        return {"tokens": torch.cat(tokens), "labels": target, "index": index}
+
+    def _place(self, index: int) -> tuple[int, int, int, int]:
+        """(record's number, first base and the one behind the last, region's number) of a window."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"window {index} was asked for, but there are {self.count}")
+        window = index if self._kept is None else int(self._kept[index])
+        region = int(np.searchsorted(self._ends, window, side="right"))
+        number, start, stop = map(int, self._regions[region])
+        before = (window - (int(self._ends[region - 1]) if region else 0)) * self.seq_len
+        if self._strands[region] < 0:
+            return number, max(start, stop - before - self.seq_len), stop - before, region
+        return number, start + before, min(stop, start + before + self.seq_len), region
+
+    def _read(self, index: int, begin: int, end: int, flip: bool) -> np.ndarray:
+        """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the region."""
+        number, first, last, region = self._place(index)
+        _, low, high = map(int, self._regions[region])
+        start, stop = (last - end, last - begin) if flip else (first + begin, first + end)
+        codes = self.genome.read(number, max(start, low), min(stop, high))
+        if flip:
+            codes = np.take(COMPLEMENTS, codes[::-1])
+        missing = end - begin - len(codes)  # one at most, behind the window's end
+        return np.concatenate([codes.astype(np.int64), np.full(missing, -100, dtype=np.int64)])
+
+
+class PlacedWindows(Dataset):
+    """Windows in order, each with its place in the file: `record`, `start`, `stop`, `strand`, and maybe `region`.
+
+    Args:
+        windows: as they are read in evaluation.
+        strands: "forward", "reverse", or "both": first forward and then reverse, as two samples.
+        named: whether samples have `region`, the name of the region.
+    """
+
+    def __init__(self, windows: GenomeWindows, strands: str, named: bool = False) -> None:
+        self.windows, self.named, self.seq_len = windows, named, windows.seq_len
+        self.flips = {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
+        #: bases of each sample
+        self.lengths = np.repeat([windows.length_of(i) for i in range(len(windows))], len(self.flips))
+
+    def __len__(self) -> int:
+        return len(self.windows) * len(self.flips)
+
+    def length_of(self, index: int) -> int:
+        """Bases of a sample. Raises: IndexError if there is none."""
+        return int(self.lengths[index])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.read_ranges(index, (range(self.length_of(index)),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """As of `GenomeWindows`, with the place; `index` is the sample's number."""
+        number, reading = divmod(index, len(self.flips))
+        region = self.windows.region_of(number)
+        flip = self.flips[reading] != (region.strand < 0)
+        record = self.windows.genome.records[region.record].name
+        place = {"record": record, "start": region.start, "stop": region.stop, "strand": "-" if flip else "+"}
+        name = {"region": region.name} if self.named else {}
+        return {**self.windows.read_ranges(number, ranges, flip), "index": index, **place, **name}

@@ -1,0 +1,315 @@
+"""Log-likelihoods, allele scores and embeddings of sequences by a model over tokens, on either strand of a genome.
+
+Shape letters: B sequences, N tokens of the longest, V vocabulary, E embedding dim, M sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._device import send
+from lightning_dilated._validation import integer, one_of
+from lightning_dilated.ext.decoding.generation import evaluating
+from lightning_dilated.ext.genomes.bases import LETTERS, N_CODE, backward_places, encode_bases, reverse_complement
+from lightning_dilated.ext.genomes.variants import AlleleWindows
+from lightning_dilated.memory.chunked_loss import IGNORE
+
+Strands = Literal["forward", "reverse", "both"]
+#: bases, N, and room for a mask token or padding of the vocabulary; larger vocabularies are texts'
+MOST_GENOME_TOKENS = 16
+
+
+class Scores(NamedTuple):
+    """Log-likelihoods of B sequences, on the CPU.
+
+    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, how many tokens it is the sum of; with both strands the
+    mean of the two numbers.
+    """
+
+    log_likelihood: Tensor
+    bases: Tensor
+
+    @property
+    def per_base(self) -> Tensor:
+        """(B,) float64 nats a token; NaN where none was scored."""
+        return self.log_likelihood / self.bases
+
+
+class AlleleScores(NamedTuple):
+    """Two alleles of M variants, on the CPU: (M,) float64 nats and numbers of tokens of each; `score` is alternative less
+    reference."""
+
+    reference: Tensor
+    alternative: Tensor
+    reference_bases: Tensor
+    alternative_bases: Tensor
+
+    @property
+    def score(self) -> Tensor:
+        """(M,) float64 nats; above 0 where the model finds the alternative allele the likelier."""
+        return self.alternative - self.reference
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------------
+def reads_bases(model: Any) -> bool:
+    """Whether a model's vocabulary may be that of a genome: A C G T N, and at most a few further tokens."""
+    return len(LETTERS) <= model.vocab_size <= MOST_GENOME_TOKENS
+
+
+def read_sequences(model: Any, sequences: Any, strands: str) -> list[Tensor]:
+    """Each sequence as tokens (N,) int64 on the CPU.
+
+    Raises:
+        TypeError, ValueError: as `score`.
+    """
+    one_of(strands, "strands", ("forward", "reverse", "both"))
+    if strands != "forward" and not reads_bases(model):
+        raise ValueError(f"strands={strands!r} is for genomes, and this model has vocab_size={model.vocab_size}.")
+    if isinstance(sequences, str) or (isinstance(sequences, Tensor) and sequences.ndim == 1):
+        raise TypeError("sequences are several: put a single one in a list.")
+    if isinstance(sequences, Tensor) and sequences.ndim != 2:
+        raise ValueError(f"sequences in one tensor must be (B, N), got {tuple(sequences.shape)}.")
+    return [_tokens(model, i, sequence) for i, sequence in enumerate(sequences)]
+
+
+def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
+    """One sequence."""
+    if isinstance(sequence, str):
+        if not reads_bases(model):
+            raise ValueError(
+                f"strings are bases, and this model's vocab_size={model.vocab_size} is no genome's ({len(LETTERS)} to "
+                f"{MOST_GENOME_TOKENS}): pass tokens, (N,) integers."
+            )
+        try:
+            sequence = encode_bases(sequence)
+        except ValueError as error:
+            raise ValueError(f"sequences[{number}]: {error}") from None
+    tokens = torch.as_tensor(sequence).cpu()
+    if tokens.ndim != 1 or len(tokens) == 0 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(
+            f"sequences[{number}] must be a string or at least one integer (N,), got {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)}."
+        )
+    most = model.embedded_tokens
+    if int(tokens.min()) < 0 or int(tokens.max()) >= most:
+        raise ValueError(
+            f"sequences[{number}] holds tokens from {int(tokens.min())} to {int(tokens.max())}, and the model's are 0 to "
+            f"{most - 1}."
+        )
+    return tokens.long()
+
+
+def padded(sequences: Sequence[Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
+    """(tokens (B, N) on the device, padded on the right with 0; their numbers (B,) on the CPU, None where all are N)."""
+    sizes = [len(x) for x in sequences]
+    tokens = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+    return send(tokens, device), None if min(sizes) == max(sizes) else torch.tensor(sizes)
+
+
+def in_batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Numbers of sequences by batches of similar length, the longest first: memory runs out at once, or not at all."""
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))
+
+
+def read_by(strands: str) -> tuple[bool, ...]:
+    """Whether the other strand is read, for each reading."""
+    return {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
+
+
+def left_out(model: Any, ignore_tokens: Iterable[int] | None) -> list[int]:
+    """The tokens that are not scored: as given, else those that the model never masks, and a genome's N."""
+    never = set(range(model.vocab_size, model.embedded_tokens))  # a mask token has no probability
+    if ignore_tokens is not None:
+        return sorted(never | {integer(x, "ignore_tokens", 0) for x in ignore_tokens})
+    masking = getattr(model, "masking", None)
+    return sorted(never.union(() if masking is None else masking.never, [N_CODE] if reads_bases(model) else ()))
+
+
+# -- likelihoods -------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def score(
+    model: Any,
+    sequences: Any,
+    strands: Strands,
+    passes: int | None,
+    ignore_tokens: Iterable[int] | None,
+    batch_size: int,
+) -> Scores:
+    """What `LongNetLM.score` and `LongNetMLM.score` return; `passes` is None for the former."""
+    tokens, size = read_sequences(model, sequences, strands), integer(batch_size, "batch_size", 1)
+    never = left_out(model, ignore_tokens)
+    model.configure_model()
+    readings: list[Tensor] = []
+    with evaluating(model):
+        for other in read_by(strands):
+            read = [reverse_complement(x) if other else x for x in tokens]
+            readings.append(
+                _causal(model, read, never, size) if model.causal else _masked(model, read, never, passes, size)
+            )
+    return Scores(*torch.stack(readings).mean(0).unbind(1))
+
+
+def _scored(tokens: Tensor, never: Sequence[int]) -> Tensor:
+    """(N,) bool: which tokens count."""
+    return ~torch.isin(tokens, torch.tensor(never, dtype=tokens.dtype))
+
+
+def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch_size: int) -> Tensor:
+    """(B, 2) float64: nats of all tokens but the first, each by those before it, and their number."""
+    out = torch.zeros(len(sequences), 2, dtype=torch.float64)
+    for numbers in in_batches([len(x) for x in sequences], batch_size):
+        chosen = [sequences[i] for i in numbers]
+        tokens, _ = padded(chosen, model.embedding.weight.device)
+        target = torch.full(tokens.shape, IGNORE)
+        for row, x in zip(target, chosen, strict=True):
+            row[: len(x) - 1] = torch.where(_scored(x, never), x, IGNORE)[1:]
+        # what follows a token does not change it, so padding need not be told
+        nats = model._label_nats({"tokens": tokens, "labels": send(target, model.embedding.weight.device)})
+        out[numbers, 0] = -nats.double().sum(1).cpu()
+        out[numbers, 1] = (target != IGNORE).sum(1).double()
+    return out
+
+
+def _masked(
+    model: Any, sequences: Sequence[Tensor], never: Sequence[int], passes: int | None, batch_size: int
+) -> Tensor:
+    """(B, 2) float64: nats of the tokens, each masked, by the others, and their number."""
+    out = torch.zeros(len(sequences), 2, dtype=torch.float64)
+    rows = []
+    for number, tokens in enumerate(sequences):
+        scored, step = _scored(tokens, never), passes or len(tokens)
+        for first in range(min(step, len(tokens))):
+            sites = torch.arange(first, len(tokens), step)
+            sites = sites[scored[sites]]
+            if len(sites):
+                rows.append((number, sites))
+    for numbers in in_batches([len(sequences[number]) for number, _ in rows], batch_size):
+        chosen = [rows[i] for i in numbers]
+        found = site_log_probabilities(model, [(sequences[number], sites) for number, sites in chosen])
+        for (number, sites), log_probabilities in zip(chosen, found, strict=True):
+            right = log_probabilities.gather(1, sequences[number][sites][:, None])
+            out[number] += torch.tensor([right.sum(), len(sites)], dtype=torch.float64)
+    return out
+
+
+def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """For each (tokens (N,), sites (M,)): (M, V) float64 log-probabilities of every token there, all these sites masked."""
+    tokens, lengths = padded([x for x, _ in rows], model.embedding.weight.device)
+    at = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (_, sites) in zip(at, rows, strict=True):
+        row[sites] = True
+    at = send(at, model.embedding.weight.device)
+    logits = model(tokens.masked_fill(at, model.mask_token), at=at, lengths=lengths)
+    found = logits.double().log_softmax(-1).cpu().split([len(sites) for _, sites in rows])
+    # logits come in the order of positions
+    return [x[sites.argsort().argsort()] for x, (_, sites) in zip(found, rows, strict=True)]
+
+
+# -- two alleles -------------------------------------------------------------------------------------------------------
+def compared_sites(windows: AlleleWindows, flank: int) -> Tensor:
+    """(M,) sites of both windows to compare: of a substitution those that differ, which are masked together; else from
+    `flank` tokens before the alleles to `flank` behind them."""
+    if windows.substitution:
+        return (windows.reference != windows.alternative).nonzero()[:, 0]
+    return torch.arange(max(0, windows.start - flank), min(len(windows.reference), windows.stop + flank))
+
+
+@torch.no_grad()
+def score_alleles(
+    model: Any, variants: Sequence[AlleleWindows], strands: Strands, flank: int, batch_size: int
+) -> AlleleScores:
+    """What `TokenModel.score_alleles` returns."""
+    pairs = [(a.reference, a.alternative) for a in variants]
+    read_sequences(model, [x for pair in pairs for x in pair], strands)
+    never, readings = left_out(model, None), []
+    model.configure_model()
+    with evaluating(model):
+        for other in read_by(strands):
+            if model.causal:
+                read = [reverse_complement(x) if other else x for pair in pairs for x in pair]
+                readings.append(_causal(model, read, never, batch_size).view(-1, 2, 2))
+            else:
+                readings.append(_masked_alleles(model, variants, other, flank, never, batch_size))
+    ref, alt = torch.stack(readings).mean(0).unbind(1)
+    return AlleleScores(ref[:, 0], alt[:, 0], ref[:, 1], alt[:, 1])
+
+
+def _masked_alleles(
+    model: Any, variants: Sequence[AlleleWindows], other: bool, flank: int, never: Sequence[int], batch_size: int
+) -> Tensor:
+    """(variants, 2 alleles, 2) float64: nats at the sites, and their number."""
+    out = torch.zeros(len(variants), 2, 2, dtype=torch.float64)
+    rows = []  # (variant, the alleles that are read off, tokens, sites)
+    for number, alleles in enumerate(variants):
+        sites = compared_sites(alleles, flank)
+        windows = [reverse_complement(x) if other else x for x in (alleles.reference, alleles.alternative)]
+        sites = len(windows[0]) - 1 - sites if other else sites
+        if alleles.substitution:
+            sites = sites[_scored(windows[0][sites], never) & _scored(windows[1][sites], never)]
+            rows += [(number, (0, 1), windows, sites)] if len(sites) else []
+            continue
+        for allele in (0, 1):
+            for site in sites[_scored(windows[allele][sites], never)]:
+                rows.append((number, (allele,), windows, site[None]))
+    for numbers in in_batches([len(windows[0]) for _, _, windows, _ in rows], batch_size):
+        chosen = [rows[i] for i in numbers]
+        found = site_log_probabilities(model, [(windows[which[0]], sites) for _, which, windows, sites in chosen])
+        for (number, which, windows, sites), log_probabilities in zip(chosen, found, strict=True):
+            for allele in which:
+                right = log_probabilities.gather(1, windows[allele][sites][:, None])
+                out[number, allele] += torch.tensor([right.sum(), len(sites)], dtype=torch.float64)
+    return out
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def embed(
+    model: Any,
+    sequences: Any,
+    pool: Literal["mean", "none"],
+    layer: int | None,
+    strands: Strands,
+    batch_size: int,
+) -> Tensor:
+    """What `TokenModel.embed` returns."""
+    tokens, size = read_sequences(model, sequences, strands), integer(batch_size, "batch_size", 1)
+    one_of(pool, "pool", ("mean", "none"))
+    if layer is not None and not -model.depth <= integer(layer, "layer") < model.depth:
+        raise ValueError(f"layer={layer}, but the model has {model.depth} layers: {-model.depth} to {model.depth - 1}.")
+    model.configure_model()
+    rows: list[Any] = [None] * len(tokens)
+    with evaluating(model):
+        for numbers in in_batches([len(x) for x in tokens], size):
+            sizes = torch.tensor([len(tokens[i]) for i in numbers])
+            states = [_states(model, [tokens[i] for i in numbers], sizes, layer, other) for other in read_by(strands)]
+            mean = states[0] if len(states) == 1 else (states[0] + states[1]) / 2
+            for i, state, count in zip(numbers, mean, sizes.tolist(), strict=True):
+                rows[i] = state[:count].mean(0) if pool == "mean" else state[:count]
+    if not rows:
+        raise ValueError("there are no sequences to embed.")
+    return torch.stack(rows) if pool == "mean" else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _states(model: Any, sequences: Sequence[Tensor], sizes: Tensor, layer: int | None, other: bool) -> Tensor:
+    """(B, N, E) in the order of the sequences, at least fp32, read from one strand."""
+    tokens, lengths = padded([reverse_complement(x) if other else x for x in sequences], model.embedding.weight.device)
+    seen: list[Tensor] = []
+    wanted, calls = None if layer is None else layer % model.depth + 1, iter(range(model.depth + 1))
+
+    def watch(x: Tensor) -> None:
+        if next(calls) == wanted:
+            seen.append(x)
+
+    watching = {} if layer is None else {"watch": watch}
+    x = model._hidden(tokens, lengths=lengths, **watching)
+    x = model.final_norm(x) if layer is None else seen[0]
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not other:
+        return x
+    places = send(backward_places(x.shape[1], sizes), x.device)
+    return x.gather(1, places[:, :, None].expand_as(x))

@@ -1,0 +1,288 @@
+"""Which settings would make a run fit, from its model, the sequence's length and the strategy.
+
+A plan replaces functions of torch while it counts (see `planning.counting.dry_run`), so it is made in a process of its own,
+which gets the question as a pickle without tensors: `python -m lightning_dilated.ext.planning.advice QUESTION ANSWER`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dilated.data import StreamDataModule
+from lightning_dilated.ext.planning.candidates import candidates_of, in_words
+from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.estimate import GRAIN, Case, Facts
+from lightning_dilated.ext.planning.gpus import GIB, GPUS, Gpu
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+
+#: what the process runs, and seconds that it may take; half a minute is usual
+COMMAND = (sys.executable, "-m", "lightning_dilated.ext.planning.advice")
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run that is to fit: a model without weights, its tokens and settings, and what it runs on."""
+
+    model: DilatedModule
+    tokens: int
+    precision: str
+    compile_blocks: bool
+    settings: MemorySettings
+    gpu: Gpu
+    setup: Setup
+    streams: Streams | None = None
+
+
+class Streams(NamedTuple):
+    """What a rank trains on in steps: so many streams, of so many tokens each."""
+
+    count: int
+    length: int
+
+
+def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
+    """Settings of ActivationRecompute (and more GPUs, where none do) with which a step would fit.
+
+    Takes up to half a minute in a process of its own, without a GPU. None for lengths that nobody named, for models that
+    cannot be planned, and where all fits already.
+
+    Args:
+        trainer: of the run.
+        pl_module: its module.
+        tokens: of a sequence; None: the longest that the strategy has seen, or the data's `seq_len`.
+
+    Raises:
+        RuntimeError, TimeoutError: where the process fails, as for a class that it cannot import, or takes too long.
+    """
+    question = question_of(trainer, pl_module, tokens)
+    if question is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "question").write_bytes(_pickled(question))
+        _run(place)
+        return pickle.loads((place / "answer").read_bytes())
+
+
+def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> Question | None:
+    """The question of a run; None where it cannot be planned."""
+    tokens, precision = tokens or _tokens(trainer), str(trainer.precision)
+    if not isinstance(pl_module, DilatedModule) or precision not in PRECISIONS or not tokens:
+        return None
+    if type(pl_module).example_batch is DilatedModule.example_batch or not isinstance(
+        getattr(pl_module, "depth", None), int
+    ):
+        return None
+    compiled = bool(getattr(pl_module, "compile_blocks", False))
+    now = getattr(getattr(pl_module, "transformer", None), "memory", MemorySettings())
+    run = _gpu(trainer), _setup(trainer, pl_module), _streams(trainer)
+    return Question(pl_module, tokens, precision, compiled, now, *run)
+
+
+def answer(question: Question) -> str | None:
+    """What `advise` returns; counts in this process."""
+    model, tokens, now = question.model, question.tokens, question.settings
+    try:
+        subject = subject_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
+    except (TypeError, ValueError):  # a model that cannot be planned
+        return None
+    case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)
+    able = candidates_of(case.facts)
+    if question.streams is not None:
+        return _answer_for_steps(
+            case, [x for x in able if x.head_chunks == now.head_chunks], now, tokens, question.streams
+        )
+    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first; no more are counted than needed
+    needs = case.memory(now, tokens).peak / GIB
+    usage = f"planned: {tokens:,} tokens on {case.setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
+    if best is not None and best != now:
+        peak = case.memory(best, tokens).peak / GIB
+        return f"{usage}, and {peak:.1f} with ActivationRecompute({_arguments(best)})."
+    return f"{usage}.{_otherwise(case, able, now, tokens, model)}" if best is None else None
+
+
+def _answer_for_steps(
+    case: Case, able: list[MemorySettings], now: MemorySettings, step: int, streams: Streams
+) -> str | None:
+    """What `advise` returns where each step goes on with streams, whose states the model carries."""
+    tokens = min(step, now.stream or step)
+    planned, room = case.step_memory(now, tokens, *streams), case.gpu.usable(case.setup.ranks)
+    if planned.peak <= room:
+        return None
+    usage = (
+        f"planned: {tokens:,} tokens at a time of {streams.count} stream(s) take {planned.peak / GIB:.1f} GiB of each GPU "
+        f"with {in_words(now)}, up to {planned.carried / GIB:.1f} of it for what is carried from step to step"
+    )
+    halves = [tokens >> i for i in range(max(1, (tokens // GRAIN).bit_length()))] if planned.carried < room else []
+    for size in halves:
+        for settings in able:
+            peak = case.step_memory(settings, size, *streams).peak
+            if peak <= room:
+                best = replace(settings, stream=size if size < step else None)
+                ends = f", which ends gradients every {size:,} tokens" if size < tokens else ""
+                return f"{usage}. It is {peak / GIB:.1f} with ActivationRecompute({_arguments(best)}){ends}."
+    return f"{usage}. Fewer tokens do not help: lower data.streams, or take more GPUs, which share the streams."
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+def _run(folder: Path) -> None:
+    """Run the process; it and all that it started have ended afterwards."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    with (folder / "output").open("w") as out:
+        process = subprocess.Popen(
+            [*COMMAND, str(folder / "question"), str(folder / "answer")],
+            env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no plan was ready after {TIMEOUT:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code or not (folder / "answer").is_file():
+        lines = (folder / "output").read_text(errors="replace").strip().splitlines()
+        raise RuntimeError(f"the process that plans ended with exit code {code}: {lines[-1] if lines else 'no output'}")
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses tensors: those of a GPU that is full cannot be copied, and none is needed."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            raise pickle.PicklingError("a tensor")
+        return NotImplemented
+
+
+def _dumped(value: Any) -> bytes | None:
+    """The value's pickle; None where it has none, or holds tensors."""
+    out = io.BytesIO()
+    try:
+        _Pickler(out).dump(value)
+    except Exception:  # whatever a class raises that was not made to be pickled
+        return None
+    return out.getvalue()
+
+
+def _pickled(question: Question) -> bytes:
+    """The question, its model without layers, Trainer, optimizer, and attributes that cannot be sent."""
+    model = DilatedModule.planning_copy(question.model, question.model.depth)
+    for name, value in [*model.named_children(), *vars(model).items()]:
+        if _dumped(value) is None and name != "_modules":
+            delattr(model, name)
+    pickled = _dumped(replace(question, model=model))
+    if pickled is None:
+        raise RuntimeError(f"{type(question.model).__name__} cannot be pickled, so no other process can plan it")
+    return pickled
+
+
+def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, tokens: int, model: DilatedModule) -> str:
+    """What helps where no settings do."""
+    if now.offload and replace(case, host=float("inf")).fits(now, tokens):
+        return " By the plan that fits, if the host has room for the block inputs."
+    longest = {x: case.longest(x) for x in able}
+    best = max(longest, key=longest.__getitem__)
+    if not longest[best]:
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if sharded else "strategy='ring_dilated_fsdp', or"
+        return f" Parameters and states alone do not fit: take {'' if case.setup.cpu_offload else f'{take} '}more GPUs."
+    remedies = [f"about {-(-tokens * case.setup.ranks // longest[best])} GPUs", *_by_host(case, able, tokens)]
+    wide = model.hparams.get("residual_dtype", "bfloat16") is None
+    return (
+        f" At most {longest[best]:,} fit, with ActivationRecompute({_arguments(best)}). Take {' or '.join(remedies)}."
+        f"{' Less is needed with residual_dtype=bfloat16 of the model.' if wide else ''}"
+    )
+
+
+def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
+    """Whether block inputs on the host would help, and how much of it that takes; how much there is is not asked, since what
+    machines tell of it grows as it is used."""
+    away = [replace(x, offload=1.0) for x in able if x.policy == "block"]
+    roomy = replace(case, host=float("inf"))
+    needs = {x: roomy.memory(x, tokens).host / GIB for x in away if roomy.fits(x, tokens)}
+    if not needs:
+        return []
+    best = min(needs, key=needs.__getitem__)
+    room = f"{needs[best]:.1f} GiB"
+    return [f"ActivationRecompute({_arguments(best)}), for which the host keeps {room} of each rank's block inputs"]
+
+
+def _arguments(settings: MemorySettings) -> str:
+    defaults = MemorySettings()
+    names = ("every", "tile", "head_chunks", "offload", "stream")
+    more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(defaults, n)]
+    return ", ".join([repr(settings.policy), *more])
+
+
+def _tokens(trainer: pl.Trainer) -> int | None:
+    agreed = getattr(_sequence(trainer), "agreed", None)
+    data: Any = getattr(trainer, "datamodule", None)
+    tokens = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
+
+
+def _streams(trainer: pl.Trainer) -> Streams | None:
+    """Those of a rank; None for data of separate sequences."""
+    data: Any = getattr(trainer, "datamodule", None)
+    if not isinstance(data, StreamDataModule):
+        return None
+    replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return Streams(data.per_rank(replicas), data.dataset("train").length)
+
+
+def _sequence(trainer: pl.Trainer) -> Any:
+    """The ranks that share a sequence; None before they are known."""
+    try:
+        return getattr(trainer.strategy, "sequence", None)
+    except RuntimeError:  # not yet
+        return None
+
+
+def _gpu(trainer: pl.Trainer) -> Gpu:
+    """The GPU of this rank; an H200 where there is none."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return GPUS["H200"]
+    properties = torch.cuda.get_device_properties(device)
+    known = next((g for g in GPUS.values() if g.name.split("-")[0] in properties.name.replace(" ", "")), GPUS["H200"])
+    return Gpu(properties.name, properties.total_memory, known.flops, (properties.major, properties.minor))
+
+
+def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
+    sequence = _sequence(trainer)
+    shares = hasattr(type(trainer.strategy), "sequence")
+    ranks = sequence.ranks if sequence is not None else trainer.world_size if shares else 1
+    deals = getattr(trainer.strategy, "shards_parameters", False)
+    ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+    optimizers = [type(x).__name__.lower() for x in trainer.optimizers or ()]
+    return Setup(
+        "ring_dilated_fsdp" if deals else "ring_dilated" if ddp or ranks > 1 else "single",
+        ranks,
+        max(1, ranks // max(1, trainer.num_nodes)),
+        "adamw8bit" if any("8bit" in x for x in optimizers) else "adamw",
+        cpu_offload=deals and getattr(trainer.strategy, "_offload", None) is not None,
+        data_ranks=max(1, trainer.world_size // ranks) if ddp else 1,
+    )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_bytes(pickle.dumps(answer(pickle.loads(Path(sys.argv[1]).read_bytes()))))

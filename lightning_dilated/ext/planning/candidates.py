@@ -1,0 +1,176 @@
+"""Memory settings to choose from, the best of them for a model on a machine, and what they are in words and in a recipe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from lightning_dilated.ext.planning.estimate import Case, Facts
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.memory.settings import MemorySettings
+
+#: tokens of a tile in them
+TILE = 16384
+#: the callback that has them
+RECOMPUTE = "ActivationRecompute"
+#: strategies by their names for the Trainer
+CLASSES = {
+    "ring_dilated": "lightning_dilated.RingDilatedStrategy",
+    "ring_dilated_fsdp": "lightning_dilated.RingDilatedFSDPStrategy",
+}
+#: most windows of heads in them
+SEARCH_WINDOWS = 6
+
+
+def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | None = TILE) -> list[MemorySettings]:
+    """Settings to choose from; with offload only where there is host memory; `tile` None: without tiles."""
+    chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
+    settings = [
+        MemorySettings(),
+        MemorySettings("attention-kept"),
+        MemorySettings("block"),
+        MemorySettings("block", tile=tile),
+        MemorySettings("block", tile=tile, head_chunks=chunks),
+        MemorySettings("block", 2, tile=tile, head_chunks=chunks),
+    ]
+    if host > 0:
+        budget = max(host, 1.0 + 1e-9)  # up to 1 it would be a fraction
+        settings += [replace(x, offload=budget) for x in settings[3:]]
+    fitting = [x for x in settings if x.every <= depth]
+    return list(dict.fromkeys(fitting))
+
+
+def candidates_of(facts: Facts, host: float = 0.0) -> list[MemorySettings]:
+    """Those of a model."""
+    return candidates(facts.windows, host, facts.depth, TILE if facts.tiles else None)
+
+
+def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
+    """Settings for sequences that do not fit, chunk by chunk: the fastest first; R ranks share chunks R times as long. In
+    tiles where those compared before have some."""
+    sizes = [("none", 1 << 18, None), ("attention-kept", 1 << 20, None), ("block", 1 << 20, None)]
+    sizes += [("block", 1 << 20, TILE)] * any(x.tile for x in settings)
+    chunked = [MemorySettings(policy, tile=tile, stream=size * ranks) for policy, size, tile in sizes]
+    return [x for x in chunked if x not in settings]
+
+
+def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
+    """The fastest settings with which N tokens fit, or without N those that fit most; None if none fit."""
+    if tokens is None:
+        best = max(settings, key=lambda x: case.longest(x), default=None)
+        return best if best is not None and case.longest(best) else None
+    fitting = [x for x in settings if case.fits(x, tokens)]
+    return min(fitting, key=lambda x: case.time(x, tokens).seconds, default=None)
+
+
+def in_words(settings: MemorySettings) -> str:
+    """Settings in a few words."""
+    parts = ["all kept" if settings.policy == "none" else settings.policy]
+    parts += [f"every={settings.every}"] * (settings.every > 1)
+    parts += [f"tile={settings.tile}"] * (settings.tile is not None)
+    parts += [f"head_chunks={settings.head_chunks}"] * (settings.head_chunks > 1)
+    parts += [f"offload={_budget(settings.offload)}"] * (settings.offload > 0)
+    parts += [f"stream={settings.stream}"] * (settings.stream is not None) + ["truncate"] * settings.truncate
+    return ", ".join(parts)
+
+
+def _budget(x: float) -> str:
+    return f"{x:g}" if x <= 1 else f"{x:.0f} GiB"
+
+
+def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = None) -> list[str]:
+    """The lines of a recipe for these settings."""
+    return list(_yaml(settings, setup, residual))
+
+
+class _Indented(yaml.SafeDumper):
+    """YAML whose lists are indented, as the recipes' are."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def whole_recipe(
+    recipe: dict[str, Any], settings: MemorySettings, setup: Setup, options: dict[str, Any], residual: str | None
+) -> list[str]:
+    """The lines of a recipe with these settings in it; all else of it is unchanged.
+
+    `options`: of the strategy, besides those of `setup`.
+    """
+    config = copy.deepcopy(recipe)
+    trainer, model = config["trainer"], config["model"]
+    changes = yaml.safe_load("\n".join(yaml_lines(settings, setup, residual))) or {}
+    planned = changes.get("trainer", {})
+    listed = trainer.get("callbacks") or []
+    listed = listed if isinstance(listed, list) else [listed]
+    place = next((i for i, x in enumerate(listed) if RECOMPUTE in str(x)), len(listed))
+    others = [x for x in listed if RECOMPUTE not in str(x)]
+    trainer["callbacks"] = [*others[:place], *planned.get("callbacks", []), *others[place:]]
+    if setup.strategy != "single":
+        if setup.ranks > 1 and settings.stream is not None:
+            options = {**options, "layout": "chunked"}
+        trainer["strategy"] = _strategy(trainer.get("strategy"), setup, options)
+    if "devices" not in trainer:
+        trainer |= {x: planned[x] for x in ("devices", "num_nodes") if x in planned}
+    arguments = changes.get("model", {}).get("init_args", {})
+    if "optimizer" in arguments and isinstance(model["init_args"].get("optimizer"), dict):  # an AdamW's other arguments
+        arguments["optimizer"] = model["init_args"]["optimizer"] | arguments["optimizer"]
+    model["init_args"] |= arguments
+    return yaml.dump(config, Dumper=_Indented, sort_keys=False, width=float("inf")).splitlines()
+
+
+def _strategy(own: Any, setup: Setup, options: dict[str, Any]) -> Any:
+    """The recipe's strategy where it is of the planned kind, else the planned one; with the options that differ."""
+    path = str((own.get("class_path") if isinstance(own, dict) else own) or "")
+    alike = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
+    arguments = dict(own.get("init_args") or {}) if alike and isinstance(own, dict) else {}
+    options = {**options, "cpu_offload": setup.cpu_offload, "bucket_cap_mb": setup.bucket_cap_mb}
+    defaults = {"exchange": "auto", "head_size": 1, "cpu_offload": False}
+    arguments |= {x: value for x, value in options.items() if value != arguments.get(x, defaults.get(x))}
+    if not arguments:
+        return own if alike else setup.strategy
+    return {"class_path": path if alike and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
+
+
+def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:
+    if setup.strategy != "single" or settings != MemorySettings():
+        yield "trainer:"
+    shared = setup.ranks > 1 and settings.stream is not None
+    if setup.cpu_offload or setup.bucket_cap_mb is not None or shared:
+        yield "  strategy:"
+        yield f"    class_path: lightning_dilated.RingDilated{'FSDP' if setup.cpu_offload else ''}Strategy"
+        yield "    init_args:"
+        yield from ["      layout: chunked"] * shared + ["      cpu_offload: true"] * setup.cpu_offload
+        yield from [f"      bucket_cap_mb: {setup.bucket_cap_mb}"] * (setup.bucket_cap_mb is not None)
+    elif setup.strategy != "single":
+        yield f"  strategy: {setup.strategy}"
+    if setup.strategy != "single":
+        yield f"  devices: {min(setup.ranks, setup.per_node)}"
+        if setup.ranks > setup.per_node:
+            yield f"  num_nodes: {-(-setup.ranks // setup.per_node)}"
+    if settings != MemorySettings():
+        yield "  callbacks:"
+        yield "    - class_path: lightning_dilated.callbacks.ActivationRecompute"
+        options = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
+        options |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
+        options |= {"stream": settings.stream, "truncate": settings.truncate}
+        defaults = MemorySettings("block")
+        # the policy is always named: another callback of a recipe may have set it
+        options = {
+            name: value for name, value in options.items() if name == "policy" or value != getattr(defaults, name)
+        }
+        yield "      init_args:"
+        for name, value in options.items():
+            yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"
+    if residual is not None or setup.optimizer == "adamw8bit":
+        yield "model:"
+        yield "  init_args:"
+    if residual is not None:
+        yield f"    residual_dtype: {residual}"
+    if setup.optimizer == "adamw8bit":
+        yield "    optimizer:"
+        yield "      class_path: torchao.optim.AdamW8bit"

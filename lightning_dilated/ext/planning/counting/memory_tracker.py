@@ -1,0 +1,356 @@
+"""Meter counts the bytes of the tensors that live, and Tape splits a counted step into pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat import torch as compat
+from lightning_dilated.ext.planning.counting.workspace import NAMES
+from lightning_dilated.recurrence.op import RECURRENCE
+
+#: kinds of memory, from the bottom of a picture up; what has no kind is temporary
+PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
+ACTIVATIONS, EXCHANGE, TEMPORARY = "saved activations", "exchange buffers", "temporary"
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, ACTIVATIONS, EXCHANGE, TEMPORARY)
+#: operators written in Python, whose own operations are counted, too
+LOOK_INTO = ("lightning_dilated",)
+
+#: operators that come right after `torch.tensor` made their argument
+FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+#: (serial number of a storage, bytes more or less, seconds of `time.perf_counter`)
+Event = tuple[int, int, float]
+Labels = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], Iterable[tuple[Tensor, str]]]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A living storage."""
+
+    serial: int
+    size: int
+    ref: weakref.ref
+
+
+class Meter(compat.TorchDispatchMode):
+    """Within, every storage that an operation reads or makes is counted once, from its first use until it is freed.
+
+    Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage that
+    is freed after the meter was left is still subtracted; new ones are seen only within. Storages that were there before are
+    counted from the first operation that reads them, or from `track` on.
+
+    Not seen: memory that an operator written in C++ takes and gives back within a call, `UntypedStorage.resize_` until an
+    operation reads the tensor again, and what libraries hold. Operators in `LOOK_INTO` are looked into for real tensors;
+    of fake ones only their results exist. Blocks that torch.compile compiled run uncompiled within.
+
+    Args:
+        device: count tensors of this device type only ("cuda" for fake tensors that claim to lie there); None: all.
+        round_to: sizes are rounded up to a multiple, as an allocator does (512 on CUDA); 1: not.
+        record: keep `events`, for the kinds at the peak.
+        labels: called after each operation with (operator, its tensors, its results); returns (tensor, kind) pairs, for
+            tensors that have no kind yet, or one by `mark`.
+
+    Attributes:
+        live: bytes now.
+        peak: the most since the start or `reset_peak`.
+        events: with `record`, in order; see `replay`.
+        adopted: serial numbers of storages that no operation within made.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    def __init__(
+        self, device: str | None = None, round_to: int = 1, record: bool = False, labels: Labels | None = None
+    ) -> None:
+        super().__init__()
+        if round_to < 1:
+            raise ValueError(f"round_to must be at least 1, got {round_to!r}.")
+        self.device, self.round_to, self.record, self.labels = device, round_to, record, labels
+        self.live = self.peak = 0
+        self.events: list[Event] = []
+        self.adopted: set[int] = set()
+        self._kinds: dict[int, str] = {}
+        self._marked: dict[int, str] = {}
+        self._held: dict[int, _Held] = {}
+        self._serials = itertools.count()
+        self._since = 0  # the first event after `reset_peak`
+        self._lock = threading.RLock()  # storages are freed in other threads, too
+
+    # -- queries ------------------------------------------------------------------------------------------------------
+    def reset_peak(self) -> None:
+        """Restart `peak` from what lives now."""
+        self.peak, self._since = self.live, len(self.events)
+
+    def track(self, tensors: Iterable[Tensor | None], kind: str) -> int:
+        """Give the tensors' storages a kind, and count those not yet seen; the bytes of all of them, each storage once."""
+        with self._lock:
+            storages = [x for t in tensors if t is not None for x in self._see(t, False)]
+            self._kinds.update((x.serial, kind) for x in storages)
+        return sum({x.serial: x.size for x in storages}.values())
+
+    def mark(self, kind: str) -> int:
+        """Give a kind to what was made within, lives and has none, such as `ACTIVATIONS` when a forward ends; its bytes."""
+        with self._lock:
+            known = self._kinds.keys() | self._marked.keys() | self.adopted
+            storages = [x for x in self._held.values() if x.serial not in known]
+            self._marked.update((x.serial, kind) for x in storages)
+            return sum(x.size for x in storages)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes that live now, by kind; they add up to `live`."""
+        sizes: dict[str, int] = {}
+        with self._lock:
+            for x in self._held.values():
+                kind = self.kind(x.serial)
+                sizes[kind] = sizes.get(kind, 0) + x.size
+        return {kind: n for kind, n in sizes.items() if n}
+
+    def peak_by_kind(self) -> dict[str, int]:
+        """Bytes at the first moment of `peak`, by the kinds that storages have by now; they add up to `peak`.
+
+        Raises:
+            RuntimeError: without `record`.
+        """
+        if not self.record:
+            raise RuntimeError("Meter(record=True) keeps the events that peak_by_kind needs.")
+        best, most = {}, -1
+        for number, _, total, held in self.replay():
+            # the state after the last event before the reset is where the peak began
+            if number >= self._since - 1 and total > most:
+                best, most = dict(held), total
+        return {kind: n for kind, n in best.items() if n}
+
+    def kind(self, serial: int) -> str:
+        """The kind of a storage, `TEMPORARY` if it was given none."""
+        return self._kinds.get(serial) or self._marked.get(serial, TEMPORARY)
+
+    def replay(self) -> Iterator[tuple[int, float, int, dict[str, int]]]:
+        """(number of the event, seconds, live bytes, bytes by kind) after each event; the mapping is reused."""
+        total, held = 0, {}
+        for number, (serial, delta, seconds) in enumerate(self.events):
+            kind, total = self.kind(serial), total + delta
+            held[kind] = held.get(kind, 0) + delta
+            yield number, seconds, total, held
+
+    def restart(self, keep: Sequence[str] = ()) -> None:
+        """Restart from nothing, except living storages of the kinds to keep, which count as adopted."""
+        with self._lock:
+            self._held = {key: x for key, x in self._held.items() if self.kind(x.serial) in keep}
+            kept = {x.serial: x.size for x in self._held.values()}
+            self._kinds, self._marked = {serial: self.kind(serial) for serial in kept}, {}
+            self.adopted, self.live, now = set(kept), sum(kept.values()), time.perf_counter()
+            self.events = [(serial, size, now) for serial, size in kept.items()] if self.record else []
+            self.reset_peak()
+
+    def close(self) -> None:
+        """Stop tracking; the numbers stay."""
+        with self._lock:
+            self._held.clear()
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
+        kwargs = kwargs or {}
+        inputs = [t for t in compat.leaves((args, kwargs)) if isinstance(t, Tensor)]
+        with self._lock:
+            for t in inputs:
+                self._see(t, func in FRESH)
+        out = self._run(func, args, kwargs, inputs)
+        results = [t for t in compat.leaves(out) if isinstance(t, Tensor)]
+        with self._lock:
+            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # mutable: may have been resized
+                self._see(t, True)
+            for t, kind in self.labels(func, inputs, results) if self.labels else ():
+                for x in self._see(t, True):
+                    self._kinds.setdefault(x.serial, kind)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """The operation; those within one of `LOOK_INTO` come here, too, where nothing else has a say in it."""
+        plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs)
+        if func.namespace not in LOOK_INTO or not inputs or not plain or compat.in_dispatch_mode():
+            return func(*args, **kwargs)
+        with self:
+            return compat.run_on_device(func, inputs[0].device.type, args, kwargs)
+
+    def _see(self, tensor: Tensor, new: bool) -> list[_Held]:
+        """Count a tensor's storages as large as they are now."""
+        storages = []
+        for part in parts(tensor):
+            if self.device not in (None, part.device.type):
+                continue
+            storage = part.untyped_storage()
+            key = compat.storage_key(storage)
+            held = self._held.get(key)
+            if held is None or held.ref() is not storage:
+                if held is not None:
+                    self._gone(key, held.ref)
+                held = _Held(next(self._serials), 0, weakref.ref(storage, partial(self._gone, key)))
+                self._held[key] = held
+                if not new:
+                    self.adopted.add(held.serial)
+            size = -(-storage.nbytes() // self.round_to) * self.round_to
+            if size != held.size:
+                self._change(held, size)
+            storages.append(held)
+        return storages
+
+    def _change(self, held: _Held, size: int) -> None:
+        delta, held.size = size - held.size, size
+        self.live += delta
+        self.peak = max(self.peak, self.live)
+        if self.record:
+            self.events.append((held.serial, delta, time.perf_counter()))
+
+    def _gone(self, key: int, ref: weakref.ref) -> None:
+        with self._lock:
+            held = self._held.get(key)
+            if held is None or held.ref is not ref:
+                return
+            del self._held[key]
+            if held.size:
+                self._change(held, 0)
+            if not self.record:
+                self._kinds.pop(held.serial, None), self._marked.pop(held.serial, None)
+                self.adopted.discard(held.serial)
+
+
+def parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with storages of their own that a tensor is made of."""
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for x in inner:
+            if isinstance(x, Tensor):  # a DTensor names its mesh, too
+                yield from parts(x)
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from compat.sparse_parts(tensor)
+    else:
+        raise TypeError(
+            f"a Meter counts strided tensors and sparse ones of coordinates, got one of layout {tensor.layout}."
+        )
+
+
+#: names of the op's two passes in a piece
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What was held in a piece of a step.
+
+    Attributes:
+        part: of the step, such as ("forward", 0) for the first block's.
+        peak: the most bytes at once, without the op's workspace.
+        static: bytes of parameters and gradients when it began.
+        op: FORWARD or BACKWARD where the piece is one call of the op, one of `workspace.NAMES` where it is one of a
+            recurrence, "" elsewhere.
+        heads, dtype: query heads of that call, and the dtype of q.
+        spec: of a recurrence.
+    """
+
+    part: tuple
+    peak: int
+    static: int
+    op: str = ""
+    heads: int = 0
+    dtype: torch.dtype | None = None
+    spec: str = ""
+
+
+class Tape(Meter):
+    """Counts as `Meter` does and notes `pieces`."""
+
+    #: whether a layer's tiles in the middle are run, which hold what the second one holds
+    every_tile = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(labels=self._after, **options)
+        self.pieces: list[Piece] = []
+        self.part: tuple = ("before",)
+        self.parameters: Sequence[nn.Parameter] = ()
+        #: bytes of the hidden states that go into the first block of a stack, by the stack's name
+        self.hidden: dict[str, int] = {}
+        #: whether the backward has begun
+        self.returning = False
+        self._static = 0
+        self._paused = False
+        self._spec = ""
+
+    def enter(self, *part: Any) -> None:
+        """End the piece; what follows is a part of the step, or goes on with the last one."""
+        self._cut()
+        self.part = part or self.part
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` as a piece of its own, which separates what a loop over tiles holds from what is held around it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.enter()
+
+        return call
+
+    def _cut(self, op: str = "", q: Tensor | None = None) -> None:
+        of = (0, None) if q is None else (q.shape[2], q.dtype)
+        self.pieces.append(
+            Piece(self.part, self.peak, self._static, op, *of, self._spec if op in NAMES.values() else "")
+        )
+        self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
+        self.reset_peak()
+
+    def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
+        ops = torch.ops.lightning_dilated
+        if func in (ops.attention.default, ops.attention_backward.default):
+            forward = func is ops.attention.default
+            # before it at most as much as with its results, where they made the peak
+            self.pieces.append(Piece(self.part, self.peak, self._static))
+            self.peak, q = self.live, inputs[0 if forward else 1]
+            self._cut(FORWARD if forward else BACKWARD, q)
+        elif func in NAMES:
+            self.pieces.append(Piece(self.part, self.peak, self._static))
+            self.peak, q = self.live, inputs[0 if func is RECURRENCE else 1]
+            self._cut(NAMES[func], q)
+        return ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked very often
+            return args[0].fake_device
+        if self._paused:
+            return func(*args, **(kwargs or {}))
+        self._spec = args[-1] if func in NAMES else ""
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, results are not counted; `count` counts them afterwards."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A kernel of compiled blocks ran; `func`: the operator that it is, None where Inductor wrote it."""
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made while paused."""
+        with self._lock:
+            for x in tensors:
+                self._see(x, True)

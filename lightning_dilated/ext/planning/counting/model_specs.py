@@ -1,0 +1,349 @@
+"""What a plan counts of a model (`Subject`), and the numbers that its time follows from (`Facts`), by the model's own hooks.
+
+Shape letters: E embedding dim, V vocabulary, L tokens of a rank, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat.torch import map_tree
+from lightning_dilated._validation import one_of
+from lightning_dilated.ext.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
+from lightning_dilated.ext.planning.counting.footprint import Decoder, Subject
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.simulating.machine import measured_rules
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.stack_sizes import BlockSizes
+from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.recurrence.description import without_starts
+from lightning_dilated.recurrence.triton_chunks import LARGEST
+
+
+def subject_of(
+    model: DilatedModule,
+    precision: str = "bf16-mixed",
+    memory: MemorySettings | None = None,
+    compile_blocks: bool | None = None,
+    capability: tuple[int, int] = (9, 0),
+) -> Subject:
+    """What to count of a model, found by its hooks: `example_batch`, `planning_copy` and the stacks that `build` makes.
+
+    Args:
+        model: built or not; it stays as it is.
+        precision: the Trainer's.
+        memory: settings; None: those that a model is built with (gradient checkpointing of a decoder), else none.
+        compile_blocks: None: as the model has it.
+        capability: of the GPU.
+
+    Raises:
+        ValueError, TypeError: for another precision, or a model that cannot be counted.
+    """
+    one_of(precision, "precision", PRECISIONS)
+    dtype, products = PRECISIONS[precision]
+    example_of(model, 2)  # its errors first
+    built = _checked(model)
+    main, *others = stacks(built).items()
+    call = partial(_call, dtype=products or dtype, capability=capability)
+    compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
+    if compiled and getattr(model, "lora_rank", None) is not None:
+        raise ValueError(
+            "blocks with low-rank updates are not compiled: leave --compile out where there is a lora_rank."
+        )
+    own = isinstance(main[1], DilatedTransformer)
+    by_operator = not (compiled or own)
+    compiled = compiled and own  # others are counted uncompiled, which holds more
+    decoder = None
+    for name, stack in others:
+        decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
+    kinds, layers = _kinds(model)
+    return Subject(
+        model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
+        call(main[1]), tuple(partial(kind.copy, model) for kind in kinds), layers, decoder, by_operator,
+    )  # fmt: skip
+
+
+def example_of(model: DilatedModule, tokens: int, seed: int = 0) -> dict[str, Any]:
+    """The model's `example_batch`, which depends on the seed alone; torch's random numbers go on as if it had not been."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return model.example_batch(tokens)
+
+
+def blank(make: Callable[[int], DilatedModule], depth: int = 1) -> DilatedModule:
+    """A model with its layers, built without memory."""
+    with torch.device("meta"):
+        model = make(depth)
+        model.configure_model()
+    return model
+
+
+def _checked(model: DilatedModule) -> DilatedModule:
+    """The model with its layers, built without memory, if it can be counted."""
+    name, depth = type(model).__name__, getattr(model, "depth", None)
+    if not isinstance(depth, int):
+        raise ValueError(
+            f"{name} has no depth, the number of blocks that its build() makes: memory is counted for several."
+        )
+    built = blank(model.planning_copy, depth)
+    by_name = stacks(built)
+    if next(iter(by_name), None) != MAIN or len(by_name) > 2 or len(by_name[MAIN].blocks) != depth:
+        raise ValueError(
+            f"{name}.build() must make self.{MAIN}, a DilatedTransformer of self.depth={depth} blocks, and at most one more "
+            f"stack after it; it makes {', '.join(f'{n} of {len(x.blocks)}' for n, x in by_name.items()) or 'none'}."
+        )
+    if not any(p.requires_grad for p in by_name[MAIN].blocks.parameters()):
+        raise ValueError(
+            f"the blocks of this {name} are frozen, and a step is counted as if its backward went through them: the plan "
+            "would be too high. Leave freeze_encoder out of the recipe to plan full training, which takes more."
+        )
+    return built
+
+
+def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCall:
+    """The calls of the op that the blocks of a stack make."""
+    layers = stack.attentions()
+    first, *others = shortest_cycle([layer.pattern for layer in layers])
+    a = layers[0]
+    return OpCall(
+        first, a.num_heads, a.num_kv_heads, a.head_dim, a.causal, 1, dtype,
+        dropout=a.dropout > 0, engine=a.engine, capability=capability, others=tuple(others),
+    )  # fmt: skip
+
+
+class _Kind(NamedTuple):
+    """What layers of a model save differently by.
+
+    Attributes:
+        positions: whether it has any, in a model of which some layers do; None of others.
+        recurrence: the layer's.
+    """
+
+    positions: bool | None
+    recurrence: Recurrence | None
+
+    def copy(self, model: DilatedModule, depth: int) -> DilatedModule:
+        """The model with another number of layers, all of this kind."""
+        shallow = model.planning_copy(depth)
+        if self.positions is not None:
+            usual = next(base for base in _bases(model) if base is not None) if self.positions else None
+            shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
+        if getattr(model, "recurrences", ()):
+            shallow.recurrences = (self.recurrence,) * depth
+        return shallow
+
+
+def _kinds(model: DilatedModule) -> tuple[list[_Kind], tuple[int, ...]]:
+    """The kinds of a model's layers, and the number of that of layers 0, 1, ..., which repeats."""
+    bases, differ = _bases(model), _some_have_positions(model)
+    positions = [base is not None if differ else None for base in in_turns(bases, model.depth)]
+    recurrences = in_turns(without_starts(getattr(model, "recurrences", ()) or (None,)), model.depth)
+    layers = shortest_cycle([_Kind(*of) for of in zip(positions, recurrences, strict=True)])
+    kinds = list(dict.fromkeys(layers))
+    return kinds, tuple(kinds.index(kind) for kind in layers)
+
+
+def _bases(model: DilatedModule) -> Sequence[Any]:
+    """The rotary base of each layer, None for one without positions."""
+    return getattr(model, "rotary_bases", None) or (None,)
+
+
+def _some_have_positions(model: DilatedModule) -> bool:
+    """Whether some layers have, and others have none."""
+    return 0 < _bases(model).count(None) < len(_bases(model))
+
+
+def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
+    """A batch of one sequence; floating point is in the dtype that Lightning's precision plugins give it."""
+    convert = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+    return map_tree(convert, model.example_batch(tokens))
+
+
+#: elements that the low-rank update of a layer reads and writes, for each element of the layer's input and of its output:
+#: peft's forward (product, scale, sum) and backward (likewise, and the sum of the input's two gradients)
+UPDATE_FORWARD, UPDATE_BACKWARD = (1, 6), (5, 4)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, in parameters.
+
+    Attributes:
+        block, edge: trained ones, of a block and outside of all blocks.
+        weights: those of a block that activations are multiplied with: all but an update that is added to a weight before.
+        gradients: those of a block whose gradients are summed over tokens: the trained ones, and in place of such an update
+            the weight that it is added to.
+        forward, backward: elements a token that low-rank updates read and write.
+    """
+
+    block: int
+    edge: int
+    weights: int
+    gradients: int
+    forward: int = 0
+    backward: int = 0
+
+    @classmethod
+    def of(cls, block: nn.Module, sizes: BlockSizes, edge: int) -> Trained:
+        """Of a block, with `edge` trained parameters elsewhere."""
+        trained, whole = _parameters(block, True), _parameters(block)
+        if trained == whole:
+            return cls(trained, edge, trained, trained)
+        updated, added = sizes.updated
+        layers = [m.base_layer for m in block.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
+        features = sum(x.in_features for x in layers), sum(x.out_features for x in layers)
+        passes = [of[0] * features[0] + of[1] * features[1] for of in (UPDATE_FORWARD, UPDATE_BACKWARD)]
+        return cls(trained, edge, whole - added, trained - added + updated, *passes)
+
+    @property
+    def backward_products(self) -> float:
+        """FLOPs of a block's backward, relative to those with all weights trained."""
+        return (self.weights + self.gradients) / (2 * self.weights)
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """What a layer's recurrence adds to its block.
+
+    Attributes:
+        description: of it.
+        flops: of its rule, forward, a token.
+        head_dim, element_size: D, and bytes of an element of its rows.
+        forward, backward: work of its convolution, gates and norms.
+    """
+
+    description: Recurrence
+    flops: int
+    head_dim: int
+    element_size: int
+    forward: Work
+    backward: Work
+
+    @property
+    def unmeasured(self) -> str | None:
+        """Why the time of its rule is not known; None where it is."""
+        kinds = measured_rules().rules
+        if self.description.kind not in kinds:
+            return f"only {' and '.join(kinds)} was measured on a GPU"
+        if self.head_dim > LARGEST:
+            return f"no kernel serves heads of more than {LARGEST}"
+        return None if self.element_size == 2 else "only rows of 16 bits were measured"
+
+    @classmethod
+    def of_layers(cls, model: DilatedModule, subject: Subject) -> tuple[RecurrentLayer | None, ...]:
+        """Of layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
+        layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
+        if not any(layers):
+            return ()
+        positions, call = True if _some_have_positions(model) else None, subject.call
+        count = lambda x: passes(  # noqa: E731
+            partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, MemorySettings(), compiled=True
+        )
+        plain, known = count(None), {}
+        for x in dict.fromkeys(layers):
+            if x is not None:
+                work = (more.beyond(less) for more, less in zip(count(x), plain, strict=True))
+                flops = x.flops(call.heads, call.kv_heads, call.head_dim)
+                known[x] = cls(x, flops, call.head_dim, call.dtype.itemsize, *work)
+        return tuple(known.get(x) for x in layers)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The numbers of a model that its time is computed from.
+
+    Attributes:
+        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, and V: the model's `token_features`.
+        block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
+        projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
+        call: of the op.
+        precision: the Trainer's.
+        trained: what of it is trained.
+        logits: whether the loss of a token reads V logits.
+        windows: the most windows of heads: one a kv head; one in all with low-rank updates, or where there are none.
+        tiles: whether feed-forwards can run in tiles.
+        decoder: of a second stack of blocks, if the model has one.
+        work: of a block whose kernels are those of its operators; None of others.
+        recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
+    """
+
+    dim: int
+    depth: int
+    hidden: int
+    vocab: int
+    block_parameters: int
+    edge_parameters: int
+    projection: int
+    feed_forward: int
+    call: OpCall
+    precision: str
+    trained: Trained
+    logits: bool = False
+    windows: int = 1
+    tiles: bool = True
+    decoder: Facts | None = None
+    work: BlockWork | None = None
+    recurrences: tuple[RecurrentLayer | None, ...] = ()
+
+    @property
+    def stacks(self) -> list[Facts]:
+        """An entry for each stack of blocks."""
+        return [replace(self, decoder=None), *([self.decoder] if self.decoder else [])]
+
+    @property
+    def parameters(self) -> int:
+        return sum(x.depth * x.block_parameters + x.edge_parameters for x in self.stacks)
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(x.depth * x.trained.block + x.trained.edge for x in self.stacks)
+
+    @property
+    def whole(self) -> bool:
+        return self.trained_parameters == self.parameters
+
+    @classmethod
+    def of(cls, model: DilatedModule, subject: Subject) -> Facts:
+        """Of a model, which is made without memory; where its operators are counted, also one of two layers."""
+        built, alone = blank(subject.make, model.depth), blank(partial(_Kind(None, None).copy, model))
+        by_name, features = stacks(alone), built.token_features()
+        depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}
+        outside = [
+            _parameters(built, trained)
+            - sum(depths[name] * _parameters(stack.blocks[0], trained) for name, stack in by_name.items())
+            for trained in (False, True)
+        ]
+        decoder = None
+        if subject.decoder is not None:
+            x = subject.decoder
+            decoder = cls._of_stack(by_name[x.name], x.depth, features[1], [0, 0], subject, x.call)
+        main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
+        work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
+        main = replace(
+            main, logits=built.reads_logits(), decoder=decoder, work=work,
+            recurrences=RecurrentLayer.of_layers(model, subject),
+        )  # fmt: skip
+        sizes = stacks(built)[MAIN].sizes()
+        return replace(main, windows=main.call.kv_heads if main.whole and sizes.windows else 1, tiles=sizes.tiles)
+
+    @classmethod
+    def _of_stack(cls, stack: Stack, depth: int, vocab: int, edge: list[int], subject: Subject, call: OpCall) -> Facts:
+        """Of a stack; `edge`: parameters outside of its blocks, and those of them that are trained."""
+        block, sizes = stack.blocks[0], stack.sizes()
+        return cls(
+            sizes.dim, depth, sizes.hidden, vocab, _parameters(block), edge[0], sizes.projection,
+            sizes.feed_forward, call, subject.precision, Trained.of(block, sizes, edge[1]),
+        )  # fmt: skip
+
+
+def _parameters(module: nn.Module, trained: bool = False) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)

@@ -1,0 +1,401 @@
+"""The memory of a rank at the highest moment of a step, by kind, and a plot that compares settings.
+
+Shape letters: N tokens of the sequence, L of a rank, R ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lightning_dilated._validation import integer, one_of
+from lightning_dilated.ext.planning.counting.footprint import Exchanged, Footprint, Moment, Place, of_subject, sharded
+from lightning_dilated.ext.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    EXCHANGE,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+)
+from lightning_dilated.ext.planning.counting.model_specs import blank
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.sequence.planner import DEFAULTS, Links
+
+GIB = 2**30
+COLOURS = dict(
+    zip(
+        KINDS,
+        ("tab:purple", "tab:green", "tab:olive", "tab:brown", "tab:blue", "tab:orange", "tab:gray"),
+        strict=True,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A setting.
+
+    Attributes:
+        name: of the setting.
+        kinds: bytes of a rank by kind; None where they were not asked for.
+        longest: the most tokens that fit.
+    """
+
+    name: str
+    kinds: Mapping[str, int] | None
+    longest: int
+
+
+def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, caption: str) -> None:
+    """Write a PNG.
+
+    Args:
+        bars: from the top down.
+        limit: bytes that a rank may take.
+        title: of the left half.
+        caption: what the numbers rest on, printed below.
+    """
+    text = textwrap.fill(caption, 165)
+    inches = 1.6 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
+    figure = Figure(figsize=(13, inches))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _memory(left, bars, limit)
+    left.set_title(title, fontsize=10)
+    lengths = [bar.longest for bar in bars]
+    right.barh(range(len(bars)), lengths, color="tab:cyan", height=0.7)
+    top = max(lengths, default=0) or 1
+    for i, n in enumerate(lengths):
+        right.text(n + 0.01 * top, i, f"{n:,}" if n else "nothing fits", va="center", fontsize=8)
+    right.set_xlim(0, 1.3 * top)
+    right.set_xlabel("tokens")
+    right.set_title("longest sequence", fontsize=10)
+    step = 2 ** max(0, math.ceil(math.log2(1.3 * top / 6)))
+    right.set_xticks(range(0, int(1.3 * top) + 1, step))
+    right.xaxis.set_major_formatter(lambda x, _: short(x))
+    left.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
+    left.invert_yaxis()
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="upper center", ncols=max(1, len(names)), fontsize=8, frameon=False)
+    figure.text(0.01, 0.1 / inches, text, fontsize=7.5, va="bottom")
+    below = (0.75 + 0.16 * (text.count("\n") + 1)) / inches
+    names_wide = 0.35 + 0.068 * max((len(bar.name) for bar in bars), default=0)
+    figure.subplots_adjust(left=names_wide / 13, right=0.98, top=1 - 0.72 / inches, bottom=below, wspace=0.05)
+    figure.savefig(path, dpi=150)
+
+
+def short(tokens: float) -> str:
+    """4M for 4 * 2**20, and so on."""
+    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= unit:
+            return f"{tokens / unit:g}{name}"
+    return f"{tokens:g}"
+
+
+def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
+    """Stacked bars; those far beyond the limit are cut off and labelled."""
+    totals = [sum((bar.kinds or {}).values()) / GIB for bar in bars]
+    end = max(1.6 * limit / GIB, 1.05 * min((t for t in totals if t), default=0))
+    end = min(end, 1.15 * max([limit / GIB, *totals]))
+    for kind in KINDS:
+        sizes = [(bar.kinds or {}).get(kind, 0) / GIB for bar in bars]
+        if any(sizes):
+            starts = [sum((bar.kinds or {}).get(k, 0) for k in KINDS[: KINDS.index(kind)]) / GIB for bar in bars]
+            axes.barh(range(len(bars)), sizes, left=starts, color=COLOURS[kind], label=kind, height=0.7)
+    for i, total in enumerate(totals):
+        if total:
+            beyond = total > 0.93 * end
+            where = 0.99 * end if beyond else total + 0.01 * end
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85} if beyond else None
+            axes.text(where, i, f"{total:,.1f}", va="center", ha="right" if beyond else "left", fontsize=8, bbox=box)
+    axes.axvline(limit / GIB, color="tab:red", lw=1.2, label="fits")
+    axes.set_xlim(0, end)
+    axes.set_xlabel("GiB of a rank")
+
+
+#: bytes of optimizer states for each byte of parameters: AdamW keeps two in the parameters' dtype
+ADAMW = 2.0
+#: bytes of states of a parameter with 8-bit AdamW: two elements, and fp32 maxima of blocks of 256
+ADAMW_8BIT = 2 + 2 * 4 / 256
+OPTIMIZERS = ("adamw", "adamw8bit")
+#: cuBLAS workspaces on a GPU of capability 9.0, and on others: of the forward's thread and of the backward's
+CUBLAS = {(9, 0): 2 * (32 << 20)}
+CUBLAS_ELSEWHERE = 2 * (8 << 20)
+STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is run.
+
+    Attributes:
+        strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
+        ranks, per_node: R GPUs, which all share each sequence; of a node.
+        optimizer: one of OPTIMIZERS.
+        exchange: as the strategy takes it.
+        links: speeds that "auto" decides by.
+        cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
+        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
+            as large as the gradients, so memory does not depend on it.
+        exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
+        data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
+            there is another GPU to average them with.
+    """
+
+    strategy: str = "single"
+    ranks: int = 1
+    per_node: int = 8
+    optimizer: str = "adamw"
+    exchange: str = "auto"
+    links: Links = DEFAULTS
+    cpu_offload: bool = False
+    bucket_cap_mb: int | None = None
+    exchange_memory: int | None = None
+    data_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
+            one_of(getattr(self, name), name, allowed)
+        if self.strategy == "single" and self.ranks > 1:
+            raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
+        if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
+            raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
+        if self.bucket_cap_mb is not None:
+            integer(self.bucket_cap_mb, "bucket_cap_mb", 1)
+            if self.strategy != "ring_dilated":
+                raise ValueError(f"bucket_cap_mb is an option of strategy ring_dilated, not of {self.strategy}.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, of the rank with most, at the highest moment of a step.
+
+    Attributes:
+        kinds: by kind of memory; they add up to `peak`.
+        host: pinned host memory of the rank, for block inputs.
+        moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward. Where layers
+            differ, a number in place of "last" is that of a layer, from 1.
+        exchange: memory for rows of other ranks.
+        states: host memory of the rank for parameters, gradients and optimizer states.
+        carried: of `peak`, what a stream carries from chunk to chunk.
+    """
+
+    kinds: dict[str, int]
+    host: int
+    moment: tuple
+    exchange: Exchanged = field(default_factory=Exchanged)
+    states: int = 0
+    carried: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of torch's allocator."""
+        return sum(self.kinds.values())
+
+
+def memory(
+    footprint: Footprint, depth: int, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None
+) -> Memory:
+    """What a rank holds with N tokens on all ranks together.
+
+    What a second stack saves is counted as temporary.
+
+    Args:
+        footprint: what the model holds with its memory settings.
+        depth: its layers.
+        tokens: N.
+        rows: memory of the exchange, where it is known.
+
+    Raises:
+        ValueError: for an exchange that cannot run this pattern.
+    """
+    setup = setup or Setup()
+    subject = footprint.subject
+    exchange = setup.exchange, setup.links, setup.exchange_memory
+    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *exchange)
+    local = -(-tokens // setup.ranks)
+    size = footprint.hidden * local
+    away = _offloaded_inputs(footprint, depth, size)
+    calls = [sharded(subject.call, tokens, setup.ranks, rows)]
+    if subject.decoder is not None:
+        calls.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
+    # the inputs of all but a few groups being away, those before the last hold as much, and later ones' gradients
+    places = footprint.places(depth, gradients=away > 1)
+    at = functools.partial(_at, footprint, depth=depth, tokens=local, calls=calls, setup=setup, rows=rows, away=away)
+    best = max(((at(place), place.part) for place in places), key=lambda x: sum(x[0].values()))
+    return Memory(best[0], on_host(footprint, depth, local), best[1], rows, states_on_host(footprint, depth, setup))
+
+
+def on_host(footprint: Footprint, depth: int, tokens: int) -> int:
+    """Bytes of offloaded block inputs, with L tokens; each stack has a budget of its own."""
+    settings, decoder = footprint.subject.memory, footprint.subject.decoder
+    size, inner = footprint.hidden * tokens, footprint.inner * tokens
+    of_decoder = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
+    return _offloaded_inputs(footprint, depth, size) * size + of_decoder
+
+
+def _offloaded_inputs(footprint: Footprint, depth: int, size: int) -> int:
+    """The number of offloaded block inputs of the first stack."""
+    return offloaded(footprint.subject.memory, depth, size, footprint.first_kept)
+
+
+def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
+    """The number of block inputs of `size` bytes that are offloaded, as `memory.offload.Host` chooses them; not the first
+    `first_kept`, which need no gradient."""
+    groups = -(-depth // settings.every)
+    if settings.offload <= 1:
+        return max(0, round(settings.offload * groups) - first_kept)
+    return min(groups - first_kept, int(settings.offload * GIB) // max(1, size))
+
+
+def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
+    """Bytes of the second stack's block inputs that are on the host only at a moment: all that `memory.offload.Host` sends,
+    except the one in use, the one being fetched, and where all are sent the last one."""
+    decoder, settings = footprint.subject.decoder, footprint.subject.memory
+    if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
+        return 0
+    size = footprint.inner * tokens
+    sent = offloaded(settings, decoder.depth, size)
+    inputs = sent - (sent == -(-decoder.depth // settings.every))  # else the next block frees the last one sent
+    if moment.decoding:
+        if moment.phase == "first":  # its backward is done
+            return 0
+        group, within = divmod(moment.part[2], settings.every)
+        if moment.phase == "backward":
+            # a group fetches the input before its own; a single block does where its own was sent
+            fetched = within == 0 and (settings.every > 1 or group < sent)
+            inputs = min(sent, group - fetched)
+        else:  # the first one is the stack's argument
+            inputs = min(sent, group) - 1
+    return max(0, inputs) * size
+
+
+def states_on_host(footprint: Footprint, depth: int, setup: Setup) -> int:
+    """Bytes of host memory for a rank's shard of parameters, gradients and optimizer states; 0 without cpu_offload.
+
+    Parameters and gradients are pinned, each in a buffer that torch rounds up to a power of two.
+    """
+    if not setup.cpu_offload:
+        return 0
+    size = footprint.parameter_size
+    part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
+    shapes = _shapes(footprint.subject.make, depth)
+    locked = sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)
+    return locked + _states(-(-footprint.trained(depth) // setup.ranks), size, setup)
+
+
+def moved_as_fit_ends(footprint: Footprint, depth: int, setup: Setup) -> int:
+    """Bytes of a rank's parameters, gradients and optimizer states, which Lightning moves to the host when a fit ends."""
+    trained = footprint.trained(depth)
+    whole = footprint.parameters(depth) + trained + _states(trained, footprint.parameter_size, setup)
+    return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole
+
+
+@functools.cache
+def _shapes(make: Callable[[int], DilatedModule], depth: int) -> list[tuple[torch.Size, bool]]:
+    """Of all parameters, and whether they are trained."""
+    return [(p.shape, p.requires_grad) for p in blank(make, depth).parameters()]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _states(parameters: int, size: int, setup: Setup) -> int:
+    """Bytes of the optimizer's states for bytes of parameters of a size."""
+    eight = setup.optimizer == "adamw8bit"
+    return round(parameters / size * ADAMW_8BIT) if eight else round(parameters * ADAMW)
+
+
+def _at(
+    footprint: Footprint,
+    place: Place,
+    depth: int,
+    tokens: int,
+    calls: list[OpCall],
+    setup: Setup,
+    rows: Exchanged,
+    away: int,
+) -> dict[str, int]:
+    """Bytes by kind at a place; `away`: block inputs that are offloaded."""
+    moment, size = place.moment, footprint.hidden * tokens
+    held, kept = footprint.held_at(place, depth, tokens), footprint.saved_at(place, depth, tokens)
+    if footprint.kept(moment, tokens) > 0 and away:
+        through = footprint.through(place, depth)
+        sent = min(away, -(-through // footprint.subject.period) - footprint.first_kept)
+        less = max(0, sent - _beside(footprint, moment, through, sent)) * size
+        held, kept = held - less, kept - less
+    held -= _decoder_away(footprint, moment, tokens)
+    parameters = footprint.parameters(depth)
+    gradients = footprint.static_at(place, depth) - parameters
+    kinds = _static(footprint, depth, parameters, gradients, moment, setup)
+    kinds[ACTIVATIONS] = kept
+    kinds[EXCHANGE] = _exchange(footprint, place, depth, rows)
+    call = calls[moment.decoding]
+    room = footprint.room(moment, call)
+    kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
+    return {kind: n for kind, n in kinds.items() if n}
+
+
+def _beside(footprint: Footprint, moment: Moment, depth: int, away: int) -> int:
+    """The number of offloaded block inputs that are on the GPU as well, of those of the first `depth` layers."""
+    period, first = footprint.subject.period, footprint.first_kept
+    # where the last group's input is offloaded, its GPU copy is freed in the backward only
+    last = away >= -(-depth // period) - first
+    if moment.part[0] == "backward":  # the next one is fetched during a group's first block
+        return last + (moment.part[2] == 0)
+    blocks = moment.part[0] in ("forward", "behind") and moment.part != ("behind", "last", period - 1)
+    return last + (blocks and not first)  # the caller of the blocks holds the first one's input
+
+
+def _static(
+    footprint: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
+) -> dict[str, int]:
+    """Parameters, gradients and states on a rank."""
+    trained = footprint.trained(depth)
+    states = _states(trained, footprint.parameter_size, setup)
+    if setup.strategy != "ring_dilated_fsdp":
+        averaged = setup.strategy == "ring_dilated" and setup.ranks * setup.data_ranks > 1
+        buckets = trained if averaged else 0  # DDP's own copies of the gradients
+        return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
+    used = set(footprint.kinds(depth))
+    decoder = footprint.subject.decoder
+    inner = decoder.parameters * footprint.parameter_size if decoder else 0  # of a block of the second stack
+    edge = footprint.parameters(0) - (decoder.depth * inner if decoder else 0)
+    share = lambda n: -(-n // setup.ranks)  # noqa: E731
+    # gathered: parameters of this block, of the next one, and of what is in no block; unreduced: gradients of two blocks
+    widest = max(inner, *(footprint.block_parameters[kind] for kind in used))
+    gathered = 2 * widest + edge
+    block_gradients = max(inner, *(footprint.block_gradients[kind] for kind in used))
+    unreduced = 2 * block_gradients if moment.phase in ("backward", "first", "after") else 0
+    if unreduced:  # gradients of the output projection and the last norm stay unsharded until the backward is done
+        edge_gradients = max(0, footprint.edge_gradients - (decoder.depth * inner if decoder else 0))
+        unreduced += edge_gradients if setup.cpu_offload else edge_gradients - share(edge_gradients)
+    if setup.cpu_offload:  # and a block's shards that are being copied from and to the host
+        copied = share(block_gradients) if unreduced else 0
+        return {PARAMETERS: gathered + share(widest), GRADIENTS: unreduced + copied, OPTIMIZER: 0}
+    return {PARAMETERS: share(parameters) + gathered, GRADIENTS: share(gradients) + unreduced, OPTIMIZER: share(states)}
+
+
+def _exchange(footprint: Footprint, place: Place, depth: int, rows: Exchanged) -> int:
+    """Rows of other ranks: those that layers save, and those of the running call."""
+    keeps, moment = footprint.subject.memory.policy != "block", place.moment
+    layers = {"first": 1, "last": footprint.through(place, depth)}.get(moment.end or "", 0)
+    kept, decoder, inner = 0, footprint.subject.decoder, rows.decoder or Exchanged()
+    if moment.decoding or moment.part in (("between",), ("head",)):
+        layers = depth  # all of the first stack, and at most all of the second
+        kept = inner.kept * (decoder.depth if decoder and keeps else 1)
+    kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)
+    running = inner if moment.decoding else rows
+    return kept + (running.most(moment.piece.op) if moment.piece.op in ("forward", "backward") else 0)

@@ -1,0 +1,517 @@
+"""`lightning-dilated plan`: memory, bytes, time and the longest sequence of a run, before anything is started.
+
+Shape letters: N tokens of the sequence, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_dilated.ext.planning.candidates import (
+    candidates_of,
+    in_words,
+    recommended,
+    streams,
+    whole_recipe,
+    yaml_lines,
+)
+from lightning_dilated.ext.planning.counting.footprint import Exchanged, lighter
+from lightning_dilated.ext.planning.counting.memory_tracker import KINDS
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.estimate import HOST_LINK, HOST_MEMORY, Case, Facts, Time, measured_machine
+from lightning_dilated.ext.planning.find_max import run as find_max
+from lightning_dilated.ext.planning.gpus import CONTEXT, MARGIN, NCCL
+from lightning_dilated.ext.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
+from lightning_dilated.ext.planning.plan_request import Request, parser, settled
+from lightning_dilated.ext.planning.simulating.machine import measured_rules
+from lightning_dilated.ext.planning.simulating.rounds import EXACT
+from lightning_dilated.ext.planning.streams import in_chunks
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.transformer import advice
+from lightning_dilated.pattern.rows import in_turns
+from lightning_dilated.sequence.chunks import chunk_count
+from lightning_dilated.sequence.head_size import plan_in_groups
+from lightning_dilated.sequence.planner import make_problem
+
+#: another layout is named where the busiest rank computes longer than the average by this share of a step
+UNEVEN = 0.1
+#: the option for `find_max`
+FIND_MAX = {"--find-max", "--find_max"}
+
+
+def run(argv: list[str]) -> None:
+    """Parse, estimate, print, and plot on request; with --find-max train on this machine's devices instead."""
+    if FIND_MAX & set(argv):
+        find_max([word for word in argv if word not in FIND_MAX])
+        return
+    args = parser().parse_args(argv)
+    plan = report(settled(args))
+    print("\n".join(plan.lines))
+    if args.plot is not None:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        memory_plot(plan.bars, plan.limit, args.plot, plan.title, plan.caption)
+        print(f"\nplot: {args.plot}")
+
+
+def _only_windows(model: Any) -> bool:
+    """Whether every branch of every layer is a window, or has global tokens: each query then has as many keys."""
+    return all(
+        b.width is not None or b.tokens is not None
+        for pattern in getattr(model, "patterns", ())
+        for b in pattern.branches
+    )
+
+
+def layout_hint(request: Request, time: Time | None, only_windows: bool = False) -> str | None:
+    """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank.
+
+    `only_windows`: of which all ranks but the first have equally much, in any layout.
+    """
+    if request.layout == "chunked" or (time is not None and time.exchange is not None):
+        return (
+            "the GPUs share every chunk of a stream: RingDilatedStrategy(layout='chunked'). With sequence_size=1 each "
+            "streams sequences of its own, as --gpus 1 plans it."
+        )
+    if request.layout != "contiguous":
+        return f"planned for layout='contiguous': with the recipe's {request.layout!r} ranks compute and exchange otherwise."
+    if time is None or time.step.uneven < UNEVEN * time.seconds or only_windows:
+        return None
+    return (
+        f"the last rank sees most keys and computes {time.step.uneven:.3g} s a step longer than the average rank: "
+        "RingDilatedStrategy(layout='zigzag') gives every rank an early and a late part, so that a step of "
+        f"{time.seconds:.3g} s takes up to so much less."
+    )
+
+
+def _recurrent_exchange(model: Any, ranks: int) -> list[str]:
+    """What a rank receives for recurrences."""
+    layers = [x for x in getattr(model, "recurrences", ()) if x is not None]
+    if not layers:
+        return []
+    sizes = model.num_kv_heads or model.num_heads, model.dim // model.num_heads
+    total = 3 * sum(x.exchanged_bytes(ranks, *sizes) for x in layers)
+    return [
+        f"recurrence: a rank receives up to {total / 2**20:.3g} MiB of maps of its state in a step, in "
+        f"{len(layers)} layer(s); the time of these maps is not counted."
+    ]
+
+
+def recurrence_notes(case: Case) -> list[str]:
+    """What of recurrences is counted."""
+    layers = [x for x in in_turns(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
+    notes = []
+    if any(x.unmeasured is None for x in layers):
+        times = measured_rules()
+        notes.append(
+            f"recurrence: time of its rule as measured on {times.name} ({times.heads} heads of {times.head_dim}, bf16), by "
+            "the rule's FLOPs; of its convolution, gates and norms by what their kernels move."
+        )
+    for reason in dict.fromkeys(x.unmeasured for x in layers if x.unmeasured):
+        each = 3 * sum(x.flops for x in layers if x.unmeasured == reason)
+        notes.append(
+            f"recurrence: the time of a rule is not counted, {each:.3g} FLOPs a token of a step, since {reason}; that of "
+            "its convolution, gates and norms is, by what their kernels move."
+        )
+    if layers:
+        notes.append("recurrence: its memory is counted, but for states between chunks of a stream.")
+    return notes
+
+
+def assumptions(request: Request, case: Case, time: Time | None = None) -> list[str]:
+    """What the numbers rest on; `time` is that of the recommended setting."""
+    base, setup = measured_machine(), case.setup
+    own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
+    notes = [
+        "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
+        "counted; the op's workspace follows from its own chunks. Compiled blocks save what Inductor's partitioner decides; "
+        "its kernels are modelled.",
+        f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
+        "GiB at least, for fragments; lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, "
+        "which the command line sets.",
+        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
+        "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
+    ]
+    notes += request.model.planning_notes() + recurrence_notes(case)
+    if not case.facts.whole:
+        notes.append(
+            "weights that stay as they are have neither gradients nor states; low-rank updates are added to their "
+            "layers' outputs by passes at the speed of the GPU's memory: estimated, not measured."
+        )
+    if setup.ranks > 1:
+        notes += _recurrent_exchange(request.model, setup.ranks)
+        mib, sums = setup.bucket_cap_mb, ""
+        if mib is not None:
+            sums = f" Gradients are summed {mib} MiB at a time during the backward, which that may slow down."
+        notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
+        notes.append(
+            "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
+            "the strategy), and only gradients move: --gpus 1 plans a GPU, without DDP's copy of the gradients unless a "
+            "recipe names several."
+        )
+        hints = layout_hint(request, time, _only_windows(request.model)), head_size_note(request)
+        notes += [hint for hint in hints if hint]
+    if request.tokens and (hints := advice(request.model, request.tokens)):
+        notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
+    if lighter(case.subject.call, setup.ranks) != case.subject.call:
+        notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
+    if setup.strategy == "ring_dilated_fsdp":
+        notes.append(
+            "sharded parameters: two blocks are whole at a time, gathered twice a step during other blocks' work."
+        )
+    if (size := request.shared_by) is not None:
+        notes.append(
+            f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
+            f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those"
+            + (", without DDP's copy of the gradients unless the recipe names its devices." if size == 1 else ".")
+        )
+    if request.outer:
+        notes.append(
+            "the recipe's outer steps are not in these numbers: shared parameters and momentum take 8 bytes a trained "
+            "parameter more, of the host with offload: true, and a parameter that is being sent up to 12 of the GPU."
+        )
+    if request.batch > 1:
+        notes.append(
+            f"one sequence is planned, and the recipe's batches hold {request.batch} on each data rank: for their memory "
+            f"give --tokens {request.batch} times as many, or set data.init_args.batch_size: 1."
+        )
+    if request.streams:
+        notes.append(
+            f"the recipe's data are {request.streams} streams, and one step of one stream is planned, by itself: for a data "
+            "rank's memory give --tokens as many times as it has streams; what is carried from step to step is not in it."
+        )
+    if setup.cpu_offload:
+        notes.append(
+            "cpu_offload: parameters and gradients in pinned buffers, each rounded up to a power of two; three copies of a "
+            f"rank's part a step at {HOST_LINK / 1e9:.0f} GB/s; AdamW(fused=True) on the host is an assumption: a node's "
+            f"memory gives it {HOST_MEMORY / 1e9:.0f} GB/s. As training begins each rank has the whole model on the host."
+        )
+    if request.host:
+        notes.append(
+            f"host memory: {request.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, during the computation."
+        )
+    if case.subject.by_operator:
+        notes.append(
+            "time of blocks is that of their operators, each a kernel that reads and writes memory once; the host is taken "
+            "to be ahead of them."
+        )
+    elif not case.subject.compile_blocks:
+        notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
+    return notes
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report: lines to print, and bars to draw."""
+
+    lines: list[str]
+    bars: list[Bar]
+    limit: int
+    title: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting: the longest sequence, and memory and time at the requested length (or at the longest)."""
+
+    settings: MemorySettings
+    longest: int
+    tokens: int
+    memory: Memory | None
+    time: Time | None
+    fits: bool
+
+
+def report(request: Request) -> Report:
+    """Plan a run.
+
+    Raises:
+        ValueError: for a model that cannot be counted, or an exchange that cannot run its pattern.
+    """
+    subject = subject_of(request.model, request.precision, None, request.compile_blocks, request.gpu.capability)
+    facts = Facts.of(request.model, subject)
+    case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
+    settings = [request.settings] if request.settings else candidates_of(facts, case.room)
+    if request.settings is None and request.stream is not None:
+        settings = [replace(x, stream=request.stream) for x in settings]
+    _check_stream(request, case.setup.strategy, settings)
+    rows = [row_of(case, x, request.tokens) for x in settings]
+    best = recommended(case, settings, request.tokens)
+    sharded, can_stream = case.setup.strategy == "ring_dilated_fsdp", getattr(request.model, "streams", False)
+    if best is None and request.settings is None and request.stream is None and can_stream and not sharded:
+        settings = [*settings, *streams(settings, request.ranks)]
+        rows += [row_of(case, x, request.tokens) for x in settings[len(rows) :]]
+        best = recommended(case, settings, request.tokens)
+    chosen = next((row for row in rows if row.settings == best), None)
+    lines = [*_head(request, case), "", *_table(rows, best, request.tokens)]
+    if chosen is not None and chosen.memory is not None:
+        lines += [
+            "",
+            *_details(case, chosen),
+            *_head_sizes(request, case, chosen.tokens),
+            "",
+            *_recipe(request, case, chosen),
+        ]
+    else:
+        lines += ["", _nothing(case, rows, request)]
+    notes = assumptions(request, case, chosen and chosen.time)
+    lines += ["", *(f"  - {note}" for note in notes)]
+    title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
+    bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
+    return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
+
+
+def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySettings]) -> None:
+    """Raise where a stream cannot be run."""
+    sizes, name = [x.stream for x in settings if x.stream is not None], type(request.model).__name__
+    if sizes and not getattr(request.model, "streams", False):
+        raise ValueError(f"--stream {sizes[0]}: {name} cannot be computed chunk by chunk. Leave it out.")
+    if sizes and strategy == "ring_dilated_fsdp":
+        raise ValueError(
+            f"--stream {sizes[0]} is not offered with {strategy}, which would gather all weights for every chunk. Take "
+            "--strategy ring_dilated, whose GPUs hold all weights, or leave --stream out."
+        )
+
+
+def strategy_of(request: Request, facts: Facts) -> str:
+    """The requested strategy, else DDP unless parameters, gradients and states would take half a GPU."""
+    if request.strategy is not None:
+        return request.strategy
+    each = 20 if request.precision.endswith("mixed") or request.precision == "32-true" else 10
+    return "ring_dilated_fsdp" if facts.parameters * each > request.gpu.memory / 2 else "ring_dilated"
+
+
+def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
+    longest = case.longest(settings)
+    at = tokens or longest
+    if not at:
+        return Row(settings, 0, 0, None, None, False)
+    return Row(settings, longest, at, case.memory(settings, at), case.time(settings, at), case.fits(settings, at))
+
+
+def _head(request: Request, case: Case) -> list[str]:
+    facts, setup, call = case.facts, case.setup, case.subject.call
+    kv = "" if call.kv_heads == call.heads else f" ({call.kv_heads} kv)"
+    many = f"{setup.ranks:,} x {request.gpu.name}"
+    nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
+    offload = " with cpu_offload" if setup.cpu_offload else ""
+    meaning = f"; a token is {request.model.token_meaning}" if request.model.token_meaning else ""
+    return [
+        f"model: {type(request.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
+        f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {request.precision}, blocks "
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
+        f"pattern: {_patterns(call, facts.depth)}, {'causal' if call.causal else 'both directions'}{meaning}",
+        f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
+        f"{request.gpu.usable(setup.ranks) / GIB:.1f} GiB of {request.gpu.memory / GIB:.1f} are planned with",
+    ]
+
+
+def _trained(facts: Facts) -> str:
+    return "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
+
+
+def _decoder(facts: Facts) -> str:
+    x = facts.decoder
+    return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
+
+
+def in_numbers(n: int) -> str:
+    """85M, 7.9B, 1.0T."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return str(n)
+
+
+def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
+    at = f"at {tokens:,} tokens" if tokens else "at the longest"
+    wide = max(46, *(len(in_words(row.settings)) + 1 for row in rows))
+    head = f"  {'setting':<{wide}}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}"
+    lines = [f"{'':<{wide + 17}}   {at}", head]
+    for row in rows:
+        mark = "* " if row.settings == best else "  "
+        name = f"{mark}{in_words(row.settings):<{wide}}{row.longest:>15,}"
+        if row.memory is None or row.time is None:
+            lines.append(f"{name}   nothing fits")
+            continue
+        memory, time = row.memory, row.time
+        over = "" if row.fits else " !"
+        lines.append(
+            f"{name}{memory.peak / GIB:>9.1f}{(memory.host + memory.states) / GIB:>7.1f}{time.seconds:>9.3g}"
+            f"{row.tokens / time.seconds:>12,.0f}{time.exposed / time.seconds:>7.1%}{time.mfu:>6.0%}{over}"
+        )
+    if any(row.memory and not row.fits for row in rows):
+        lines.append("  !: does not fit")
+    return [*lines, "  *: recommended" if best is not None else "  no setting fits"]
+
+
+def _details(case: Case, row: Row) -> list[str]:
+    """Memory and time by kind, and the exchange, of the recommended setting."""
+    memory, time = row.memory, row.time
+    parts = " ".join(map(str, memory.moment))
+    lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
+    lines += [f"  {kind:<22}{memory.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in memory.kinds]
+    lines += [f"  {'peak':<22}{memory.peak / GIB:>9.2f} GiB, in: {parts}"]
+    if memory.carried:
+        lines += [f"  {'of it carried rows':<22}{memory.carried / GIB:>9.2f} GiB"]
+    if memory.host:
+        lines += [f"  {'pinned host memory':<22}{memory.host / GIB:>9.2f} GiB a rank"]
+    if memory.states:
+        lines += [f"  {'states on the host':<22}{memory.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
+    else:
+        end = moved_as_fit_ends(case.footprint(row.settings), case.facts.depth, case.setup)
+        over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
+        lines += [
+            f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"
+        ]
+    if in_chunks(row.settings, row.tokens):
+        lines.append(f"  {chunk_count(row.tokens, row.settings.stream or 1)} chunks; one, forward and backward:")
+    for kind in ("attention", "recurrence", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
+        if kind == "optimizer" and case.setup.cpu_offload:
+            lines.append(f"  {'optimizer, on the host':<22}{time.optimizer * 1e3:>9.1f} ms")
+        elif time.step.compute.get(kind):
+            lines.append(f"  {kind:<22}{time.step.compute[kind] * 1e3:>9.1f} ms")
+    named = sum(time.step.compute.values()) + time.exposed
+    named -= time.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
+    if time.seconds - named > 5e-5 and not in_chunks(row.settings, row.tokens):
+        lines.append(f"  {'groups, tiles, windows':<22}{(time.seconds - named) * 1e3:>9.1f} ms")
+    lines.append(f"  {'step':<22}{time.seconds * 1e3:>9.1f} ms, of which {time.exposed * 1e3:.1f} ms wait")
+    return [*lines, *_exchange(case, memory, time)]
+
+
+def _exchange(case: Case, memory: Memory, time: Time) -> list[str]:
+    if case.setup.ranks == 1:
+        return []
+    if time.exchange is not None:
+        x = time.exchange
+        parts = ("rows, all forwards", x.forward), ("backward", x.backward), ("of both, earlier rows", x.carried)
+        lines = ["", f"  exchange gather, a rank on the mean, of all {case.facts.depth} layers and all chunks:"]
+        return [*lines, *(f"  {name:<22}{size / 1e6:>11,.1f} MB" for name, size in parts)]
+    crossing = [(layer, rows) for layer, rows in _layers(memory.exchange, case.facts.depth) if rows.name is not None]
+    if not crossing:
+        return ["", "  no segment crosses a shard: nothing is exchanged"]
+    layers = sum(stack.depth for stack in case.facts.stacks)
+    names = " and ".join(dict.fromkeys(rows.name for _, rows in crossing))
+    lines = ["", f"  exchange {names}, a rank on the mean, of all {layers} layers (from other nodes):"]
+    for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
+                      ("gradients", "parameter gradients")):  # fmt: skip
+        intra, inter = time.step.bytes(run)
+        if intra + inter:
+            seconds = intra / case.setup.links.near + inter / case.setup.links.far
+            mb = f"{(intra + inter) / 1e6:>11,.1f} MB ({inter / 1e6:,.1f} MB)"
+            lines.append(f"  {name:<22}{mb}, {seconds * 1e3:,.2f} ms of the links")
+    return lines + [line for layer, rows in crossing for line in _prices(layer, rows)]
+
+
+def _head_sizes(request: Request, case: Case, tokens: int) -> list[str]:
+    """What `head_size="auto"` chooses for each pattern of the layers."""
+    setup, call = case.setup, case.subject.call
+    if request.head_size != "auto" or setup.ranks == 1 or request.layout == "chunked":
+        return []
+    lines = []
+    for one, layers in call.layers(case.facts.depth):
+        heads = one.heads, one.kv_heads
+        problem = make_problem(
+            one.pattern, tokens, *heads, ranks=setup.ranks, layout=request.layout, causal=call.causal
+        )
+        sizes = {"head_dim": one.head_dim, "element_size": one.dtype.itemsize}
+        plan = plan_in_groups(
+            problem, 0, setup.exchange, ranks_per_node=setup.per_node, links=setup.links,
+            exchange_memory=setup.exchange_memory, **sizes,
+        )  # fmt: skip
+        lines += ["", f"  of {layers} layers' calls:", *(f"    {x}" for x in plan.head_lines())]
+    return lines
+
+
+def head_size_note(request: Request) -> str | None:
+    """What of the plan does not hold with head-parallel groups."""
+    if request.head_size == 1 or (request.head_size == "auto" and request.layout == "chunked"):
+        return None
+    return (
+        f"planned for head_size=1: with head_size={request.head_size} ranks also trade tokens for heads, whose bytes "
+        f"{'are above; ' if request.head_size == 'auto' else ''}memory and time of the trade are not planned."
+    )
+
+
+def _patterns(call: OpCall, depth: int) -> str:
+    """The pattern of all layers, or each pattern with its number of layers."""
+    calls = call.layers(depth)
+    return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
+
+
+def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
+    """(which layers, what their calls exchange), an entry for layers with the same plan."""
+    if not x.others:
+        return [("a layer's", x)]
+    numbers: dict[Exchanged, list[int]] = {}
+    for layer, one in enumerate(in_turns(x.cycle, depth)):
+        numbers.setdefault(replace(one, others=()), []).append(layer)
+    return [(f"of layers {_few(layers)}", one) for one, layers in numbers.items()]
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+
+
+def _prices(layer: str, x: Exchanged) -> list[str]:
+    """The exchanges' prices for a layer's call."""
+    if x.plan is None:
+        return []
+    lines = []
+    if x.name != x.plan.exchange:
+        lines.append(
+            f"  (a run takes {x.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
+        )
+    if x.plan.prices:
+        lines += [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
+    return lines
+
+
+def _recipe(request: Request, case: Case, row: Row) -> list[str]:
+    """The whole recipe of a run as it is planned; of sizes that no recipe has, what there is of it."""
+    if request.recipe is None:
+        lines = yaml_lines(row.settings, case.setup, request.residual)
+        return ["in the recipe:", "", *(f"  {line}" for line in lines)]
+    recipe, memory = request.recipe, request.exchange_memory
+    init_args = (recipe.get("data") or {}).get("init_args") or {}
+    if "seq_len" in init_args and init_args["seq_len"] is None:  # neither option nor recipe has it: the longest
+        recipe = {**recipe, "data": {**recipe["data"], "init_args": {**init_args, "seq_len": row.tokens}}}
+    options = {"exchange": request.exchange, "head_size": request.head_size}
+    options |= {"exchange_memory_gib": None if memory is None else memory / GIB}
+    lines = whole_recipe(recipe, row.settings, case.setup, options, request.residual)
+    head = "in the recipe, all of which can be saved and run by `lightning-dilated fit --config FILE`:"
+    return [head, "", *(f"  {line}" for line in lines)]
+
+
+def _nothing(case: Case, rows: list[Row], request: Request) -> str:
+    """What to change if nothing fits."""
+    tokens = request.tokens
+    narrow = "--residual_dtype bfloat16, " if "residual_dtype" in request.model.hparams else ""
+    best = max(rows, key=lambda row: row.longest)
+    if not best.longest:
+        states = best.memory.states if best.memory else 0
+        if case.host and states > case.host * GIB:
+            return (
+                f"Parameters, gradients and states take {states / GIB:.1f} GiB of the host on each rank, which has "
+                f"{case.host:.1f} of --host_memory. More GPUs, more host memory, or --no-cpu_offload."
+            )
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        option = "--cpu_offload" if sharded else "--strategy ring_dilated_fsdp"
+        hint = "" if case.setup.cpu_offload else f" Take {option}."
+        return (
+            f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
+        )
+    need = -(-(tokens or 0) * case.setup.ranks // best.longest)
+    # shorter chunks hold less of themselves, and carry more rows from one to the next
+    another = "" if request.stream is None else "another --stream (without --stream and --policy, plan proposes one), "
+    return (
+        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {another}about "
+        f"{need:,} GPUs, {narrow}or --host_memory to offload to."
+    )
+
+
+def _caption(request: Request, case: Case) -> str:
+    return "; ".join([*_head(request, case)[::2], "counted under fake tensors; red: what may be planned with."])

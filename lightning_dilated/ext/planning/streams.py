@@ -1,0 +1,231 @@
+"""What a stream adds to the plan of one chunk: rows that layers carry from chunk to chunk, what ranks that share the chunks
+exchange, and seconds of the other chunks.
+
+Shape letters: N tokens of the sequence, C tokens of a chunk, R ranks, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_dilated.attention.stream import ON_GPU
+from lightning_dilated.ext.planning.counting.footprint import Exchanged
+from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
+from lightning_dilated.sequence.chunks import chunk_problem, leaving_rows, live_count, received_count
+from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.requirements import Document, Problem
+from lightning_dilated.sequence.shard import ChunkShard
+
+#: rows of all kv heads are counted up to so many pieces and kv heads
+EXACT = 1024
+#: most chunks whose rows are counted, and the last ones that are counted besides; most ranks
+SAMPLED, LAST, RANKS = 96, 4, 8
+
+
+def in_chunks(settings: MemorySettings, tokens: int) -> bool:
+    """Whether N tokens are computed chunk by chunk."""
+    return settings.stream is not None and tokens > settings.stream
+
+
+@functools.lru_cache(maxsize=256)
+def carried_rows(
+    pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int, chunk: int, ranks: int = 1
+) -> tuple[int, int]:
+    """(rows stored over all chunks, most rows at a time) of one layer and sample, on the rank with most.
+
+    Kv heads whose query heads are in the same branches have as many, but for the ends of segments: one of them is counted.
+    Of more than `SAMPLED` chunks so many are counted, drawn at random, and the last ones, which have most rows behind them.
+    """
+    shard, chosen, live = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks), 0
+    stored = dict.fromkeys(chosen, 0.0)
+    inner = range(shard.chunks - 1)
+    counted = _sampled(inner, SAMPLED)
+    for first, count in _classes(pattern, heads, kv_heads):
+        problem = _problem(pattern, heads, kv_heads, shard, (first, first + 1))
+        for rank in chosen:
+            rows = [_leaving(problem, i, rank) for i in counted]
+            stored[rank] += count * sum(rows) * len(inner) / max(1, len(rows))
+        lived = max(((live_count(problem, shard.begin(i + 1)), i) for i in counted), default=(0, 0))
+        if ranks > 1 and lived[0]:
+            at = shard.begin(lived[1] + 1)
+            lived = max((live_count(problem, at, shard.held(lived[1] * ranks + r)), r) for r in chosen)
+        live += count * lived[0]
+    return round(max(stored.values())), live
+
+
+def _problem(pattern: DilatedPattern, heads: int, kv_heads: int, shard: ChunkShard, window: tuple[int, int]) -> Problem:
+    """One document in chunks, with a window of the kv heads."""
+    group = heads // kv_heads
+    document = [Document(0, 1, 0, shard.stop)]
+    return chunk_problem(pattern, heads, kv_heads, document, shard, (window[0] * group, window[1] * group))
+
+
+def _leaving(problem: Problem, chunk: int, rank: int) -> int:
+    """Rows that a rank carries on from a chunk."""
+    shard = problem.shard
+    piece = shard.piece(chunk * shard.each + rank)
+    return sum(x.count for x in leaving_rows(problem, piece, shard.begin(chunk + 1)))
+
+
+def _ranks(ranks: int) -> list[int]:
+    """Those that are counted: all, or evenly spread ones."""
+    return list(range(ranks)) if ranks <= RANKS else sorted({i * (ranks - 1) // (RANKS - 1) for i in range(RANKS)})
+
+
+def _sampled(chunks: range, most: int) -> Sequence[int]:
+    """Those that are counted: all, or some at random and the last ones."""
+    if len(chunks) <= most:
+        return chunks
+    return sorted({*random.Random(0).sample(chunks, most), *chunks[-LAST:]})
+
+
+class Received(NamedTuple):
+    """Rows of one layer and sample that other ranks send to a rank: on the mean over ranks, in one forward over all chunks
+    and in that of the last chunk; and the most in a chunk, on any rank."""
+
+    rows: float
+    last: float
+    most: int
+
+
+@functools.lru_cache(maxsize=256)
+def received_rows(pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int, chunk: int, ranks: int) -> Received:
+    """Where R ranks share each chunk; of many chunks, ranks and heads, as `carried_rows` counts them."""
+    shard, chosen = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks)
+    counted = _sampled(range(shard.chunks), max(LAST, SAMPLED // len(chosen)))
+    classes = [(first, first + 1, count) for first, count in _classes(pattern, heads, kv_heads)]
+    if len(counted) == shard.chunks and kv_heads * shard.ranks <= EXACT:
+        classes = [(0, kv_heads, 1)]
+    total, last, most = 0.0, 0.0, 0
+    for first, stop, count in classes:
+        problem = _problem(pattern, heads, kv_heads, shard, (first, stop))
+        rows = [[received_count(problem, i * ranks + r) for r in chosen] for i in counted]
+        means = [count * sum(x) / len(x) for x in rows]
+        total += sum(means) * shard.chunks / len(means)
+        last += means[-1]
+        most += count * max(map(max, rows))
+    return Received(total, last, most)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes that a rank receives on the mean in a step whose chunks it shares with others, of all layers.
+
+    Attributes:
+        forward, backward: keys and values, in all forwards; their gradients.
+        carried: of both, what is received because there are earlier chunks.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    carried: float = 0.0
+
+    @classmethod
+    def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, ranks: int) -> Exchange:
+        """Of `depth` layers. The last chunk runs forward once, those before it twice, and what is recomputed once more."""
+        if ranks == 1:
+            return cls()
+        chunk = settings.stream or tokens
+        again = (settings.policy == "block") + (settings.every > 1)
+        forward = backward = carried = 0.0
+        row = 2 * call.head_dim * call.batch * call.dtype.itemsize
+        wide = 2 * call.head_dim * call.batch * max(4, call.dtype.itemsize)
+        for x, count in call.layers(depth):
+            heads = x.pattern, x.heads, x.kv_heads
+            got, alone = received_rows(*heads, tokens, chunk, ranks), received_rows(*heads, chunk, chunk, ranks)
+            passes = lambda rows, last: (1 + again) * rows + (rows - last) * (not settings.truncate)  # noqa: E731
+            forward += count * passes(got.rows, got.last) * row
+            backward += count * got.rows * wide
+            rest = max(0.0, got.rows - tokens / chunk * alone.rows)
+            carried += count * (passes(rest, max(0.0, got.last - alone.rows)) * row + rest * wide)
+        return cls(forward, backward, carried)
+
+    def seconds(self, links: Links, ranks: int, per_node: int) -> float:
+        """What carried rows take on the links."""
+        far = max(0.0, 1 - per_node / ranks)
+        return self.carried * ((1 - far) / links.near + far / links.far)
+
+
+def with_carried(rows: Exchanged, call: OpCall, tokens: int, chunk: int, ranks: int) -> Exchanged:
+    """The memory of a chunk's exchange, with that of rows of earlier chunks: what arrives is kept, and stands next to what
+    the rank carries while a call runs."""
+    if ranks == 1:
+        return rows
+    size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
+    numbers = 2 * call.head_dim * call.batch
+    more = []
+    for one, pattern in zip(in_turns(rows.cycle, len(call.cycle)), call.cycle, strict=True):
+        heads = pattern, call.heads, call.kv_heads
+        extra = received_rows(*heads, tokens, chunk, ranks).most - received_rows(*heads, chunk, chunk, ranks).most
+        extra, live = max(0, extra) * numbers, carried_rows(*heads, tokens, chunk, ranks)[1] * numbers
+        kept, forward = one.kept + extra * size, one.forward + (2 * extra + live) * size
+        backward = one.backward + (extra + live) * (size + wide)
+        more.append(replace(one, name="gather", kept=kept, forward=forward, backward=backward, others=()))
+    return replace(more[0], others=tuple(more[1:]))
+
+
+def _classes(pattern: DilatedPattern, heads: int, kv_heads: int) -> Iterator[tuple[int, int]]:
+    """(a kv head, how many are like it)."""
+    group = heads // kv_heads
+    kinds = [
+        tuple(tuple(b.serves(h) for h in range(k * group, (k + 1) * group)) for b in pattern.branches)
+        for k in range(kv_heads)
+    ]
+    for kind, count in Counter(kinds).items():
+        yield kinds.index(kind), count
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes that all layers carry on a rank: on the GPU rows of a chunk, their gradients and stored rows; on the host those
+    that it has no room for."""
+
+    on_gpu: int
+    on_host: int
+
+    @classmethod
+    def of(
+        cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1
+    ) -> Carried:
+        """Of `depth` layers; without a descent (`truncate`) nothing is stored, and gradients are one layer's."""
+        size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
+        stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
+        if settings.truncate:
+            return cls((live + one) * size + one * wide, 0)
+        stored *= size
+        here = min(stored, int(gpu_memory * ON_GPU))
+        # as a layer goes on to the next chunk, it has both chunks' rows, or gradients
+        return cls(live * (size + wide) + one * (size + wide) + here, stored - here)
+
+    @classmethod
+    def of_steps(cls, call: OpCall, depth: int, tokens: int, step: int) -> Carried:
+        """Of truncated training in steps through streams of N tokens: the states before a step stay while it is computed."""
+        size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
+        _, live, one = _numbers(call, depth, tokens, step)
+        return cls((2 * live + one) * size + one * wide, 0)
+
+
+def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
+    """Numbers of all layers in (rows stored over all chunks, rows at a time), and in those at a time of one layer."""
+    row = 2 * call.head_dim * call.batch
+    layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
+    stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))
+    return stored, live, row * max(at_a_time for (_, at_a_time), _ in layers)
+
+
+def further_work(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[float, float]:
+    """(pairs, query rows) of all layers in N tokens beyond those in N / C separate chunks."""
+    further = [0.0, 0.0]
+    for x, count in call.layers(depth):
+        heads = x.heads, x.kv_heads
+        for i, of in enumerate((functools.partial(pairs, causal=True), query_rows)):
+            further[i] += count * (of(x.pattern, tokens, *heads) - of(x.pattern, chunk, *heads) * tokens / chunk)
+    return further[0], further[1]

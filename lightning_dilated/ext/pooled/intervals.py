@@ -1,0 +1,155 @@
+"""BootstrapIntervals: the metrics of a test with confidence intervals, as a table and a CSV.
+
+Shape letters: S samples of the test split, G groups of them, C scores of a sample.
+"""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_dilated._validation import integer, real
+from lightning_dilated.ext.pooled.pooled_model import PooledModule
+
+#: name of the file in the run folder; `lightning-dilated folds` reads it
+FILE = "test_metrics.csv"
+COLUMNS = ("metric", "value", "low", "high", "level", "samples", "groups", "resamples", "undefined")
+
+
+class BootstrapIntervals(pl.Callback):
+    """Writes `test_metrics.csv` into the run folder after `test`, a row for each metric of the model's head (AUROC and so
+    on), with a percentile bootstrap interval (Efron 1979, doi 10.1214/aos/1176344552), and prints it as a table.
+
+    Predictions of all ranks are gathered. Groups of samples are drawn with replacement, as many as there are: slides of a
+    patient are not independent, so SlideDataModule's `group_column` says what a group is; else each sample is one. The
+    interval depends on the predictions and `seed` alone, not on the number of ranks. It says how much the metric would vary
+    with other patients of this cohort, not with another training.
+
+    Columns: metric, value, low, high, level, samples, groups, resamples, and undefined, how many resamples have no value (as
+    AUROC where one class is drawn), which are left out.
+
+    Args:
+        resamples: how many; 1,000 take some seconds.
+        level: of the interval, such as 0.95.
+        seed: of the draws.
+        path: of the CSV; None means `test_metrics.csv` in the logger's folder.
+
+    Raises:
+        TypeError: when a test begins, for a model without such a head.
+    """
+
+    def __init__(self, resamples: int = 1000, level: float = 0.95, seed: int = 0, path: str | None = None) -> None:
+        self.resamples = integer(resamples, "resamples", 1)
+        self.level = real(level, "level", above=0, below=1)
+        self.seed, self.path = integer(seed, "seed", 0), path
+        #: {metric: (value, low, high)} of the last test, on the first rank
+        self.intervals: dict[str, tuple[float, float, float]] = {}
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check the model, and find the folder, which takes every rank."""
+        if not isinstance(pl_module, PooledModule) or pl_module.task is None:
+            raise TypeError(
+                f"BootstrapIntervals is for a model with one prediction a sequence, got {type(pl_module).__name__}"
+                f"{' without a task' if isinstance(pl_module, PooledModule) else ''}: leave it out."
+            )
+        self._target = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE)
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gather the predictions on every rank; compute and write on the first."""
+        module: Any = pl_module
+        scores, labels, index = module.epoch_scores["test"].whole_epoch()
+        if not trainer.is_global_zero or not len(scores):
+            return
+        groups = group_numbers(index.cpu().numpy(), getattr(trainer, "datamodule", None))
+        scores, labels = scores.cpu(), labels.cpu()
+        found = bootstrap(module.head.metrics, scores, labels, groups, self.resamples, self.level, self.seed)
+        self.intervals = {name: (x["value"], x["low"], x["high"]) for name, x in found.items()}
+        rows = [{"metric": name, **x, "level": self.level, "resamples": self.resamples} for name, x in found.items()]
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        with self._target.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        self._print(rows)
+
+    def _print(self, rows: list[dict[str, Any]]) -> None:
+        first = rows[0]
+        table = Table(
+            title=f"test of {first['samples']:,} samples in {first['groups']:,} groups",
+            title_justify="left",
+            min_width=48,
+        )
+        for name in ("metric", "value", f"{self.level:.0%} interval"):
+            table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(row["metric"], f"{row['value']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}")
+        console = Console()
+        console.print(table)
+        console.print(f"metrics: {self._target}", highlight=False, soft_wrap=True)
+        for row in rows:
+            if row["undefined"]:
+                rank_zero_warn(
+                    f"{row['metric']} is undefined in {row['undefined']:,} of {self.resamples:,} resamples, which its "
+                    "interval leaves out: there are few groups of some class."
+                )
+
+
+def group_numbers(index: np.ndarray, data: Any) -> np.ndarray:
+    """(S,) int64, the group of each sample, from 0 on.
+
+    Args:
+        index: (S,) of the samples in the test split; -1 where batches do not tell it.
+        data: the DataModule; `groups("test")`, where it has that, names the group of each sample.
+    """
+    names = data.groups("test") if callable(getattr(data, "groups", None)) else None
+    if names is None or (index < 0).any():
+        return np.arange(len(index))
+    return np.unique([names[int(i)] for i in index], return_inverse=True)[1].reshape(-1)
+
+
+def bootstrap(
+    metrics: Callable[[Tensor, Tensor], dict[str, Tensor]],
+    scores: Tensor,
+    labels: Tensor,
+    groups: np.ndarray,
+    resamples: int,
+    level: float,
+    seed: int,
+) -> dict[str, dict[str, Any]]:
+    """{metric: {"value", "low", "high", "samples", "groups", "undefined"}}.
+
+    Args:
+        metrics: of scores (S, C) and labels (S, ...).
+        scores, labels: of all samples.
+        groups: (S,) numbers from 0 to G - 1, all of which occur.
+        resamples, level, seed: as of `BootstrapIntervals`.
+    """
+    rng, count = np.random.default_rng([seed]), int(groups.max()) + 1
+    members = np.split(np.argsort(groups, kind="stable"), np.cumsum(np.bincount(groups))[:-1])
+    values = metrics(scores, labels)
+    drawn: dict[str, list[float]] = {name: [] for name in values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of single metrics without a value, which are counted
+        for _ in range(resamples):
+            rows = torch.from_numpy(np.concatenate([members[g] for g in rng.integers(0, count, count)]))
+            for name, value in metrics(scores[rows], labels[rows]).items():
+                drawn[name].append(float(value))
+    out = {}
+    for name, value in values.items():
+        known = np.array([x for x in drawn[name] if np.isfinite(x)])
+        ends = [(1 - level) / 2, (1 + level) / 2]
+        low, high = np.quantile(known, ends).tolist() if len(known) else (float("nan"), float("nan"))
+        out[name] = {"value": float(value), "low": low, "high": high, "samples": len(scores), "groups": count}
+        out[name]["undefined"] = resamples - len(known)
+    return out

@@ -1,0 +1,503 @@
+"""PooledModule, the base of models with one prediction a sequence: pooling, head, metrics, and fine-tuning (LoRA included).
+
+Shape letters: B batch, N tokens, L tokens of this rank, E embedding dim, C classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat.lightning import attached_trainer
+from lightning_dilated._compat.torch import version_of
+from lightning_dilated._device import send
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_parameters
+from lightning_dilated.ext.pooled.heads import TASKS, make_head
+from lightning_dilated.ext.pooled.survival import quantile_edges, survival_head
+from lightning_dilated.models.documents import Documents, check_mapping
+from lightning_dilated.models.metrics import EpochScores
+from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.transformer_model import TransformerModel
+from lightning_dilated.pattern.layers import LayersLike
+from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
+
+#: linear layers of a block, and its parameters outside of one (q, k and v's joint projection)
+LAYERS = ("out_proj", "fc1", "fc2", "gate")
+PARAMETERS = ("attention.in_proj_weight",)
+
+
+def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
+    """Add low-rank updates (arXiv 2106.09685), which start at 0, to every projection of the blocks, in place.
+
+    Args:
+        transformer: a `DilatedTransformer`.
+        rank: of the updates.
+        alpha: the updates are scaled by alpha / rank.
+
+    Raises:
+        ModuleNotFoundError: without peft.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModuleNotFoundError("lora_rank needs peft: pip install 'lightning-dilated[lora]'.", name="peft") from None
+    linear = {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+    targets = [name for name in LAYERS if name in linear]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, target_parameters=list(PARAMETERS))
+    inject_adapter_in_model(config, transformer)
+
+
+def merge_lora(transformer: nn.Module) -> None:
+    """Add the updates to the weights, which leaves a plain transformer, in place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
+
+
+class PooledOptions(TypedDict, total=False):
+    """Options that every PooledModule takes, for type checkers and editors."""
+
+    regression_loss: Literal["mse", "smooth_l1"]
+    class_weights: Literal["balanced"] | list[float] | None
+    survival_loss: Literal["discrete", "cox"]
+    time_bins: list[float] | None
+    predict_embeddings: bool
+    layer_decay: float
+    freeze_encoder: bool
+    lora_rank: int | None
+    lora_alpha: float | None
+
+
+class PooledModule(TransformerModel):
+    """Base of the models that predict one thing for a whole sequence; a subclass defines `build` and `embed`.
+
+    Every rank of a sequence gets the pooled embedding and computes the same head and loss; metrics count each sample once.
+
+    Args:
+        pattern, options: see `TransformerModel`.
+        task: "classification", "regression", "ordinal", "survival" (labels (B, 2), time and event), or None for embeddings
+            only.
+        num_classes: C; targets of a regression, 1 if None; bins of time of discrete survival, 4 if None.
+        regression_loss: "mse" or "smooth_l1".
+        class_weights: what the training loss of a sample of each class is multiplied by: a list of C, or "balanced",
+            S / (C S_c) of S training samples of which S_c have the class, so that classes count equally and the weights'
+            mean over the samples is 1. Validation and test stay without weights.
+        survival_loss: "discrete", hazards in bins of time, exact for any batch and number of ranks; or "cox", the partial
+            likelihood, whose training compares the samples of a batch on each rank (see `survival.CoxHead`).
+        time_bins: the C - 1 edges of the bins of time; None: fit takes the quantiles of the training data's events, which
+            checkpoints keep.
+        predict_embeddings: have `predict` give each sample's embedding next to its prediction.
+        layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
+            projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
+        freeze_encoder: train the head only; the rest stays in eval mode.
+        lora_rank: train the head and low-rank updates of this rank of the blocks (arXiv 2106.09685; needs the extra `lora`).
+        lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
+
+    Logged with `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
+    `quadratic_kappa`, or `mse` and `r2`, or `concordance` (Harrell's), each with the stage's name in front.
+    """
+
+    #: first parts of the names of the parameters below the first block
+    input_layers: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        pattern: LayersLike,
+        task: Literal["classification", "regression", "ordinal", "survival"] | None = None,
+        num_classes: int | None = None,
+        regression_loss: Literal["mse", "smooth_l1"] = "mse",
+        class_weights: Literal["balanced"] | list[float] | None = None,
+        survival_loss: Literal["discrete", "cox"] = "discrete",
+        time_bins: list[float] | None = None,
+        predict_embeddings: bool = False,
+        layer_decay: float = 1.0,
+        freeze_encoder: bool = False,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(pattern=pattern, **options)
+        real(layer_decay, "layer_decay", above=0, most=1, hint=" 1 is no decay.")
+        if task is None and (num_classes is not None or freeze_encoder):
+            option = "freeze_encoder" if freeze_encoder else f"num_classes={num_classes}"
+            raise ValueError(
+                f"{option} needs a task: {', '.join(TASKS)}. For the embeddings of a trained model, keep its task and set "
+                "predict_embeddings=True."
+            )
+        if lora_rank is not None and (task is None or freeze_encoder):
+            raise ValueError("lora_rank needs a task, and freeze_encoder=False: it trains updates of the encoder.")
+        self.lora_rank = None if lora_rank is None else integer(lora_rank, "lora_rank", 1)
+        self.lora_alpha = 2.0 * (lora_rank or 1) if lora_alpha is None else lora_alpha
+        if self.compile_blocks and lora_rank is not None:
+            raise ValueError("peft's updates cannot be compiled to one graph: set compile_blocks=False with lora_rank.")
+        if self.linear_dtype is not None and lora_rank is not None:
+            raise ValueError("peft's updates are not offered in float8: leave out lora_rank or linear_dtype.")
+        self.task, self.num_classes, self.regression_loss = task, num_classes, regression_loss
+        self.class_weights = checked_weights(class_weights, task, num_classes)
+        self.survival_loss, self.time_bins = survival_loss, time_bins
+        if task != "survival" and (survival_loss != "discrete" or time_bins is not None):
+            raise ValueError(f"survival_loss and time_bins are for task='survival', and the task is {task!r}.")
+        self.predict_embeddings = flag(predict_embeddings, "predict_embeddings")
+        self.layer_decay, self.freeze_encoder = layer_decay, flag(freeze_encoder, "freeze_encoder")
+        self.head: nn.Module | None = None
+        #: the label that was last moved to a device, its version, and the head's checked copy or the error it raised
+        self._read: tuple[Any, int, Any] = None, 0, None
+        #: names of the head's classes, and the order of a slide's tiles, once trained on data that has them
+        self.classes: list[str] | None = None
+        self.tile_order: str | None = None
+        #: what the loss of each class is multiplied by, of this fit
+        self._loss_weights = None if self.class_weights == "balanced" else self.class_weights
+        if task is not None:
+            with torch.device("meta"):
+                head = self._make_head()
+            self.epoch_scores = nn.ModuleDict({s: EpochScores(head.columns, head.label_columns) for s in STAGES[1:]})
+
+    # -- what a subclass defines -------------------------------------------------------------------------------------
+    def embed(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, E) pooled embeddings of a batch, on every rank of the sequence; (D, E) of a row of D packed samples."""
+        raise TypeError(f"{type(self).__name__} must define embed(batch).")
+
+    def _exported(self, embedding: Tensor) -> dict[str, Tensor]:
+        """What an exported model returns."""
+        return {"embeddings": embedding} | ({} if self.head is None else {"logits": self.head(embedding)})
+
+    def example_label(self) -> dict[str, Tensor]:
+        """The part of `example_batch` that tells what to predict of one sample.
+
+        Raises:
+            ValueError: for a model that only makes embeddings.
+        """
+        if self.task is None:
+            raise ValueError(
+                f"this {type(self).__name__} has no task, so it is not trained: give it a task to plan for."
+            )
+        if self.task == "survival":
+            return {"label": torch.ones(1, 2)}
+        count = self.num_classes or 1
+        return {"label": torch.randn(1, count) if self.task == "regression" else torch.randint(0, count, (1,))}
+
+    # -- building ------------------------------------------------------------------------------------------------------
+    def _make_head(self) -> nn.Module | None:
+        if self.task is None:
+            return None
+        if self.task == "survival":
+            return survival_head(self.dim, self.num_classes, self.survival_loss, self.time_bins)
+        return make_head(self.task, self.dim, self.num_classes, self.regression_loss)
+
+    def planning_copy(self, depth: int) -> Self:
+        """DilatedModule's; bins of time and weights of classes, which the data decides, do not change what is counted."""
+        copy = super().planning_copy(depth)
+        copy.class_weights = copy._loss_weights = None
+        if copy.task == "survival" and copy.survival_loss == "discrete" and copy.time_bins is None:
+            copy.time_bins = [float(k + 1) for k in range(self._make_head().classes - 1)]
+        return copy
+
+    def setup(self, stage: str) -> None:
+        """Check that the data has a class for each output, and the classes that the model was trained on."""
+        super().setup(stage)
+        classes = self._data_classes()
+        if classes is not None and len(classes) != self.num_classes:
+            raise ValueError(
+                f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(classes)}): "
+                f"set the model's num_classes to {len(classes)}."
+            )
+        if stage != "fit":  # a new fit may have other classes; a resumed one is checked when its checkpoint is loaded
+            self._check_classes(self.classes)
+            self._keep_order()
+        elif self.class_weights == "balanced":
+            self._loss_weights = self._balanced_weights()
+        if stage == "fit" and self.task == "survival":
+            self._prepare_survival()
+
+    def _balanced_weights(self) -> list[float]:
+        counts = self._data_setting("class_counts")
+        if counts is None:
+            raise ValueError(
+                "class_weights='balanced' needs the number of training samples of each class, which SlideDataModule has as "
+                "`class_counts`: give your LightningDataModule such a list, or give the weights as a list."
+            )
+        if self._data_setting("sampling") == "balanced":
+            raise ValueError(
+                "class_weights='balanced' and data.sampling='balanced' would correct for rare classes twice: leave out one."
+            )
+        present = sum(
+            n > 0 for n in counts
+        )  # a class without samples is warned of by the data; its weight is of no effect
+        return [sum(counts) / (present * n) if n else 1.0 for n in counts]
+
+    def _prepare_survival(self) -> None:
+        """Take bins of time from the training data, once; check that Cox's likelihood has samples to compare."""
+        if self.survival_loss == "cox":
+            if self._data_setting("batch_size", 2) == 1 and self._data_setting("pack_tokens") is None:
+                raise ValueError(
+                    "survival_loss='cox' compares the samples of a batch, and data.batch_size is 1: raise it, set "
+                    "data.pack_tokens, or take survival_loss='discrete', which is exact for any batch."
+                )
+            return
+        known = self._data_setting("training_survival")
+        if self.time_bins is None and known is not None:
+            self.time_bins = self.hparams["time_bins"] = quantile_edges(known, self._make_head().classes)
+            if self.head is not None:
+                self.head.edges = self.time_bins
+
+    def _keep_order(self) -> None:
+        """Have the data's tiles come in the order that the model was trained with."""
+        follow = self._data_setting("follow_order")
+        if self.tile_order is not None and callable(follow):
+            follow(self.tile_order)
+
+    def on_train_start(self) -> None:
+        """Take over the data's classes and order of tiles."""
+        super().on_train_start()
+        self.classes, self.tile_order = self._data_classes(), self._data_setting("order")
+
+    def _data_classes(self) -> list[str] | None:
+        classes = self._data_setting("classes")
+        return None if classes is None or self.task not in ("classification", "ordinal") else [str(x) for x in classes]
+
+    def _check_classes(self, trained: list[str] | None) -> None:
+        classes = self._data_classes()
+        if trained is not None and classes is not None and classes != trained:
+            raise ValueError(
+                f"the model was trained on the classes {trained}, in this order, but the data's are {classes}: its "
+                f"scores would be of other classes. Set data.classes to {trained}, or train a new model on the data's."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """DilatedModule's, and the names of the classes."""
+        super().on_save_checkpoint(checkpoint)
+        for name in ("classes", "tile_order"):
+            if getattr(self, name) is not None:
+                checkpoint[name] = getattr(self, name)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """DilatedModule's; check that the data's classes are those of the checkpoint."""
+        super().on_load_checkpoint(checkpoint)
+        if checkpoint.get("classes") is not None:
+            self._check_classes(checkpoint["classes"])
+            self.classes = checkpoint["classes"]
+        bins = (checkpoint.get("hyper_parameters") or {}).get("time_bins")
+        if self.task == "survival" and bins is not None:
+            self.time_bins = self.hparams["time_bins"] = list(bins)
+            if self.head is not None:
+                self.head.edges = self.time_bins
+        # checkpoints of slides from before models kept the order were trained in the files'
+        self.tile_order = checkpoint.get("tile_order", "file" if "SlideDataModule" in checkpoint else None)
+        if attached_trainer(self) is not None:
+            self._keep_order()
+
+    def configure_model(self) -> None:
+        """Build the layers, once, and freeze what is not trained."""
+        fresh = not self._built
+        super().configure_model()
+        if fresh and self.lora_rank is not None:
+            add_lora(self.transformer, self.lora_rank, self.lora_alpha)
+            self.transformer.train(self.training)
+        if fresh and (self.freeze_encoder or self.lora_rank is not None):
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(name.startswith("head.") or ".lora_" in name)
+
+    def merge_lora(self) -> None:
+        """Add the low-rank updates to the weights; the model is then one without `lora_rank`."""
+        if self.lora_rank is not None:
+            merge_lora(self.transformer)
+            self.lora_rank = self.hparams["lora_rank"] = None
+
+    def train(self, mode: bool = True) -> PooledModule:
+        """nn.Module's; a frozen encoder stays in eval mode."""
+        super().train(mode)
+        if self.freeze_encoder:
+            for name, child in self.named_children():
+                if name != "head":
+                    child.eval()
+        return self
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    def _outcome(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(logits (B, C), checked labels)."""
+        if self.task is None:
+            raise ValueError(
+                f"this {type(self).__name__} makes embeddings only: give task and num_classes to train it."
+            )
+        check_mapping(self, batch, "the model's input and label (B,)", "label")
+        if "label" not in batch:
+            raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
+        self.configure_model()
+        label = checked_by_all(self._checked, batch["label"])
+        return self.head(self.embed(batch)), send(label, self.head.linear.weight.device)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """DilatedModule's; labels are checked on the CPU first, since reading them from the GPU would wait for it."""
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
+            try:
+                checked = self.head.check(torch.as_tensor(batch["label"]))
+            except (TypeError, ValueError) as error:  # raised in the step, where all ranks raise together
+                checked = error
+            label = moved["label"]
+            versioned = isinstance(label, Tensor) and not label.is_inference()
+            self._read = (label, version_of(label), checked) if versioned else (None, 0, None)
+        return moved
+
+    def _checked(self, label: Any) -> Tensor:
+        """Labels as the head takes them, read from the device only if they changed since they were moved."""
+        moved, version, checked = self._read
+        if moved is None or label is not moved or version_of(label) != version:
+            return self.head.check(torch.as_tensor(label))
+        if isinstance(checked, Exception):
+            raise checked
+        return checked
+
+    def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """(sum of the samples' losses, each times its class's weight, number of samples), the same on all ranks of the
+        sequence. Of Cox's likelihood the number is that of events."""
+        logits, label = self._outcome(batch)
+        losses = self.head.losses(logits, label)
+        if self.class_weights is not None:
+            losses = losses * self._weights(losses)[label]
+        return losses.sum(), self.head.count(label)
+
+    def _weights(self, losses: Tensor) -> Tensor:
+        """(C,) weights of classes, like `losses`."""
+        if self._loss_weights is None:
+            raise ValueError(
+                "class_weights='balanced' counts the training samples when fit begins; outside of Trainer.fit give a list."
+            )
+        return send(torch.tensor(self._loss_weights, dtype=losses.dtype), losses.device)
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        logits, label = self._outcome(batch)
+        if not self.head.of_epoch:
+            self.mean_loss[stage].update(self.head.losses(logits, label).sum(), self.head.count(label))
+        group = active_sequence()
+        count = len(label) if group is None or group.rank == 0 else 0  # each sample once
+        index = batch["index"][:count] if "index" in batch else None
+        self.epoch_scores[stage].update(self.head.scores(logits)[:count], label[:count], index)
+
+    def _report(self, stage: str) -> None:
+        metric = self.epoch_scores[stage]
+        scores, labels, _ = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
+        if self.head.of_epoch:  # the same on all ranks, whose sums and counts are added
+            self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
+        super()._report(stage)
+        metric.reset()
+        for i, (name, value) in enumerate(self.head.metrics(scores, labels).items()):
+            # a progress bar has room for one: Rich cuts the names of more
+            self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val" and i == 0)
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
+        """The batch's `index`, `slide_id` and `label`, where it has them, then the head's predictions, each (B,), or without
+        a task, and with `predict_embeddings` after them, `embedding` (B, E). Labels of survival are `time` and `event`.
+        `prediction_class` is the name of the predicted class, if the training data named its
+        classes; a label that the Trainer's precision has rounded is left out."""
+        self.configure_model()
+        embedding = self.embed(batch)
+        known = {name: batch[name] for name in ("index", "slide_id", "label") if name in batch}
+        if self.head is None:
+            return {**known, "embedding": embedding}
+        if getattr(known.get("label"), "dtype", None) in (torch.bfloat16, torch.float16):
+            del known["label"]
+        if self.task == "survival" and "label" in known:
+            known["time"], known["event"] = known.pop("label").unbind(1)
+        predictions = self.head.predictions(self.head(embedding))
+        if self.predict_embeddings:
+            predictions["embedding"] = embedding
+        if self.classes is not None:
+            known["prediction"] = predictions["prediction"]
+            known["prediction_class"] = [self.classes[i] for i in predictions["prediction"].tolist()]
+        return {**known, **predictions}
+
+    # -- fine-tuning ---------------------------------------------------------------------------------------------------
+    def layer_of(self, name: str) -> int:
+        """The layer that a parameter belongs to: 0 below the blocks, i + 1 in block i, depth + 1 above."""
+        block = re.search(r"\bblocks\.(\d+)\.", name)
+        return int(block[1]) + 1 if block else 0 if name.startswith(self.input_layers) else self.depth + 1
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """DilatedModule's; with `layer_decay` two groups a layer, whose `lr_scale` multiplies the learning rate."""
+        if self.layer_decay == 1:
+            return super().parameter_groups()
+        groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
+        fast = {id(p) for p in fast_parameters(self)}
+        for name, p in self.named_parameters():
+            if p.requires_grad:
+                layer, decays, is_fast = self.layer_of(name), p.ndim >= 2, id(p) in fast
+                scale = self.layer_decay ** (self.depth + 1 - layer) * (LR_SCALE if is_fast else 1)
+                empty = {"params": [], "lr_scale": scale}
+                group = groups.setdefault((layer, decays, is_fast), empty if decays else {**empty, "weight_decay": 0.0})
+                group["params"].append(p)
+        return [groups[key] for key in sorted(groups)]
+
+
+def checked_weights(weights: Any, task: str | None, num_classes: int | None) -> Any:
+    """`class_weights` as "balanced", a list of floats or None. Raises TypeError or ValueError for others."""
+    if weights is None or (weights == "balanced" and task in ("classification", "ordinal")):
+        return weights
+    if task not in ("classification", "ordinal"):
+        raise ValueError(f"class_weights are for task='classification' or 'ordinal', and the task is {task!r}.")
+    if isinstance(weights, (list, tuple)):
+        weights = [real(w, f"class_weights[{i}]", least=0) for i, w in enumerate(weights)]
+    if not isinstance(weights, list) or len(weights) != num_classes:
+        raise ValueError(f"class_weights must be 'balanced' or a list of {num_classes} numbers, got {weights!r}.")
+    return weights
+
+
+def checked_by_all(check: Any, *arguments: Any) -> Any:
+    """check(*arguments); where it raises on one rank of a sequence, all ranks raise."""
+    group = active_sequence()
+    return check(*arguments) if group is None else group.guard(check, *arguments)
+
+
+def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the token at global position 0. `positions` (L,) are global.
+
+    Of a row of D `documents` (D, E): each one's first token.
+    """
+    if documents is not None:
+        return documents.first(x)
+    # in every layout it is a shard's first; one rank holds it
+    holds = active_sequence() is None or bool((positions[:1] == 0).any())
+    return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
+
+
+def mean_token(
+    x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
+) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on.
+
+    Of a row of D `documents` (D, E): over each one's tokens.
+    """
+    if documents is not None:
+        return documents.mean(x, start)
+    counted = (positions >= start).expand(x.shape[:2])
+    if lengths is not None:
+        counted = counted & (positions < torch.as_tensor(lengths).cpu()[:, None])
+    return sequence_mean(x, mask=send(counted, x.device))
+
+
+def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
+    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`.
+
+    Values are not looked at while torch traces the call: it compiles or exports for any.
+    """
+    if lengths is None:
+        return None
+    lengths = torch.as_tensor(lengths).cpu()
+    if lengths.is_floating_point() or lengths.ndim != 1:
+        raise TypeError(f"lengths must be integers (B,), got {lengths.dtype} of shape {tuple(lengths.shape)}.")
+    for i, n in enumerate([] if torch.compiler.is_compiling() else lengths.tolist()):
+        if n < least or 0 <= rows < n:
+            limit = f" to {rows}" if rows >= 0 else " at least"
+            raise ValueError(f"lengths[{i}] is {n}; {what}, so it must be {least}{limit}.")
+    return lengths.long()

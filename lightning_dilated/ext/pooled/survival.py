@@ -1,0 +1,293 @@
+"""Survival: heads for times to an event, discrete-time hazards and Cox's partial likelihood, and Harrell's concordance.
+
+A label is (time, event): event 1 where it happened at that time, 0 where it had not happened by then (censored).
+
+Shape letters: B batch, E embedding dim, K bins of time, S samples of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_dilated._device import send
+from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated.ext.pooled.heads import unrounded
+
+LOSSES = ("discrete", "cox")
+#: bins of time where num_classes does not say
+BINS = 4
+#: rows of a comparison of all samples with all that are computed at a time
+ROWS = 1024
+
+
+def check_survival(label: Tensor) -> Tensor:
+    """Labels (B, 2) of times and events. Raises TypeError or ValueError for other shapes and values."""
+    if label.dtype in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"the times are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
+            "batch. Train with precision='bf16-mixed'."
+        )
+    if label.ndim != 2 or label.shape[1] != 2:
+        raise ValueError(
+            f"labels of survival must be (B, 2), time and event, got {tuple(label.shape)}: SlideDataModule gives them with "
+            "data.labels 'survival'."
+        )
+    time, event = label.unbind(1)
+    if not bool((time.isfinite() & (time >= 0)).all()) or not bool(((event == 0) | (event == 1)).all()):
+        raise ValueError("labels of survival must be finite times of at least 0, and events of 0 or 1.")
+    return label
+
+
+class HazardHead(nn.Module):
+    """Discrete-time survival: K logits of the hazard, the probability of the event in a bin of time if it did not happen
+    before (Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257).
+
+    Bin k holds the times from edge k - 1 to below edge k, the last one all from its edge on. A sample with an event in bin k
+    has the loss -log h_k - sum over j < k of log(1 - h_j); a censored one the sum alone, the bins that it surely survived.
+    It is a sum over samples, so it is exact for any batch and on any number of ranks.
+
+    Args:
+        dim: E.
+        bins: K.
+        edges: K - 1 rising times; None until they are known.
+    """
+
+    name = "survival"
+    columns, label_columns, of_epoch = 1, 2, False
+
+    def __init__(self, dim: int, bins: int, edges: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.classes = integer(bins, "num_classes", 2)
+        self.linear, self.edges = nn.Linear(dim, bins), None if edges is None else list(edges)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, K) from (B, E)."""
+        return unrounded(self.linear, x)
+
+    def check(self, label: Tensor) -> Tensor:
+        """The labels (B, 2) of times and events."""
+        if self.edges is None:
+            raise ValueError(
+                "the bins of time are not known: fit takes them from SlideDataModule's training slides, and a checkpoint "
+                "has them; else give time_bins, their edges."
+            )
+        return check_survival(label)
+
+    def bins(self, time: Tensor) -> Tensor:
+        """(B,) int64, the bin of each time."""
+        edges = send(torch.tensor(self.edges, dtype=torch.float64), time.device)
+        return torch.bucketize(time.double(), edges, right=True)
+
+    def losses(self, logits: Tensor, label: Tensor) -> Tensor:
+        """(B,) nats."""
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        bin_of = self.bins(label[:, 0])[:, None]
+        before = torch.arange(self.classes, device=z.device) < bin_of
+        survived = torch.where(before, nn.functional.logsigmoid(-z), 0.0).sum(1)
+        return -survived - label[:, 1].to(z) * nn.functional.logsigmoid(z).gather(1, bin_of)[:, 0]
+
+    def count(self, label: Tensor) -> int:
+        """What the sum of losses is divided by."""
+        return len(label)
+
+    def survival(self, logits: Tensor) -> Tensor:
+        """(B, K) fp64, the probability that the event did not happen by the end of each bin."""
+        return nn.functional.logsigmoid(-logits.double()).cumsum(1).exp()
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(B, 1) fp64 risks: less the expected number of bins that are survived."""
+        return -self.survival(logits).sum(1, keepdim=True)
+
+    def predictions(self, logits: Tensor) -> dict[str, Tensor]:
+        """The risk, and the probability of survival at each edge, each (B,)."""
+        survival, edges = self.survival(logits), self.edges or range(1, self.classes)
+        return {"risk": self.scores(logits)[:, 0]} | {f"survival_at_{t:g}": survival[:, k] for k, t in enumerate(edges)}
+
+    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Harrell's concordance of risks (S, 1) and labels (S, 2)."""
+        return {"concordance": concordance_index(scores[:, 0], *labels.unbind(1))}
+
+
+class CoxHead(nn.Module):
+    """Proportional hazards: a log-risk without bias; Cox's partial likelihood, with Efron's rule for tied times.
+
+    The loss compares a sample that had the event with all that were at risk then, as far as they are in the batch of this
+    process: training estimates the likelihood, the better the larger the batch, and ranks with other samples do not compare
+    theirs. Validation and test are exact: there the risk set is the whole epoch's, of all ranks.
+
+    Args:
+        dim: E.
+    """
+
+    name = "survival"
+    #: `of_epoch`: a loss of an epoch is not a sum over batches
+    columns, label_columns, of_epoch = 1, 2, True
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.classes, self.linear = 1, nn.Linear(dim, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Log-risks (B, 1) from (B, E)."""
+        return unrounded(self.linear, x)
+
+    def check(self, label: Tensor) -> Tensor:
+        """The labels (B, 2) of times and events."""
+        return check_survival(label)
+
+    def losses(self, logits: Tensor, label: Tensor) -> Tensor:
+        """(B,) nats, 0 without an event."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return cox_losses(logits[:, 0].to(wide), label[:, 0], label[:, 1])
+
+    def count(self, label: Tensor) -> Tensor:
+        """The number of events, which the sum of losses is divided by."""
+        return label[:, 1].sum()
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(B, 1) fp64 log-risks."""
+        return logits.double()
+
+    def predictions(self, logits: Tensor) -> dict[str, Tensor]:
+        """ "risk" (B,), its logarithm relative to the baseline."""
+        return {"risk": logits[:, 0]}
+
+    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Harrell's concordance of risks (S, 1) and labels (S, 2)."""
+        return {"concordance": concordance_index(scores[:, 0], *labels.unbind(1))}
+
+
+def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+    """Negative log partial likelihood of each sample with an event, 0 of the others; tied events by Efron's rule.
+
+    Of d events at one time, number l = 0 .. d - 1 (in the order of the batch) is compared with all that are at risk, less
+    l / d of the d tied ones (Efron 1977, doi 10.1080/01621459.1977.10480613). Only the sum is Efron's.
+
+    Args:
+        risk: (B,) log-risks.
+        time, event: (B,).
+
+    Returns:
+        (B,) nats.
+    """
+    happened, out = event > 0, []
+    for start in range(0, len(risk), ROWS):
+        rows = slice(start, start + ROWS)
+        at_risk = time[None] >= time[rows, None]
+        tied = (time[None] == time[rows, None]) & happened[None]
+        earlier = torch.arange(len(risk), device=risk.device)[None] < torch.arange(
+            start, start + len(time[rows]), device=risk.device
+        ).unsqueeze(1)
+        share = happened[rows] * (tied & earlier).sum(1).to(risk) / tied.sum(1).clamp(min=1)
+        top = risk[None].detach().masked_fill(~at_risk, -torch.inf).amax(1)
+        weights = (risk[None] - top[:, None]).masked_fill(~at_risk, -torch.inf).exp()
+        total = weights.sum(1) - share * (weights * tied).sum(1)
+        # the row itself is at risk, and of d tied ones at most a share (d - 1) / d is taken off
+        out.append(torch.where(happened[rows], total.log() + top - risk[rows], 0.0))
+    return torch.cat(out) if out else risk
+
+
+def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
+    """Harrell's concordance: of the pairs whose order is known, the share in which the one with the earlier event has the
+    higher risk; equal risks count half (Harrell et al. 1982, doi 10.1001/jama.1982.03320430047030).
+
+    The order of a pair is known where the earlier time is an event; at equal times, where one is an event and the other is
+    not, which then lived longer.
+
+    Args:
+        risk, time, event: (S,).
+
+    Returns:
+        A number, fp64; NaN without such a pair, or with a risk that is not a number.
+    """
+    risk, time, happened = risk.double(), time.double(), event > 0
+    agreeing = known = risk.new_zeros(())
+    for start in range(0, len(risk), ROWS):
+        rows = slice(start, start + ROWS)
+        later = (time[rows, None] < time[None]) | ((time[rows, None] == time[None]) & ~happened[None])
+        pairs = later & happened[rows, None]
+        difference = risk[rows, None] - risk[None]
+        agreeing = agreeing + ((difference > 0).double() + 0.5 * (difference == 0).double())[pairs].sum()
+        known = known + pairs.sum()
+    value = agreeing / known
+    return value if bool(risk.isfinite().all()) else torch.full_like(value, torch.nan)
+
+
+class ConcordanceIndex(Metric):
+    """`concordance_index` of all samples of an epoch, of all ranks."""
+
+    full_state_update = False
+    higher_is_better = True
+    is_differentiable = False
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        for name in ("risk", "time", "event"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
+        """Add samples, each (B,). Raises ValueError for other shapes."""
+        if not risk.shape == time.shape == event.shape or risk.ndim != 1:
+            shapes = tuple(risk.shape), tuple(time.shape), tuple(event.shape)
+            raise ValueError(f"risk, time and event must all be (B,), got {shapes}.")
+        for name, x in (("risk", risk), ("time", time), ("event", event)):
+            getattr(self, name).append(x.detach().double())
+
+    def compute(self) -> Tensor:
+        """The index, fp64; NaN where no pair's order is known."""
+        parts = [getattr(self, name) for name in ("risk", "time", "event")]
+        if any(isinstance(x, list) and not x for x in parts):
+            return torch.tensor(torch.nan, dtype=torch.float64)
+        return concordance_index(*(torch.cat(x) if isinstance(x, list) else x.reshape(-1) for x in parts))
+
+
+def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[float]:
+    """K - 1 edges between K bins that hold equally many events.
+
+    Args:
+        labels: (time, event) of the training samples.
+        bins: K.
+
+    Raises:
+        ValueError: where the times of events do not differ enough.
+    """
+    times = np.array([time for time, event in labels if event], np.float64)
+    edges = np.quantile(times, np.arange(1, bins) / bins) if len(times) else np.empty(0)
+    if len(np.unique(times)) < bins or (np.diff(edges) <= 0).any() or edges[0] <= 0:
+        raise ValueError(
+            f"{bins} bins of time need as many groups of events that differ in time, but the training slides have "
+            f"{len(times)} events at {len(np.unique(times))} times: set a smaller num_classes, or time_bins, the "
+            "edges of the bins."
+        )
+    return edges.tolist()
+
+
+def check_edges(edges: Sequence[float] | None, bins: int) -> list[float] | None:
+    """The edges of K bins as a list. Raises TypeError or ValueError unless they are K - 1 rising times above 0."""
+    if edges is None:
+        return None
+    values = [real(t, f"time_bins[{i}]", above=0) for i, t in enumerate(edges)]
+    if len(values) != bins - 1 or any(b <= a for a, b in pairwise(values)):
+        raise ValueError(
+            f"time_bins must be {bins - 1} rising times, the edges between the {bins} bins of num_classes; got {values}."
+        )
+    return values
+
+
+def survival_head(dim: int, bins: int | None, loss: str, edges: Sequence[float] | None) -> nn.Module:
+    """The head of a survival loss. Raises TypeError or ValueError for options that do not go together."""
+    one_of(loss, "survival_loss", LOSSES)
+    if loss == "cox":
+        if bins is not None or edges is not None:
+            raise ValueError(
+                "survival_loss='cox' has one risk and no bins of time: leave num_classes and time_bins out."
+            )
+        return CoxHead(dim)
+    bins = (BINS if edges is None else len(edges) + 1) if bins is None else integer(bins, "num_classes", 2)
+    return HazardHead(dim, bins, check_edges(edges, bins))

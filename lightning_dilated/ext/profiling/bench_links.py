@@ -1,0 +1,312 @@
+"""`lightning-dilated bench links`: an all-to-all between ranks, from which the planner takes latency and bandwidth.
+
+Every rank sends bytes to some others and receives as many, as the exchanges do, all ranks at once.
+
+Shape letters: R ranks, P peers that a rank sends to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dilated._validation import integer, real
+from lightning_dilated.ext.decoding.command import check_device
+from lightning_dilated.ext.planning.gpus import on_gpu
+from lightning_dilated.ext.profiling.verify import RanksFailed, run_ranks
+from lightning_dilated.sequence.exchange.transport import Wire
+from lightning_dilated.sequence.links import VARIABLE, Links, cached
+
+#: bytes of a message that is all latency
+FEW = 8
+#: the most peers that a rank sends to: buffers hold as many messages
+MOST = 8
+#: seconds that a sample fills with calls one after another, and the most calls
+FILL, CALLS = 0.02, 1000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers and receives as many.
+
+    `kind` is "few" (a few bytes, peers anywhere), "near" (peers of the rank's node) or "far" (of other nodes).
+    """
+
+    kind: str
+    peers: int
+    size: int
+    seconds: float
+
+    @property
+    def received(self) -> int:
+        return self.peers * self.size
+
+
+def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats: int) -> Iterator[Sample]:
+    """Every sample, equal on all ranks of the world, each of which has to call.
+
+    Args:
+        rank, device: this rank, and "cpu" or "cuda" (its current GPU).
+        per_node: ranks of a node, neighbours in the world.
+        sizes: bytes to a peer.
+        repeats: samples of a median.
+    """
+    ranks = dist.get_world_size()
+    wire = Wire(dist.group.WORLD, tuple(range(ranks)), rank)
+    for kind, (length, rank_at) in _rings(rank, ranks, per_node).items():
+        most = min(length - 1, MOST)
+        cases = [(p, FEW) for p in sorted({1, most})] if kind == "few" else [(most, size) for size in sorted(sizes)]
+        for peers, size in cases if most else ():
+            sends, receives = (dict.fromkeys(sorted(rank_at(s * x) for x in range(1, peers + 1)), 1) for s in (1, -1))
+            rows = torch.zeros(peers, size, dtype=torch.uint8, device=device)
+            call = functools.partial(_exchange, wire, rows, sends, receives, torch.empty_like(rows))
+            yield Sample(kind, peers, size, _seconds(call, device, repeats))
+
+
+def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
+    """For each kind, (ranks of the ring with this one, step -> the rank that many places on).
+
+    Latencies come last: a GPU that has just begun takes nearly twice as long (2 H200: 82 us for 8 bytes, 48 for 65,536).
+    """
+    node, local = divmod(rank, per_node)
+    nodes = ranks // per_node
+    return {
+        "near": (per_node, lambda step: node * per_node + (local + step) % per_node),
+        "far": (nodes, lambda step: (node + step) % nodes * per_node + local),
+        "few": (ranks, lambda step: (rank + step) % ranks),
+    }
+
+
+def _exchange(wire: Wire, rows: Tensor, sends: Mapping[int, int], receives: Mapping[int, int], into: Tensor) -> None:
+    wire.post(rows, sends, receives, into).wait()
+
+
+def _seconds(call: Callable[[], None], device: str, repeats: int) -> float:
+    """Median seconds of one of many calls, one after another, on the slowest rank; all ranks make equally many."""
+    call()  # the first call connects and sets up the library
+    calls = max(1, min(CALLS, round(FILL / _slowest(_timed(call, device, 1), device))))
+    _timed(call, device, calls)
+    return _slowest(statistics.median(_timed(call, device, calls) for _ in range(repeats)), device)
+
+
+def _timed(call: Callable[[], None], device: str, calls: int) -> float:
+    _slowest(0.0, device)  # synchronizes the ranks
+    if device == "cpu":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - begin) / calls
+    return on_gpu(call, calls)
+
+
+def _slowest(seconds: float, device: str) -> float:
+    """The largest value of all ranks, which also synchronizes them."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+SIZES = tuple(1 << n for n in range(16, 27, 2))
+#: seconds that no measured latency may fall below
+LEAST = 1e-7
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--ranks", type=int, help="(default all GPUs, 2 processes on a CPU; under torchrun, its own)")
+    p.add_argument(
+        "--ranks_per_node", "--ranks-per-node", type=int, help="(default all of a host; fewer pretend several nodes)"
+    )
+    p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes to a peer (default 64 KiB to 64 MiB)")
+    p.add_argument("--repeats", type=int, default=10, help="samples of a median (default %(default)s)")
+    p.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds until ranks are given up (default %(default)g)"
+    )
+    p.add_argument("--output", type=Path, help='the file (default the one that exchange="auto" reads)')
+    p.add_argument("--record", type=Path, help="append the table to this file")
+
+
+def launched() -> tuple[int, int, int] | None:
+    """(rank, ranks, ranks of a node) from torchrun; None if this process is to start the ranks.
+
+    Raises:
+        ValueError: if only some of the variables are set.
+    """
+    values = [os.environ.get(name) for name in LAUNCHED]
+    if not any(values):
+        return None
+    if not all(x and x.isdigit() for x in values):
+        settings = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, values, strict=True))
+        raise ValueError(
+            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {settings}. Set all of them (torchrun does), or none."
+        )
+    return tuple(map(int, values))
+
+
+def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> argparse.Namespace:
+    """The options with their defaults; raises ValueError for what cannot be measured or written, before anything is."""
+    check_device(args.device)
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    if launcher is not None and args.ranks not in (None, launcher[1]):
+        raise ValueError(f"--ranks {args.ranks}: the launcher started {launcher[1]} ranks; leave --ranks out.")
+    args.ranks = launcher[1] if launcher else (gpus or 2) if args.ranks is None else args.ranks
+    local_ranks = launcher[2] if launcher else args.ranks
+    args.ranks_per_node = local_ranks if args.ranks_per_node is None else args.ranks_per_node
+    if args.ranks < 2:
+        raise ValueError(f"links are between ranks: at least 2, got {args.ranks}. Raise --ranks, or use torchrun.")
+    if gpus and local_ranks > gpus:
+        raise ValueError(f"{local_ranks} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
+    if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
+        raise ValueError(f"--ranks_per_node {args.ranks_per_node} must divide the {args.ranks} ranks.")
+    integer(min(args.sizes), "--sizes", 1)
+    integer(args.repeats, "--repeats", 1)
+    real(args.timeout, "--timeout", above=0, hint=" It is in seconds.")
+    args.output = _writable(args.output or _default(args.device), "output")
+    args.record = args.record and _writable(args.record, "record")
+    return args
+
+
+def _default(device: str) -> Path:
+    if device == "cpu" and torch.cuda.is_available():
+        raise ValueError("--device cpu, but GPUs are here, whose runs would use it: name a file with --output.")
+    return cached()
+
+
+def _writable(path: Path, option: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--{option} {path}: cannot be written. Name another file.")
+    return path
+
+
+def estimate_links(samples: list[Sample], source: str) -> Links:
+    """The planner's numbers from samples; the others keep their defaults, which `source` then lists.
+
+    A round and its message are an all-to-all of a few bytes to one peer; a further message what each further peer adds. The
+    bandwidth is that of the least squares of seconds = a constant + bytes / bandwidth, which the largest sizes decide.
+
+    Raises:
+        ValueError: if the sizes are too small to distinguish bytes from latency.
+    """
+    few, links = [x for x in samples if x.kind == "few"], Links(source=source)
+    if len(few) > 1:
+        added = (few[-1].seconds - few[0].seconds) / (few[-1].peers - few[0].peers)
+        links = replace(links, message=max(LEAST, added))
+    links = replace(links, round=max(LEAST, few[0].seconds - links.message))
+    defaults = [] if len(few) > 1 else ["message"]
+    for kind in ("near", "far"):
+        rows = [x for x in samples if x.kind == kind]
+        if not rows:
+            defaults.append(kind)
+            continue
+        size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
+        if len(rows) == 1:  # no slope: what is beyond the latency
+            size, took = 0.0, links.round + rows[0].peers * links.message
+        above = sum((x.seconds - took) * (x.received - size) for x in rows)
+        if above <= 0:
+            sizes = ", ".join(str(x.size) for x in rows)
+            raise ValueError(f"--sizes {sizes}: took no longer than a few bytes; give larger sizes.")
+        links = replace(links, **{kind: sum((x.received - size) ** 2 for x in rows) / above})
+    return replace(links, source=f"{source}; {', '.join(defaults)}: defaults") if defaults else links
+
+
+def table(samples: list[Sample], links: Links) -> list[str]:
+    """The samples in Markdown, next to the planner's estimates."""
+    lines = [
+        "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for x in samples:
+        latency = links.round + x.peers * links.message
+        name, speed, estimate = "any", "", latency
+        if x.kind != "few":
+            name, speed = x.kind, f"{x.received / x.seconds / 1e9:.4g}"
+            estimate += x.received / getattr(links, x.kind)
+        lines.append(f"| {name} | {x.peers} | {x.size:,} | {x.seconds * 1e3:.4f} | {speed} | {estimate * 1e3:.4f} |")
+    return lines
+
+
+def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tuple[Links, str]:
+    """The links, and the text that is printed and recorded."""
+    today, on_gpu = datetime.date.today(), args.device == "cuda"
+    where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
+    nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
+    links = estimate_links(samples, f"measured on {where}{nodes}, {today}")
+    library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
+    lines = [
+        f"{today}, {where}{nodes}, {library}, Python {platform.python_version()}, torch {torch.__version__}",
+        f"`{command}`",
+        f"all-to-all of bytes, all ranks at once; median of {args.repeats} on the slowest rank; GB/s are those received",
+        "",
+        *table(samples, links),
+        "",
+        str(links),
+        "near and far: least squares of ms = a constant + bytes / bandwidth",
+    ]
+    if args.ranks_per_node == args.ranks:
+        lines.append("far keeps its default: all ranks are of one node")
+    return links, "\n".join([*lines, ""])
+
+
+def write(args: argparse.Namespace, links: Links, text: str, prints: bool = True) -> None:
+    """Write the file; print and record if `prints`."""
+    links.save(args.output)
+    if not prints:
+        return
+    print(text)
+    read = args.output == cached()
+    use = 'exchange="auto" reads it from now on' if read else f"to use it, give links={args.output} or set {VARIABLE}"
+    if read and os.environ.get(VARIABLE):
+        use = f"not read while {VARIABLE}={os.environ[VARIABLE]} is set"
+    print(f"written: {args.output} ({use})")
+    if args.record:
+        with args.record.open("a") as file:
+            file.write("\n" + text)
+
+
+def run(args: argparse.Namespace, command: str) -> None:
+    """Measure with new ranks or a launcher's, print the table, write the file."""
+    launcher = launched()
+    args = checked(args, launcher)
+    options = args.ranks_per_node, tuple(args.sizes), args.repeats
+    if launcher is not None:
+        _among_launched(args, launcher, options, command)
+        return
+    try:
+        measured = run_ranks(args.ranks, samples, *options, device=args.device, timeout=args.timeout)[0]
+    except RanksFailed as error:
+        print(f"{error}. Nothing was written.", file=sys.stderr)
+        raise SystemExit(1) from None
+    write(args, *report(args, measured, command))
+
+
+def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
+    """Measure as one of a launcher's ranks; the first of each node writes, as nodes may have separate folders."""
+    rank, _, local_ranks = launcher
+    local = int(os.environ.get("LOCAL_RANK", rank % local_ranks))
+    if args.device == "cuda":
+        torch.cuda.set_device(local)
+    backend, patience = "nccl" if args.device == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=patience)
+    try:
+        measured = list(samples(rank, args.device, *options))
+        summary = report(args, measured, command)
+        if local == 0:
+            write(args, *summary, prints=rank == 0)
+    finally:
+        dist.destroy_process_group()

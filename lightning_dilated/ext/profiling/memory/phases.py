@@ -1,0 +1,206 @@
+"""Which phase of a training step runs (the forward or backward of a block, the optimizer), and the bytes of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat import torch as compat
+from lightning_dilated.ext.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    BATCH,
+    EXCHANGE,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+    parts,
+)
+from lightning_dilated.models.blocks import TransformerBlock
+
+#: of `lightning_dilated::attention`, which result holds the rows that other ranks sent and the backward needs
+RECEIVED = 2
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def states(optimizers: Iterable[Any]) -> list[Tensor]:
+    """The tensors that optimizers keep."""
+    all_states = (getattr(x, "state", {}) for x in optimizers)
+    return [t for state in all_states for t in compat.leaves(list(dict(state).values())) if isinstance(t, Tensor)]
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    return [t for t in compat.leaves(batch) if isinstance(t, Tensor)]
+
+
+def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes on a device; what lies in one storage counts once."""
+    sizes: dict[int, int] = {}
+    for t in tensors:
+        for part in parts(t):
+            if part.device == device:
+                storage = part.untyped_storage()
+                sizes[compat.storage_key(storage)] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that a collective reads or writes, and the rows that attention keeps of those it received."""
+    if func.namespace == "c10d":
+        yield from ((t, EXCHANGE) for t in (*inputs, *results))
+    elif func.name() == "lightning_dilated::attention" and results[RECEIVED].numel():
+        yield results[RECEIVED], EXCHANGE
+
+
+def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
+    """`total` bytes by kind: what is known, as far as there is room, and the rest as temporary."""
+    sizes, left = {}, total
+    for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
+        sizes[kind] = max(0, min(known.get(kind, 0), left))
+        left -= sizes[kind]
+    return {**sizes, TEMPORARY: left}
+
+
+FORWARD, BACKWARD, OPTIMIZING, REST = "forward", "backward", "optimizer", "rest"
+
+
+class Phase(NamedTuple):
+    """A part of a step; `block` counts from 0, None is what lies outside of blocks."""
+
+    stage: str
+    block: int | None = None
+
+    def in_words(self, blocks: int) -> str:
+        """In words; blocks are counted from 1."""
+        if self.stage not in (FORWARD, BACKWARD):
+            return {OPTIMIZING: "optimizer", REST: "rest of the step"}[self.stage]
+        if self.block is None:
+            return f"{self.stage}, other" if blocks else self.stage
+        return f"{self.stage} of block {self.block + 1} of {blocks}"
+
+
+def phases(blocks: int) -> list[Phase]:
+    """All there can be, in the order of a step."""
+    order = range(blocks)
+    forward = [Phase(FORWARD), *(Phase(FORWARD, i) for i in order)]
+    backward = [*(Phase(BACKWARD, i) for i in reversed(order)), Phase(BACKWARD)]
+    return [*forward, *backward, Phase(OPTIMIZING), Phase(REST)]
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Its TransformerBlocks, or else the children of its ModuleLists (the outermost)."""
+    blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
+    return blocks or list(dict.fromkeys(_listed(module)))
+
+
+def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
+    """The children of ModuleLists, and of what merely holds modules inside of these."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) or (inside and isinstance(child, nn.ModuleDict)):
+            yield from _listed(child, True)
+        elif inside:
+            yield child
+        else:
+            yield from _listed(child)
+
+
+class Watch:
+    """Follows a module's blocks through forwards and backwards; `enter` marks the other phases.
+
+    A block's call is followed from outside of what torch.compile compiles, so nothing is compiled again. Its backward is
+    taken to begin when the gradient of a result of it is there, and to end when that of its input is, or another begins.
+
+    Attributes:
+        phase: the present one.
+        on: whether a training batch is being computed; otherwise nothing is followed.
+        border: called with the phase that ends.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.blocks = find_blocks(module)
+        self.phase, self.on = Phase(REST), False
+        self.border: Callable[[Phase], None] | None = None
+        self._hooks: list[Any] = []
+
+    def attach(self) -> None:
+        for i, block in enumerate(self.blocks):
+            compat.set_compiled_call(block, _Call(self, i, block, compat.compiled_call(block)))
+
+    def detach(self) -> None:
+        self.stop()
+        for block in self.blocks:
+            call = compat.compiled_call(block)
+            if isinstance(call, _Call):
+                compat.set_compiled_call(block, call.before)
+
+    def start(self) -> None:
+        self.phase, self.on = Phase(FORWARD), True
+
+    def stop(self) -> None:
+        self.on, self.border = False, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def enter(self, stage: str, block: int | None = None) -> None:
+        """A phase begins."""
+        phase = Phase(stage, block)
+        if not self.on or phase == self.phase:
+            return
+        ended, self.phase = self.phase, phase
+        if self.border is not None:
+            self.border(ended)
+
+    def hook(self, tensors: Any, then: Callable[[Tensor], None]) -> None:
+        """Call `then` with the gradient of each tensor, once it is there."""
+        for t in compat.leaves(tensors):
+            if isinstance(t, Tensor) and t.requires_grad:
+                self._hooks.append(t.register_hook(then))
+
+    def begin_backward(self, block: int, grad: Tensor) -> None:
+        """The gradient of a block's result is there."""
+        if self.phase.stage == BACKWARD:
+            self.enter(BACKWARD, block)
+
+    def end_backward(self, block: int, grad: Tensor) -> None:
+        """The gradient of a block's input is there; a block whose result that is has begun before."""
+        if self.phase == Phase(BACKWARD, block):
+            self.enter(BACKWARD)
+
+
+class _Call:
+    """Stands in for what `nn.Module.__call__` calls where a module was compiled; `before` is what stood there."""
+
+    def __init__(self, watch: Watch, index: int, block: nn.Module, before: Callable[..., Any] | None) -> None:
+        self.watch, self.index, self.block, self.before = watch, index, block, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = compat.plain_call(self.block) if self.before is None else self.before
+        if torch.compiler.is_compiling() or not self.watch.on:
+            return run(*args, **kwargs)
+        return self._followed(run, args, kwargs)
+
+    def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        watch, i = self.watch, self.index
+        if compat.in_backward():  # the caller recomputes it in the backward
+            watch.enter(BACKWARD, i)
+            return run(*args, **kwargs)
+        watch.enter(FORWARD, i)
+        if torch.is_grad_enabled():
+            watch.hook((args, kwargs), partial(watch.end_backward, i))
+        out = run(*args, **kwargs)
+        watch.hook(out, partial(watch.begin_backward, i))
+        watch.enter(FORWARD)
+        return out

@@ -1,0 +1,365 @@
+"""What MemoryProfiler shows: metrics for loggers, the table at the end of fit, and a timeline as PNG and HTML.
+
+Shape letters: R ranks, n numbers of a step.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_dilated.ext.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    BATCH,
+    EXCHANGE,
+    GRADIENTS,
+    KINDS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+)
+from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase, phases
+from lightning_dilated.ext.profiling.memory.probe import Measured, Point, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+HOST = ("host", "host_peak", "pinned")
+STAGES = (FORWARD, BACKWARD, OPTIMIZING, REST)
+COLUMNS = ("phase", "peak {}", "rank", "least {}", "reserved {}", "least {}")
+UNKNOWN = -1
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+
+
+def unit_of(most: float) -> tuple[float, str]:
+    """(bytes, name) of the unit to show up to `most` bytes in."""
+    return next((x for x in UNITS if most >= x[0]), UNITS[-1])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of a phase: the most of all measured steps, on the rank where that is most and where it is least."""
+
+    phase: Phase
+    allocated: int
+    rank: int
+    least: int
+    reserved: int | None
+    least_reserved: int | None
+
+
+@dataclass(frozen=True)
+class Top:
+    """The highest peak: in bytes, where it was, and its kinds."""
+
+    allocated: int
+    rank: int
+    step: int
+    phase: Phase
+    kinds: Mapping[str, int]
+
+
+def numbers(measured: Measured, blocks: int, host: Mapping[str, int | None]) -> Tensor:
+    """(n,) int64: allocated, then reserved bytes of all phases, kinds at the peak, and the host's; -1 where unknown."""
+    allocated, reserved = ([UNKNOWN] * len(phases(blocks)) for _ in range(2))
+    places = {phase: i for i, phase in enumerate(phases(blocks))}
+    for x in measured.spans:
+        i = places[x.phase]
+        allocated[i] = max(allocated[i], x.allocated)
+        reserved[i] = max(reserved[i], UNKNOWN if x.reserved is None else x.reserved)
+    kinds = [measured.top.kinds.get(kind, 0) for kind in KINDS]
+    others = [UNKNOWN if host[name] is None else host[name] for name in HOST]
+    return torch.tensor([*allocated, *reserved, *kinds, *others], dtype=torch.int64)
+
+
+def _parted(found: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(R, phases) allocated, the same reserved, (R, kinds), (R, host)."""
+    n = len(phases(blocks))
+    return found[:, :n], found[:, n : 2 * n], found[:, 2 * n : 2 * n + len(KINDS)], found[:, 2 * n + len(KINDS) :]
+
+
+def top_of(found: Tensor, blocks: int, step: int) -> Top:
+    """Where the highest peak of a step is, from (R, n)."""
+    allocated, _, kinds, _ = _parted(found, blocks)
+    rank = int(allocated.amax(1).argmax())
+    where = int(allocated[rank].argmax())
+    kinds_there = dict(zip(KINDS, kinds[rank].tolist(), strict=True))
+    return Top(int(allocated[rank, where]), rank, step, phases(blocks)[where], kinds_there)
+
+
+def metrics(found: Tensor, blocks: int) -> dict[str, float]:
+    """What loggers get of a step, in MB of 1e6 bytes, from (R, n)."""
+    allocated, reserved, kinds, host = _parted(found, blocks)
+    every = phases(blocks)
+    slots = {"peak": range(len(every))}
+    slots |= {stage: [i for i, x in enumerate(every) if x.stage == stage] for stage in STAGES}
+    slots |= {_name(x, blocks): [i] for i, x in enumerate(every)} if blocks else {}
+    values: dict[str, float] = {}
+    for name, at in slots.items():
+        for what, peaks in (("", allocated), ("_reserved", reserved)):
+            values |= _most(f"{name}{what}", peaks[:, list(at)].amax(1))
+    for i, name in enumerate(HOST):
+        values |= _most(name, host[:, i])
+    rank = int(allocated.amax(1).argmax())
+    at_peak = {
+        f"at_peak/{kind.replace(' ', '_')}_mb": n / 1e6 for kind, n in zip(KINDS, kinds[rank].tolist(), strict=True)
+    }
+    return {f"memory/{name}": x for name, x in {**values, **at_peak}.items()}
+
+
+def _most(name: str, sizes: Tensor) -> dict[str, float]:
+    """The most and the least of any rank; nothing where a rank does not know."""
+    least, most = int(sizes.min()), int(sizes.max())
+    return {} if least < 0 else {f"{name}_mb": most / 1e6, f"{name}_min_mb": least / 1e6}
+
+
+def _name(phase: Phase, blocks: int) -> str:
+    if phase.stage not in (FORWARD, BACKWARD):
+        return phase.stage
+    if phase.block is None:
+        return f"{phase.stage}_other"
+    return f"{phase.stage}_block_{phase.block + 1:0{len(str(blocks))}d}"
+
+
+def rows_of(most: Tensor, blocks: int) -> list[Row]:
+    """The table, from (R, n) maxima of all measured steps; phases that no rank passed are left out."""
+    allocated, reserved, *_ = _parted(most, blocks)
+    rows = []
+    for i, phase in enumerate(phases(blocks)):
+        peaks, reserves = allocated[:, i], reserved[:, i]
+        if int(peaks.max()) < 0:
+            continue
+        known = int(reserves.min()) >= 0
+        sizes = (int(reserves.max()), int(reserves.min())) if known else (None, None)
+        rows.append(Row(phase, int(peaks.max()), int(peaks.argmax()), max(0, int(peaks.min())), *sizes))
+    return rows
+
+
+def table(rows: Sequence[Row], blocks: int, title: str) -> Table:
+    """For the console; without reserved bytes where they are not known."""
+    unit, name = unit_of(max(x.allocated for x in rows))
+    shown = Table(title=title, title_justify="left")
+    known = rows[0].reserved is not None
+    for i, column in enumerate(COLUMNS if known else COLUMNS[:4]):
+        shown.add_column(column.format(name), justify="right" if i else "left", no_wrap=True)
+    for x in rows:
+        sizes = [f"{n / unit:.3f}" for n in (x.least, x.reserved, x.least_reserved) if n is not None]
+        shown.add_row(x.phase.in_words(blocks), f"{x.allocated / unit:.3f}", str(x.rank), *sizes)
+    return shown
+
+
+def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int, most: Tensor | None) -> None:
+    """Print the table of so many measured steps, what the highest peak is made of, and what the hosts held.
+
+    Args:
+        most: (R, n) maxima of these steps.
+    """
+    if top is None:
+        Console().print("No training step was measured: the fit ended before every_n_steps let one be.")
+        return
+    unit, name = unit_of(top.allocated)
+    where = f"on rank {top.rank} in step {top.step}, {top.phase.in_words(blocks)}"
+    parts = ", ".join(f"{kind} {n / unit:.3f} {name}" for kind, n in top.kinds.items() if n)
+    title = f"peak memory by phase, most of {steps} steps"
+    hosts = {name: n for name, n in zip(HOST, _parted(most, blocks)[3].amax(0).tolist(), strict=True) if n >= 0}
+    words = {"host": "resident", "host_peak": "resident at most", "pinned": "pinned"}
+    resident = ", ".join(f"{n / 1e6:.0f} MB {words[name]}" for name, n in hosts.items())
+    lines = [f"The highest peak: {top.allocated / unit:.3f} {name} {where}. It is made of {parts}."]
+    Console().print(
+        table(rows, blocks, title), *lines, f"A process on its host: {resident}.", sep="\n", highlight=False
+    )
+
+
+COLOURS = {
+    **{PARAMETERS: "#4e79a7", GRADIENTS: "#59a14f", OPTIMIZER: "#b07aa1", BATCH: "#9c755f"},
+    **{ACTIVATIONS: "#f28e2b", EXCHANGE: "#76b7b2", TEMPORARY: "#bab0ac"},
+}
+#: points that a picture is made of; of several in its place the highest stands
+POINTS = 1500
+
+
+def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
+    """At most `limit` points and the last: the highest of each run of as many, from where the run begins."""
+    size = max(1, -(-len(points) // limit))
+    runs = [points[i : i + size] for i in range(0, len(points), size)]
+    points_kept = [(run[0][0], max((kinds for _, kinds in run), key=lambda x: sum(x.values()))) for run in runs]
+    return [*points_kept, points[-1]]
+
+
+def stages(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
+    """(stage, from, to) of neighbouring phases of a stage."""
+    merged: list[tuple[str, float, float]] = []
+    for x in spans:
+        if merged and merged[-1][0] == x.phase.stage and merged[-1][2] == x.start:
+            merged[-1] = (x.phase.stage, merged[-1][1], x.stop)
+        else:
+            merged.append((x.phase.stage, x.start, x.stop))
+    return merged
+
+
+def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
+    """Write both pictures of a step into a folder; `who` names the rank and its device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    top, (unit, name) = measured.top, unit_of(measured.top.allocated)
+    peak = f"peak of {top.allocated / unit:.3f} {name} in {top.phase.in_words(blocks)}"
+    title = f"step {measured.step}, {who}: {peak}"
+    timeline_png(measured, folder / "memory_timeline.png", title)
+    timeline_html(measured, folder / "memory_timeline.html", title, blocks)
+
+
+def timeline_png(measured: Measured, path: str | Path, title: str) -> None:
+    """Write a PNG of memory by kind over the host's time; lines part passes, thin ones the numbered blocks."""
+    from matplotlib.figure import Figure
+
+    points, top = thinned(measured.points), measured.top
+    begin, (unit, name) = points[0][0], unit_of(top.allocated)
+    ms = [(seconds - begin) * 1e3 for seconds, _ in points]
+    shown = [kind for kind in KINDS if any(kinds.get(kind) for _, kinds in points)]
+    figure = Figure(figsize=(11, 4.4), dpi=130)
+    axes = figure.add_subplot()
+    below = [0.0] * len(points)
+    for kind in shown:
+        above = [b + kinds.get(kind, 0) / unit for b, (_, kinds) in zip(below, points, strict=True)]
+        label = f"{kind}, {top.kinds.get(kind, 0) / unit:.3g} {name} at the peak"
+        axes.fill_between(ms, below, above, step="post", color=COLOURS[kind], lw=0.4, label=label)
+        below = above
+    _part(axes, measured.spans, begin, (ms[-1] - ms[0]) or 1.0)
+    axes.axhline(top.allocated / unit, color="black", ls=":", lw=0.8)
+    axes.set_xlim(ms[0], ms[-1] if ms[-1] > ms[0] else ms[0] + 1)
+    axes.set_ylim(0, 1.12 * top.allocated / unit or 1)
+    axes.set_xlabel("ms on the host")
+    axes.set_ylabel(name)
+    figure.suptitle(title, fontsize=10, x=0.07, ha="left")
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(0.735, 0.5), fontsize=8, frameon=False)
+    figure.subplots_adjust(left=0.07, right=0.73, top=0.86, bottom=0.12)
+    figure.savefig(path)
+
+
+def _part(axes: Axes, spans: Sequence[Span], begin: float, width: float) -> None:
+    """Lines between passes and between blocks, with names and numbers where there is room in `width` ms."""
+    where = axes.get_xaxis_transform()
+    for x in spans:
+        start, stop = (x.start - begin) * 1e3, (x.stop - begin) * 1e3
+        axes.axvline(start, color="black", lw=0.4, alpha=0.25)
+        if x.phase.block is not None and stop - start > 0.02 * width:
+            options = {"ha": "center", "va": "top", "fontsize": 7, "alpha": 0.7, "transform": where}
+            axes.text((start + stop) / 2, 0.985, str(x.phase.block + 1), **options)
+    for stage, first, last in stages(spans):
+        start, stop = (first - begin) * 1e3, (last - begin) * 1e3
+        axes.axvline(start, color="black", lw=0.9, alpha=0.7)
+        if stop - start > 0.06 * width:
+            axes.text((start + stop) / 2, 1.015, stage, ha="center", va="bottom", fontsize=9, transform=where)
+
+
+# -- HTML --------------------------------------------------------------------------------------------------------------
+WIDTH, HEIGHT, MARGIN = 1080.0, 380.0, 64.0
+STYLE = (
+    "body{font:14px sans-serif;margin:24px;color:#222}svg{max-width:100%;height:auto}"
+    "table{border-collapse:collapse}td,th{padding:2px 12px;text-align:right;border-bottom:1px solid #ddd}"
+    "td:first-child,th:first-child{text-align:left}.key{display:inline-block;width:12px;height:12px;margin-right:6px}"
+    ".span{fill:transparent}.span:hover{fill:rgba(0,0,0,.12)}"
+)
+
+
+def timeline_html(measured: Measured, path: str | Path, title: str, blocks: int) -> None:
+    """Write a page: the same picture as SVG, whose phases tell their peaks under the mouse, and a table of the phases."""
+    top = measured.top
+    unit, name = unit_of(top.allocated)
+    heading = html.escape(title)
+    page = (
+        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f"<title>{heading}</title><style>{STYLE}</style></head>\n"
+        f"<body><h3>{heading}</h3>\n{_legend(top, unit, name)}\n{_svg(measured, blocks, unit, name)}\n"
+        f"{_table(measured.spans, blocks, unit, name)}\n</body></html>\n"
+    )
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _legend(top: Span, unit: float, name: str) -> str:
+    keys = [
+        f"<span class='key' style='background:{COLOURS[kind]}'></span>{kind}: {top.kinds.get(kind, 0) / unit:.3f} {name}"
+        for kind in KINDS
+        if top.kinds.get(kind)
+    ]
+    return f"<p>at the peak of {top.allocated / unit:.3f} {name}:<br>{'<br>'.join(keys)}</p>"
+
+
+def _svg(measured: Measured, blocks: int, unit: float, name: str) -> str:
+    points, top = thinned(measured.points), measured.top.allocated or 1
+    begin = points[0][0]
+    seconds = (points[-1][0] - begin) or 1.0
+    x = lambda t: MARGIN + (t - begin) / seconds * (WIDTH - MARGIN)  # noqa: E731
+    y = lambda n: HEIGHT - n / (1.06 * top) * (HEIGHT - 20)  # noqa: E731
+    drawn = [f"<svg viewBox='0 0 {WIDTH:.0f} {HEIGHT + 40:.0f}' font-size='12' font-family='sans-serif'>"]
+    below = [0] * len(points)
+    for kind in KINDS:
+        above = [b + kinds.get(kind, 0) for b, (_, kinds) in zip(below, points, strict=True)]
+        if above != below:
+            drawn.append(f"<path d='{_area(points, below, above, x, y)}' fill='{COLOURS[kind]}'/>")
+        below = above
+    for s in measured.spans:
+        tooltip = f"{s.phase.in_words(blocks)}: peak {s.allocated / unit:.3f} {name}\n" + "\n".join(
+            f"{kind}: {s.kinds[kind] / unit:.3f} {name}" for kind in reversed(KINDS) if s.kinds.get(kind)
+        )
+        at = f"x='{x(s.start):.2f}' y='20' width='{max(0.1, x(s.stop) - x(s.start)):.2f}' height='{HEIGHT - 20:.0f}'"
+        drawn.append(f"<rect class='span' {at}><title>{html.escape(tooltip)}</title></rect>")
+    for stage, start, stop in stages(measured.spans):
+        drawn.append(f"<path d='M{x(start):.2f} 20V{HEIGHT:.0f}' stroke='#222'/>")
+        if x(stop) - x(start) > 60:
+            drawn.append(f"<text x='{x((start + stop) / 2):.2f}' y='14' text-anchor='middle'>{stage}</text>")
+    drawn += _axes(top / unit, name, seconds, [y(n * top / 4) for n in range(5)])
+    return "\n".join([*drawn, "</svg>"])
+
+
+def _axes(top: float, name: str, seconds: float, heights: Sequence[float]) -> list[str]:
+    """The labels of both axes; those of quarters of the top at these heights."""
+    text = lambda x, y, said, more="": f"<text x='{x:.0f}' y='{y:.1f}'{more}>{said}</text>"  # noqa: E731
+    right, below = " text-anchor='end'", HEIGHT + 18
+    marks = [text(MARGIN - 6, y + 4, f"{n * top / 4:.3g}", right) for n, y in enumerate(heights)]
+    span = text(WIDTH, below, f"{seconds * 1e3:,.1f} ms on the host", right)
+    return [*marks, text(0, 14, name), text(MARGIN, below, 0), span]
+
+
+def _area(
+    points: Sequence[Point],
+    below: list[int],
+    above: list[int],
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+) -> str:
+    """The outline between two step functions."""
+    there = [f"M{x(points[0][0]):.2f} {y(above[0]):.2f}"]
+    there += [f"H{x(t):.2f}V{y(n):.2f}" for (t, _), n in zip(points[1:], above[1:], strict=True)]
+    back = [f"V{y(below[-1]):.2f}"]
+    for i in range(len(points) - 1, -1, -1):
+        back.append(f"V{y(below[i]):.2f}H{x(points[i][0]):.2f}")
+    return "".join([*there, *back, "Z"])
+
+
+def _table(spans: Sequence[Span], blocks: int, unit: float, name: str) -> str:
+    highest: dict[Phase, Span] = {}
+    for s in spans:
+        if s.phase not in highest or s.allocated > highest[s.phase].allocated:
+            highest[s.phase] = s
+    heads = ("phase", f"peak, {name}", *KINDS)
+    rows = [
+        (
+            s.phase.in_words(blocks),
+            f"{s.allocated / unit:.3f}",
+            *(f"{s.kinds.get(kind, 0) / unit:.3f}" for kind in KINDS),
+        )
+        for s in highest.values()
+    ]
+    lines = [f"<tr>{''.join(f'<th>{x}</th>' for x in heads)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{x}</td>' for x in row)}</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"

@@ -1,0 +1,358 @@
+"""SlideEncoder: LongNet over the tile features of whole slides (GigaPath's architecture), for embeddings, fine-tuning and
+attention maps.
+
+Shape letters: B batch, N tokens, Q chosen queries, H query heads, E embedding dim, T tiles, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import index
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._validation import integer
+from lightning_dilated.attention import DilatedAttention, attention_weights
+from lightning_dilated.ext.pooled.pooled_model import (
+    PooledModule,
+    PooledOptions,
+    check_lengths,
+    checked_by_all,
+    first_token,
+    mean_token,
+)
+from lightning_dilated.ext.slides.backbone import SlideBackbone, SlideOptions
+from lightning_dilated.ext.slides.weights import (
+    PUBLISHED,
+    load_backbone,
+    own_weights,
+    read_file,
+    read_weights,
+    sizes_of,
+    to_released,
+)
+from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values, missing_file
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.models.transformer_model import Unpack
+from lightning_dilated.sequence import SequenceSpec, active_sequence
+
+
+@torch.no_grad()
+def layer_weights(
+    transformer: DilatedTransformer,
+    x: Tensor,
+    queries: Sequence[int],
+    layers: Sequence[int],
+    lengths: Tensor | None = None,
+) -> list[Tensor]:
+    """Attention weights of chosen queries in chosen layers, exact and without an N x N matrix; later layers are not run.
+
+    They are computed from the op's own q and k, which low-rank updates and autocast have changed.
+
+    Args:
+        transformer: without rotary positions, in eval mode.
+        x: (B, N, E), its input.
+        queries: Q positions in [0, N).
+        layers: numbers in [0, depth), in increasing order.
+        lengths: (B,), as the transformer takes them.
+
+    Returns:
+        For each layer (B, H, Q, N), as `attention_weights` returns it.
+    """
+    weights: list[Tensor] = []
+
+    def look(core: Any, args: Any, kwargs: Any) -> None:
+        options = {name: kwargs[name] for name in ("causal", "lengths", "cu_seqlens")}
+        q, k = args[:2]
+        weights.append(attention_weights(q, k, core.pattern, queries, scale=core.scale, **options))
+
+    with torch.compiler.set_stance("force_eager"):  # a hook would make torch compile the block again
+        for i, block in enumerate(transformer.blocks[: max(layers) + 1]):
+            cores = [m for m in block.modules() if isinstance(m, DilatedAttention)] if i in layers else []
+            hooks = [core.register_forward_pre_hook(look, with_kwargs=True) for core in cores]
+            try:
+                x = block(x, lengths=lengths)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+    return weights
+
+
+def chosen_layers(layer: Any, depth: int) -> list[int]:
+    """Numbers of the layers that `layer` names: "all", or one from -depth to depth - 1. Raises ValueError."""
+    if isinstance(layer, str) and layer == "all":
+        return list(range(depth))
+    if isinstance(layer, bool) or not hasattr(layer, "__index__") or not -depth <= index(layer) < depth:
+        raise ValueError(
+            f"layer must be 'all' or a number from {-depth} to {depth - 1} (-1 is the last), got {layer!r}."
+        )
+    return [index(layer) % depth]
+
+
+def tile_rows(queries: Any, tiles: int) -> list[int]:
+    """Rows of tiles, which follow the class token's.
+
+    Raises:
+        TypeError, ValueError: unless `queries` is a list of tiles in [0, `tiles`).
+    """
+    numbers = queries.tolist() if isinstance(queries, Tensor) else queries
+    if not isinstance(numbers, (list, tuple, range)):
+        raise TypeError(f"queries must be a list of tiles such as [0], or None for the class token; got {queries!r}.")
+    numbers = [integer(tile, f"queries[{i}]", 0) for i, tile in enumerate(numbers)]
+    if any(tile >= tiles for tile in numbers):
+        raise ValueError(f"queries holds tile {max(numbers)}, but there are {tiles} tiles (0..{tiles - 1}).")
+    return [tile + 1 for tile in numbers]
+
+
+#: options of a SlidePretrainer that an encoder does not have
+PRETRAINING = ("mask_ratio", "normalise", "decoder_dim", "decoder_depth", "mask_seed")
+
+
+class SlideEncoderOptions(SlideOptions, PooledOptions, total=False):
+    """Options of a SlideEncoder that are not its own."""
+
+    task: Literal["classification", "regression", "ordinal", "survival"] | None
+    num_classes: int | None
+
+
+class SlideEncoder(SlideBackbone, PooledModule):
+    """The slide encoder of GigaPath (doi 10.1038/s41586-024-07441-w): tile features and coordinates to one embedding.
+
+    Called with tiles it returns embeddings, see `forward`. For training, batches are mappings with `features` (B, N, F)
+    whose first row is blank, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`. Or D slides
+    packed into one row: B = 1, a blank row in front of each, `cu_seqlens` (D + 1,) int32 on the CPU, and `label` (D,);
+    predictions are then (D,).
+
+    Args:
+        pool: "class", the class token, or "mean" over the tiles; either is then normalised.
+        pretrained: a file to start from: a release, or a checkpoint of this class or of `SlidePretrainer`.
+        feature_dim, dim, depth, num_heads: see `SlideBackbone`.
+        dropout, drop_path: see `TransformerModel`.
+        options: others of `SlideBackbone` and `PooledModule`.
+
+    Raises:
+        FileNotFoundError: if there is no file `pretrained`.
+        ValueError, TypeError: naming the argument.
+    """
+
+    sequence_spec = SequenceSpec(
+        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
+    )
+
+    def __init__(
+        self,
+        feature_dim: int = 1536,
+        dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 16,
+        *,
+        pool: Literal["class", "mean"] = "class",
+        pretrained: str | None = None,
+        dropout: float = 0.25,
+        drop_path: float = 0.1,
+        **options: Unpack[SlideEncoderOptions],
+    ) -> None:
+        super().__init__(feature_dim, dim, depth, num_heads, dropout=dropout, drop_path=drop_path, **options)
+        if pool not in ("class", "mean"):
+            raise ValueError(f"pool must be class or mean, got {pool!r}.")
+        self.pool, self.pretrained = pool, pretrained
+        if pretrained is not None and not Path(pretrained).is_file():
+            raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
+
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random slide of N rows, and its label."""
+        return {**self.example_rows(tokens), **self.example_label()}
+
+    export_rows = 1
+
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Features (B, T, F) and coords (B, T, 2)."""
+        rows, device = self.example_rows(1 + length), self.cls_token.device
+        features = torch.randn(batch_size, length, self.feature_dim, device=device)
+        return {"features": features, "coords": rows["coords"][:, 1:].repeat(batch_size, 1, 1)}
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Embeddings (B, E), and logits (B, C) with a task."""
+        return self._exported(self(inputs["features"], inputs["coords"]))
+
+    @classmethod
+    def from_gigapath(
+        cls, path: str | Path, compat: bool = True, num_heads: int = 16, grid: int = 1000, **options: Any
+    ) -> SlideEncoder:
+        """An encoder in eval mode with released weights; its sizes follow from the tensors.
+
+        Args:
+            path: `{"model": state_dict}` or a bare state dict of a GigaPath layout (12l768d, 24l1024d, 12l1536d, 12l384d),
+                alone or inside a fine-tuned model; loaded with `weights_only=True`.
+            compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
+            num_heads, grid: which do not follow from weights; every release has 16 heads and 1000 cells.
+            options: other arguments of `SlideEncoder`. With `depth`, the file must have as many layers; without, as many
+                as GigaPath's encoder of its width, if there is one.
+
+        Raises:
+            FileNotFoundError, ValueError: naming what the file lacks. Unused entries are reported in one line.
+        """
+        sizes = sizes_of(own_weights(read_weights(path), str(path), grid), str(path))
+        known = PUBLISHED.get((sizes["feature_dim"], sizes["dim"]))
+        check_depth(sizes["depth"], options.get("depth"), known, path, "GigaPath's encoder")
+        padding = "attended" if compat else "masked"
+        model = cls(
+            **{**sizes, "num_heads": num_heads, "grid": grid, "padding": padding, **options}, pretrained=str(path)
+        )
+        model.configure_model()
+        return model.eval()
+
+    @classmethod
+    def from_pretrained_mae(cls, path: str | Path, **options: Any) -> SlideEncoder:
+        """An encoder in eval mode with weights and settings of a checkpoint of a `SlidePretrainer`.
+
+        Args:
+            path: a Lightning checkpoint.
+            options: arguments of `SlideEncoder` that differ from the checkpoint's, or that it does not have, such as `task`.
+
+        Raises:
+            FileNotFoundError, ValueError: for other files.
+        """
+        stored = read_file(path)
+        settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
+        if not settings:
+            raise ValueError(
+                f"{path} is not a Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its "
+                "weights, from_gigapath those of a release."
+            )
+        settings = file_arguments(settings, path, options)
+        known = {name: made_values(value) for name, value in settings.items() if name not in PRETRAINING}
+        segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding", "global_class_token")
+        replaced = segments if "pattern" in options else ("pattern",) if set(segments) & set(options) else ()
+        known = {name: value for name, value in known.items() if name not in replaced}
+        model = cls(**{**known, **options}, pretrained=str(path))
+        model.configure_model()
+        return model.eval()
+
+    def released_state_dict(self) -> dict[str, Tensor]:
+        """The encoder's weights by the names of a GigaPath release, without the table of positions, which is computed.
+
+        Raises:
+            ValueError: while the model has low-rank updates.
+        """
+        if self.lora_rank is not None:
+            raise ValueError("a release has no place for low-rank updates: call merge_lora() first.")
+        return to_released(self.state_dict())
+
+    def build(self) -> None:
+        """The encoder and the head, with fresh weights or those of `pretrained`."""
+        self._build_backbone()
+        self.head = self._make_head()
+        init_weights(self, self.depth, self.dim)
+        if self.pretrained is not None:
+            load_backbone(self, self.pretrained)
+        if self.compile_blocks:
+            self.transformer.compile_blocks()
+
+    def forward(
+        self, features: Tensor, coords: Tensor, lengths: Tensor | None = None, all_layers: bool = False
+    ) -> Tensor | list[Tensor]:
+        """Embeddings of slides from their tiles.
+
+        Args:
+            features: (B, T, F), any floating dtype; padded on the right.
+            coords: (B, T, 2), x and y in whole pixels of each tile's upper left corner.
+            lengths: (B,), tiles of each slide; None: no padding. Padding does not change a slide's embedding.
+            all_layers: return a list: for the input to the first layer, and for each layer's output.
+
+        Returns:
+            (B, E), or a list of depth + 1 of these.
+
+        Raises:
+            TypeError, ValueError: for shapes, or coordinates that would give wrong positions.
+        """
+        _one_rank("tiles alone are encoded on one rank; on several give batches with a blank row to `embed`.")
+        x, rows = self._tiles(features, coords, lengths)
+        return self._pooled(x, torch.arange(x.shape[1]), rows, all_layers)
+
+    @torch.no_grad()
+    def attention_map(
+        self,
+        features: Tensor,
+        coords: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        layer: int | str = -1,
+        heads: Literal["mean", "all"] = "mean",
+        queries: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Attention of the class token to each tile, exactly and without an N x N matrix: a heat map of the slide.
+
+        Memory beyond that of encoding the slides is O(B H T) a layer (times the number of `queries`).
+
+        Args:
+            features, coords, lengths: as of `forward`.
+            layer: 0 to depth - 1, or -1 for the last, and so on; "all" for every layer.
+            heads: "mean" over them, or "all".
+            queries: Q tiles in place of the class token, such as [5].
+
+        Returns:
+            (B, T) fp32 (fp64 for such weights), without a gradient: column t is tile t in the order of `features`, 0 in the
+            padding and where no branch of the pattern reaches. Up to three dims more, in this order: layers in front for
+            layer="all", (.., B, H, T) for heads="all", (.., Q, T) for `queries`; a query beyond its slide's length has 0.
+            A row sums to 1 less the class token's own weight (and, with padding="attended", that of the zero pads).
+            For slide b with n tiles, `heat_map(weights[b, :n], coords[b, :n], tile_size)` is a picture and
+            `write_attention(path, weights[b, :n])` writes into its file (both in `lightning_dilated.data`).
+
+        Raises:
+            TypeError, ValueError: as of `forward`; for other arguments, in training mode, and while ranks share a sequence.
+        """
+        _one_rank("attention_map takes whole slides on one rank: call it outside of the steps that share a sequence.")
+        layers = chosen_layers(layer, self.depth)
+        if heads not in ("mean", "all"):
+            raise ValueError(f"heads must be mean or all, got {heads!r}.")
+        if self.training:
+            raise ValueError("attention_map is for a model in eval mode, as dropout changes it: call .eval() before.")
+        x, rows = self._tiles(features, coords, lengths)
+        query_rows = [0] if queries is None else tile_rows(queries, features.shape[1])
+        weights = layer_weights(self.transformer, x, query_rows, layers, rows)
+        maps = torch.stack([(w.mean(1) if heads == "mean" else w)[..., 1:] for w in weights])
+        maps = maps[..., 0, :] if queries is None else maps
+        return maps if layer == "all" else maps[0]
+
+    def _tiles(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(class token and tiles (B, 1 + T, E), lengths (B,) that count both)."""
+        self.configure_model()
+        if isinstance(features, Tensor) and features.ndim == 3 and not features.shape[1]:
+            raise ValueError("a slide has at least one tile; got features without tiles.")
+        tiles = check_lengths(lengths, features.shape[1], 1, "a slide has at least one tile")
+        return self.tile_tokens(features, coords, tiles), None if tiles is None else tiles + 1
+
+    def embed(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, E), or (D, E) of packed slides, from this rank's rows of a training batch; each slide's first row is blank."""
+        self.configure_model()
+        checked_by_all(self._check_entries, batch)
+        lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
+        documents = self._documents(batch)
+        x, positions = self.row_tokens(batch["features"], batch["coords"], lengths, documents=documents)
+        y = self.transformer(self.dropout(x), lengths=lengths, cu_seqlens=batch.get("cu_seqlens"))
+        return self._pool(y, positions, lengths, documents)
+
+    def _pool(self, x: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None) -> Tensor:
+        """(B, E) of hidden states (B, L, E), normalised."""
+        if self.pool == "class":
+            return self.norm(first_token(x, positions, documents))
+        return self.norm(mean_token(x, positions, lengths, start=1, documents=documents))
+
+    def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: bool) -> Tensor | list[Tensor]:
+        """Hidden states pooled and normalised; with `all_layers` each layer's, before the stack's own last norm."""
+        layers: list[Tensor] = []
+        watch = (lambda y: layers.append(self._pool(y, positions, lengths))) if all_layers else None
+        out = self.transformer(self.dropout(x), lengths=lengths, watch=watch)
+        return layers if all_layers else self._pool(out, positions, lengths)
+
+
+def _one_rank(message: str) -> None:
+    """Raise ValueError while several ranks share a sequence."""
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
+        raise ValueError(message)

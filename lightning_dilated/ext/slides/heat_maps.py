@@ -1,0 +1,240 @@
+"""Attention weights of tiles as a grid, as a PNG over the slide's thumbnail, and written into the slide's file.
+
+Shape letters: N positions (tiles, and rows without a tile: a class token's, padding), T tiles of the file, H heads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_dilated._validation import one_of, refuse_special
+from lightning_dilated.ext.slides.coordinates import check_coordinates, tile_cells
+from lightning_dilated.ext.slides.files import H5, SlideReader, import_h5py
+from lightning_dilated.ext.text.remote import refuse_url
+
+#: more cells of a picture are taken for a mistake
+MOST_CELLS = 10**8
+
+
+def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
+    """One value a tile as a picture: grid[row, column] of the cell that covers pixels row * tile_size and on.
+
+    Args:
+        weights: (N,) such as `encoder.attention_map(...)[0]`, or `attention_weights(...)[0, :, 0].mean(0)` of other models.
+        coords: (N, 2) integer pixels, x and y; rows below 0 (a class token's, padding) are left out.
+        tile_size: side of a tile in these pixels.
+
+    Returns:
+        (rows, columns) float64 from cell (0, 0) on, NaN where there is no tile. Where a few tiles share a cell, their sum.
+
+    Raises:
+        ValueError: for shapes that do not agree, or coordinates that `check_coordinates` refuses.
+    """
+    values, places = _tile_weights("heat_map", weights, coords, tile_size)
+    columns, rows = tile_cells(places, tile_size).T
+    shape = int(rows.max()) + 1, int(columns.max()) + 1
+    if shape[0] * shape[1] > MOST_CELLS:
+        raise ValueError(f"the heat map would have {shape[0]} x {shape[1]} cells: set a larger tile_size")
+    grid = np.full(shape, np.nan)
+    grid[rows, columns] = 0
+    np.add.at(grid, (rows, columns), values)
+    return grid
+
+
+#: pixels of the longer side of a picture without a thumbnail, and of the largest tile in it
+LONGEST, LARGEST_TILE = 2048, 16
+#: how far the proportions of a thumbnail may be from the slide's
+PROPORTION = 0.05
+COLOURS, OPACITY = "inferno", 0.6
+
+
+def write_heat_map(
+    path: str | os.PathLike[str],
+    weights: Any,
+    coords: Any,
+    tile_size: int = 256,
+    *,
+    thumbnail: str | os.PathLike[str] | None = None,
+    slide_size: tuple[int, int] | None = None,
+    scale: str = "rank",
+) -> None:
+    """A PNG of attention weights: a coloured square a tile, dark for little and bright for much.
+
+    Args:
+        path: of the picture.
+        weights: (N,), as of `heat_map`.
+        coords: (N, 2) integer pixels, x and y; rows below 0 are left out.
+        tile_size: side of a tile in these pixels.
+        thumbnail: a picture of the whole slide, on which tiles are drawn half transparent; None for a white ground.
+        slide_size: (width, height) of the slide in the pixels of coords; needed with a thumbnail.
+        scale: "rank" colours by the share of tiles that have less, which shows differences however skewed the weights are;
+            "linear" from the least weight to the largest.
+
+    Raises:
+        ValueError: as `heat_map`; for a thumbnail without `slide_size`, or of other proportions than the slide's.
+        FileNotFoundError: for a missing thumbnail.
+    """
+    from matplotlib import colormaps
+    from PIL import Image
+
+    one_of(scale, "scale", ("rank", "linear"))
+    values, places = _tile_weights("write_heat_map", weights, coords, tile_size)
+    order = values.argsort(kind="stable")
+    if thumbnail is None:
+        zoom = min(LARGEST_TILE / tile_size, LONGEST / (places.max() + tile_size))
+        picture, factors, opacity = None, np.array([zoom, zoom]), 1.0
+    else:
+        picture = np.array(_open_thumbnail(thumbnail))
+        factors, opacity = _factors(thumbnail, picture.shape[:2], slide_size), OPACITY
+    starts = np.floor(places * factors).astype(int)
+    stops = np.maximum(np.floor((places + tile_size) * factors).astype(int), starts + 1)
+    canvas = np.full((*stops.max(0)[::-1], 3), 255, np.uint8) if picture is None else picture
+    colours = 255 * colormaps[COLOURS](_shares(values, scale))[:, :3]
+    ground = canvas.copy()
+    for i in order:  # the largest last, where several tiles share a pixel
+        at = slice(starts[i, 1], stops[i, 1]), slice(starts[i, 0], stops[i, 0])
+        canvas[at] = np.round(opacity * colours[i] + (1 - opacity) * ground[at])
+    Image.fromarray(canvas).save(os.fspath(path), format="PNG")
+
+
+def _shares(values: np.ndarray, scale: str) -> np.ndarray:
+    """(N,) from 0 to 1: how much of the range of colours each value takes; of equal values the same."""
+    if scale == "linear":
+        return (values - values.min()) / (np.ptp(values) or 1.0)
+    distinct, number, counts = np.unique(values, return_inverse=True, return_counts=True)
+    below = np.cumsum(counts) - counts
+    return below[number] / max(1, below[-1]) if len(distinct) > 1 else np.zeros(len(values))
+
+
+def _open_thumbnail(path: str | os.PathLike[str]) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    refuse_special(path)
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"thumbnail {os.fspath(path)}: no such file") from None
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
+        raise ValueError(f"thumbnail {os.fspath(path)} cannot be read as a picture ({error}): make it again") from error
+
+
+def _factors(path: Any, shape: tuple[int, int], slide_size: tuple[int, int] | None) -> np.ndarray:
+    """(2,) pixels of the thumbnail for one of the slide, along x and y."""
+    if slide_size is None:
+        raise ValueError(
+            f"thumbnail {os.fspath(path)} can be drawn on only where the slide's size is known, and its file does not state "
+            "it: give slide_size, width and height in the pixels of coords, or leave the thumbnail out"
+        )
+    factors = np.array(shape[::-1]) / np.array(slide_size)
+    if abs(factors[0] / factors[1] - 1) > PROPORTION:
+        raise ValueError(
+            f"thumbnail {os.fspath(path)} has {shape[1]} x {shape[0]} pixels, and the slide {slide_size[0]} x "
+            f"{slide_size[1]}, which are other proportions: is it of another slide, or turned?"
+        )
+    return factors
+
+
+def write_attention(
+    path: str | os.PathLike[str],
+    weights: Any,
+    coords: Any = None,
+    *,
+    name: str = "attention",
+    features_name: str = "features",
+    coords_name: str = "coords",
+    overwrite: bool = False,
+) -> None:
+    """Add a dataset of attention weights to a slide's .h5 file, float32, a row for each tile in the file's order.
+
+    Args:
+        path: an .h5 slide with features (T, F) and coords (T, 2).
+        weights: (N,) or (N, H), one row a position.
+        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they identify the tile of a row. Rows
+            below 0 are left out, and tiles without a row get NaN. None: weights are the T tiles in the file's order,
+            without a class token.
+        name: of the dataset.
+        features_name, coords_name: names of the slide's arrays.
+        overwrite: replace a dataset of that name.
+
+    Raises:
+        ValueError: for shapes that do not agree, weights that are not finite, coordinates that the file lacks or has
+            twice, a file that cannot be used, or a dataset that exists already.
+        ImportError: where h5py is missing.
+    """
+    path = os.fspath(path)
+    refuse_url(path, "path")
+    if not path.lower().endswith(H5):
+        raise ValueError(f"{path}: attention is written to .h5 files; torch.save it next to a .pt slide yourself")
+    if name in (features_name, coords_name):
+        raise ValueError(f"name is {name!r}, which holds the slide itself: choose another")
+    reader = SlideReader(features_name, coords_name)
+    tiles = reader.inspect(path).tiles
+    values = _plain(weights).astype(np.float32)
+    if values.ndim not in (1, 2):
+        raise ValueError(f"weights must be (N,) or (N, H), got {values.shape}; take one query and one sample first")
+    if not np.isfinite(values).all():
+        raise ValueError(f"weights of {path} are not all finite: nothing was written")
+    if coords is not None:
+        values = _in_file_order(path, values, _plain(coords), reader.read_coords(path))
+    elif len(values) != tiles:
+        token = ", as if with a class token: leave its row out" if len(values) == tiles + 1 else ""
+        raise ValueError(f"{path} has {tiles} tiles, but weights have {len(values)} rows{token}, or give coords")
+    with import_h5py().File(path, "r+") as file:
+        if name in file:
+            if not overwrite:
+                raise ValueError(f"{path} holds {name!r} already: pass overwrite=True, or another name")
+            del file[name]
+        file.create_dataset(name, data=values)
+
+
+def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    """(T, ...) with each row of `values` at the tile of its coordinates, NaN elsewhere."""
+    if coords.shape != (len(values), 2):
+        raise ValueError(f"coords must be ({len(values)}, 2), one for each weight; got {coords.shape}")
+    values, coords = _tiles(values, coords)
+    indices = {tuple(x): i for i, x in enumerate(tiles.tolist())}
+    if len(indices) != len(tiles) or len({tuple(x) for x in coords.tolist()}) != len(coords):
+        raise ValueError(
+            f"{path}: coordinates occur twice, so they do not identify tiles: give weights in the file's order"
+        )
+    lost = [tuple(x) for x in coords.tolist() if tuple(x) not in indices]
+    if lost:
+        raise ValueError(
+            f"{path} has no tile at {lost[0]} ({len(lost)} of {len(coords)} are missing): is it another slide?"
+        )
+    out = np.full((len(tiles), *values.shape[1:]), np.nan, dtype=values.dtype)
+    out[[indices[tuple(x)] for x in coords.tolist()]] = values
+    return out
+
+
+def _tile_weights(name: str, weights: Any, coords: Any, tile_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(values (T,) float64, coords (T, 2)) of the rows that are tiles, checked, for the function `name`."""
+    values, places = _plain(weights).astype(np.float64), _plain(coords)
+    if values.ndim != 1 or places.shape != (len(values), 2):
+        raise ValueError(
+            f"{name} needs weights (N,) and coords (N, 2), got {values.shape} and {places.shape}; take one query, one "
+            "sample and one head, or their mean, first"
+        )
+    values, places = _tiles(values, places)
+    check_coordinates(places, tile_size)
+    if not len(values):
+        raise ValueError(f"{name} got no tile: every row of coords is below 0")
+    return values, places
+
+
+def _tiles(values: np.ndarray, coords: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(values, coords) without the rows of no tile."""
+    real = (coords >= 0).all(1)
+    return values[real], coords[real]
+
+
+def _plain(x: Any) -> np.ndarray:
+    if not isinstance(x, torch.Tensor):
+        return np.asarray(x)
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()

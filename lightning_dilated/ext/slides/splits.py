@@ -1,0 +1,185 @@
+"""Splits of slides by group: fractions and folds that keep groups whole and spread every class, and warnings about them."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_dilated.data.module import SPLITS
+from lightning_dilated.ext.slides.labels import Row
+
+
+def check_groups(path: str, rows: list[Row], split_column: str, group_column: str) -> None:
+    """Raise ValueError where the split column puts slides of one group, such as a patient's, into several splits."""
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        counts.setdefault(str(row.group), Counter())[str(row.split)] += 1
+    torn = {group: counter for group, counter in counts.items() if len(counter) > 1}
+    if not torn:
+        return
+    combinations = Counter(tuple(split for split in SPLITS if counter[split]) for counter in torn.values())
+    shown = "; ".join(
+        f"{group!r} has " + ", ".join(f"{counter[split]} in {split}" for split in SPLITS if counter[split])
+        for group, counter in list(torn.items())[:5]
+    )
+    raise ValueError(
+        f"{path}: the column {split_column!r} cuts {len(torn)} of {len(counts)} groups of {group_column!r} apart ("
+        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in combinations.most_common())
+        + f"), so a model would be tested on groups that it was trained on: {shown}{'; ...' if len(torn) > 5 else ''}. Give "
+        "all slides of a group one split, set data.split_column to null to split by fractions, or leave data.group_column "
+        "out if the groups may be mixed"
+    )
+
+
+def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: int) -> list[int]:
+    """The fold of each slide, from 0 to folds - 1: groups are shuffled and dealt in turn, class by class.
+
+    Slides of one group stay together. Folds differ by at most one group, and by at most one group of each class; a group
+    counts as the class among its slides that fewest groups have. Depends on the names of the groups, their classes and the
+    seed alone.
+
+    Args:
+        groups, labels: as of `split_groups`.
+
+    Raises:
+        ValueError: for fewer groups than folds.
+    """
+    names = sorted(set(groups))
+    if len(names) < folds:
+        raise ValueError(
+            f"data.folds is {folds}, but there are only {len(names)} groups of slides (data.group_column; without it each "
+            "slide is one): lower data.folds"
+        )
+    strata = _strata(groups, labels)
+    order = [names[i] for i in np.random.default_rng([seed, folds]).permutation(len(names))]
+    order.sort(key=lambda name: strata[name])  # stable: shuffled within a class
+    fold_of = {name: i % folds for i, name in enumerate(order)}
+    return [fold_of[group] for group in groups]
+
+
+def split_folds(
+    groups: list[str], labels: list[int] | None, folds: int, fold: int, val_fraction: float, seed: int
+) -> list[str]:
+    """A split for each slide: fold number `fold` is tested; of the others `val_fraction` validates, and the rest trains.
+
+    Args:
+        groups, labels: as of `split_groups`.
+        folds, seed: as of `deal_groups`.
+    """
+    fold_of = deal_groups(groups, labels, folds, seed)
+    rest = [i for i, number in enumerate(fold_of) if number != fold]
+    labels_there = None if labels is None else [labels[i] for i in rest]
+    words = split_groups([groups[i] for i in rest], labels_there, val_fraction, 0, seed)
+    out = ["test"] * len(groups)
+    for i, word in zip(rest, words, strict=True):
+        out[i] = word
+    return out
+
+
+def split_groups(
+    groups: list[str], labels: list[int] | None, val_fraction: float, test_fraction: float, seed: int
+) -> list[str]:
+    """A split for each slide: random groups, as many as the fractions say, with each class in its share.
+
+    Slides of one group stay together. A fraction above 0 gives at least one group, and a group of each class where it gives
+    as many groups as there are classes and the class has one to spare: one stays for training. A group counts as the class
+    among its slides that fewest groups have. Depends on the names of the groups, their classes and the seed alone.
+
+    Args:
+        groups: of each slide.
+        labels: class number of each slide; None for no classes.
+    """
+    names = sorted(set(groups))
+    rng = np.random.default_rng([seed])
+    order = [names[i] for i in rng.permutation(len(names))]
+    strata = _strata(groups, labels)
+    members = {c: [name for name in order if strata[name] == c] for c in dict.fromkeys(strata[name] for name in order)}
+    sizes = {
+        s: max(1, round(f * len(names))) if f > 0 else 0 for s, f in (("val", val_fraction), ("test", test_fraction))
+    }
+    split_of = dict.fromkeys(names, "train")
+    keep = 1 if sum(sizes.values()) < len(names) else 0
+    for split, size in sizes.items():
+        unassigned = {
+            c: [name for name in class_groups if split_of[name] == "train"] for c, class_groups in members.items()
+        }
+        for c, count in _quotas({c: len(x) for c, x in members.items()}, unassigned, size, keep).items():
+            split_of |= dict.fromkeys(unassigned[c][:count], split)
+    return [split_of[group] for group in groups]
+
+
+def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
+    """The class that each group counts as: the rarest of its slides', so that rare ones are spread over the splits."""
+    classes: dict[str, set[int]] = {}
+    for group, label in zip(groups, labels or [0] * len(groups), strict=True):
+        classes.setdefault(group, set()).add(label)
+    groups_of = Counter(c for members in classes.values() for c in members)
+    return {group: min(members, key=lambda c: (groups_of[c], c)) for group, members in classes.items()}
+
+
+def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
+    """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
+    total = sum(counts.values())
+    available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
+    size = min(size, sum(map(len, unassigned.values())))
+    if sum(available.values()) < size:  # many classes of one group each
+        available = {c: len(unassigned[c]) for c in counts}
+    exact = {c: size * n / total for c, n in counts.items()}
+    out = {c: min(int(exact[c]), available[c]) for c in counts}
+    if size >= len(counts):
+        out = {c: max(out[c], min(1, available[c])) for c in counts}
+    # classes are in a random order, which decides between equal remainders
+    while (missing := size - sum(out.values())) > 0:
+        c = max((c for c in counts if out[c] < available[c]), key=lambda c: exact[c] - out[c])
+        out[c] += 1
+    while missing < 0:
+        c = max((c for c in counts if out[c] > 1), key=lambda c: out[c] - exact[c])
+        out[c] -= 1
+        missing += 1
+    return out
+
+
+def check_agreement(path: str, rows: list[Row], labels: Sequence[object] | None, group_column: str) -> None:
+    """Raise ValueError where slides that become one sample have different labels."""
+    seen: dict[str, tuple[Row, object]] = {}
+    for row, label in zip(rows, labels or (), strict=bool(labels)):
+        first, there = seen.setdefault(str(row.group), (row, label))
+        if there != label:
+            raise ValueError(
+                f"{path}, lines {first.line} and {row.line}: slides {first.slide!r} and {row.slide!r} of {group_column} "
+                f"{row.group!r} have different labels, but data.merge_groups makes one sample of them: give them one label, "
+                "or set data.merge_groups to false"
+            )
+
+
+def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
+    """Warn of validation and test splits whose slides are all of one class."""
+    for split in SPLITS[1:]:
+        numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
+        if numbers_there and len(set(numbers_there)) == 1:
+            remedy = "give it slides of another class in the csv"
+            if set(splits) == {split}:
+                remedy = "add slides of the other classes"
+            elif not by_column:
+                remedy = f"raise data.{split}_fraction, or add slides of the other classes"
+            only = classes[int(numbers_there[0])]
+            warnings.warn(
+                f"the {split} split has slides of one class only: {len(numbers_there)} of {only!r}. {split}_auroc will "
+                f"be nan, and a callback that watches it cannot work: {remedy}.",
+                stacklevel=3,
+            )
+
+
+def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
+    """Warn of classes without a slide to train on."""
+    trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
+    missing = [name for i, name in enumerate(classes) if i not in trained]
+    if missing:
+        warnings.warn(
+            f"no training slide has the class {', '.join(missing)}: it cannot be learned. Change the split, or "
+            "data.classes.",
+            stacklevel=2,
+        )

@@ -1,0 +1,253 @@
+"""Weights of slide encoders in files, by the names of releases (GigaPath) or of this package, checked by name and shape.
+
+Shape letters: E embedding dim, F features of a tile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.ext.slides.backbone import GridPositions, released_pattern
+from lightning_dilated.models.pretrained import check_finite, check_layer_shapes, check_names, layers_of, missing_file
+from lightning_dilated.pattern.layers import read_patterns
+
+#: (release, ours) of a layer's parameters; q, k and v become one
+LAYER = {
+    "self_attn.inner_attn_ln": "attention.sub_norm",
+    "self_attn.out_proj": "attention.out_proj",
+    "self_attn_layer_norm": "attention_norm",
+    "ffn.fc1": "ffn.fc1",
+    "ffn.fc2": "ffn.fc2",
+    "ffn.ffn_layernorm": "ffn.norm",
+    "final_layer_norm": "ffn_norm",
+}
+QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
+OUTER = {"patch_embed.proj": "patch_embed", "encoder.layer_norm": "transformer.norm", "norm": "norm"}
+OWN = re.compile(r"(cls_token$|patch_embed\.|transformer\.|norm\.)")
+_LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
+_OWN_LAYERS = re.compile(r"transformer\.blocks\.([0-9]+)\.")
+#: layers of GigaPath's published slide encoders, by features and width
+PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12}
+
+
+def read_file(path: str | Path) -> Any:
+    """The contents of a torch.save file; tensors stay on disk until they are used, and no code in the file is run.
+
+    Raises:
+        FileNotFoundError, ValueError: for a missing file, or one that cannot be read.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(missing_file(path, "slide encoder weights"))
+    try:
+        return load_file(path, mapped=True)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} cannot be read as torch weights ({lines[0][:240]}).") from None
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The state dict of a file: `{"model": ...}`, `{"state_dict": ...}` or bare; raises as `read_file`."""
+    stored = read_file(path)
+    for name in ("model", "state_dict"):
+        if isinstance(stored, Mapping) and isinstance(stored.get(name), Mapping):
+            stored = stored[name]
+    if not isinstance(stored, Mapping) or not all(isinstance(x, Tensor) for x in stored.values()):
+        raise ValueError(f'{path} holds no weights: expected a state dict, bare or as {{"model": state_dict}}.')
+    check_names(stored, path)
+    return dict(stored)
+
+
+def released_names(depth: int) -> list[str]:
+    """The names of a released encoder of `depth` layers."""
+    layer = [*QKV, *LAYER]
+    modules = [*OUTER, *(f"encoder.layers.{i}.{x}" for i in range(depth) for x in layer)]
+    return ["cls_token", *(f"{m}.{x}" for m in modules for x in ("weight", "bias"))]
+
+
+def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: bool = False) -> dict[str, Tensor]:
+    """The encoder's part of a state dict, in this package's names.
+
+    Args:
+        stored: of a release, also as part of a larger model (with names such as `slide_encoder.norm.bias`), or ours.
+        where: the file, for messages.
+        grid: cells along an axis, to check a stored table of positions against.
+        report: log in one line what else the file holds.
+
+    Raises:
+        ValueError: naming missing parameters, or where the table of positions is another one.
+    """
+    if any(".lora_" in name or ".base_layer." in name for name in stored):
+        raise ValueError(
+            f"{where} holds LoRA's updates apart from the weights: call merge_lora() on the model and save it again."
+        )
+    prefixes = [name.removesuffix("cls_token") for name in stored if re.search(r"(^|\.)cls_token$", name)]
+    if len(prefixes) != 1:
+        image = any(name.endswith("patch_embed.proj.weight") and x.ndim == 4 for name, x in stored.items())
+        hint = " It embeds images: LongViT.from_longvit loads a LongViT." if image else ""
+        raise ValueError(
+            f"{where} is no slide encoder with a class token: no single cls_token among {few(stored)}.{hint}"
+        )
+    prefix = prefixes[0]
+    inside = {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
+    extra = [name for name in stored if not name.startswith(prefix)]
+    layers = [m[1] for m in map(_LAYERS.match, inside) if m]
+    if layers or not any(name.startswith("transformer.") for name in inside):
+        expected = released_names(layers_of(layers, len(inside), where))
+        check_layer_shapes(inside, where)
+        encoder = _converted(inside, expected, where)
+        if "pos_embed" in inside:
+            _check_table(inside["pos_embed"], grid, where)
+            expected = [*expected, "pos_embed"]
+        extra += [name for name in inside if name not in expected]
+    else:
+        encoder = {name: x for name, x in inside.items() if OWN.match(name)}
+        extra += [name for name in inside if name not in encoder]
+        _check_own(encoder, where)
+    if extra and report:
+        rank_zero_info(f"{where}: {len(extra)} entries besides the encoder's are not used: {few(extra)}")
+    return encoder
+
+
+def _converted(inside: Mapping[str, Tensor], expected: list[str], where: str) -> dict[str, Tensor]:
+    """A release's tensors by this package's names."""
+    missing = [name for name in expected if name not in inside]
+    if missing:
+        raise ValueError(
+            f"{where} lacks {len(missing)} of {len(expected)} parameters of a slide encoder: {few(missing)}."
+        )
+    ours = {"cls_token": inside["cls_token"]}
+    for kind in ("weight", "bias"):
+        ours |= {f"{to}.{kind}": inside[f"{name}.{kind}"] for name, to in OUTER.items()}
+        for i in range(sum(name.endswith("ffn.fc1.weight") for name in expected)):
+            old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
+            ours |= {f"{new}.{to}.{kind}": inside[f"{old}.{name}.{kind}"] for name, to in LAYER.items()}
+            ours[f"{new}.attention.in_proj_{kind}"] = torch.cat([inside[f"{old}.{x}.{kind}"] for x in QKV])
+    return ours
+
+
+def to_released(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
+    back = {ours: theirs for theirs, ours in LAYER.items()}
+    outer = {ours: theirs for theirs, ours in OUTER.items()}
+    released = {}
+    for name, x in own.items():
+        module, _, kind = name.rpartition(".")
+        block = re.match(r"transformer\.blocks\.(\d+)\.(.*)", module)
+        if name == "cls_token" or module in outer:
+            released[f"{outer[module]}.{kind}" if module else name] = x
+        elif block and kind.startswith("in_proj_"):
+            for part, theirs in zip(x.chunk(3), QKV, strict=True):
+                released[f"encoder.layers.{block[1]}.{theirs}.{kind.removeprefix('in_proj_')}"] = part
+        elif block:
+            released[f"encoder.layers.{block[1]}.{back[block[2]]}.{kind}"] = x
+    return released
+
+
+def _check_own(own: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless all layers are there and their shapes fit each other; by this package's names."""
+    layers_of([m[1] for m in map(_OWN_LAYERS.match, own) if m], len(own), where)
+    try:
+        check_layer_shapes(to_released(own), where)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{where} is no slide encoder ({error}).") from None
+
+
+def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
+    """feature_dim, dim, depth and ffn_dim of weights by this package's names; the number of heads does not follow from them.
+
+    Raises:
+        ValueError: naming `where`, for weights that are not those of an encoder.
+    """
+    depth = 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, own) if m), default=-1)
+    embed, first = own.get("patch_embed.weight"), own.get("transformer.blocks.0.ffn.fc1.weight")
+    if (
+        depth < 1
+        or embed is None
+        or first is None
+        or embed.ndim != 2
+        or first.ndim != 2
+        or len(embed) != first.shape[1]
+    ):
+        raise ValueError(f"patch_embed.weight and the first layer of {where} are missing, or do not fit each other.")
+    (dim, feature_dim), ffn_dim = embed.shape, first.shape[0]
+    return {"feature_dim": feature_dim, "dim": dim, "depth": depth, "ffn_dim": ffn_dim}
+
+
+def load_backbone(model: Any, path: str | Path) -> None:
+    """Copy the encoder's weights of a file into `model`; its head or decoder is left alone.
+
+    Raises:
+        FileNotFoundError, ValueError: also where the model's sizes differ from the file's, naming the settings.
+    """
+    _check_settings(model, path)
+    own = own_weights(read_weights(path), str(path), model.grid, report=True)
+    theirs, ours = sizes_of(own, str(path)), sizes_of(dict(model.named_parameters()))
+    wrong = [f"{name}={theirs[name]} there and {ours[name]} here" for name in theirs if theirs[name] != ours[name]]
+    if wrong:
+        raise ValueError(f"{path} does not fit this model: {', '.join(wrong)}. Set the model's sizes to the file's.")
+    named = {name: x for name, x in model.named_parameters() if OWN.match(name)}
+    missing = [name for name in named if name not in own]
+    if missing:
+        raise ValueError(f"{path} lacks {len(missing)} parameters of the encoder: {few(missing)}.")
+    check_finite({name: own[name] for name in named}, path)
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if own[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{path}: {name} is {tuple(own[name].shape)}, but here it is {tuple(parameter.shape)}."
+                )
+            parameter.copy_(own[name])
+
+
+def _check_settings(model: Any, path: str | Path) -> None:
+    """Raise ValueError where heads, tile size or grid of our checkpoint, which weights do not show, are not the model's."""
+    stored = read_file(path)
+    settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
+    for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
+        if name in settings and settings[name] != getattr(model, name):
+            raise ValueError(
+                f"{path} was trained with {name}={settings[name]}, and this model has {name}={getattr(model, name)}: its "
+                f"weights would mean something else. Set the model's {name} to {settings[name]}."
+            )
+    if not isinstance(settings, Mapping) or not {"pattern", "segment_lengths"} & settings.keys():
+        return
+    theirs = settings.get("pattern") or released_pattern(
+        settings.get("segment_lengths"), settings.get("dilation_rates"), settings.get("max_wsi_size"),
+        settings.get("tile_size", model.tile_size), settings.get("padding", "masked"),
+        settings.get("global_class_token", False),
+    )  # fmt: skip
+    theirs = read_patterns(theirs, model.depth, model.num_heads)
+    if theirs != model.pattern:
+        rank_zero_warn(f"{path} was trained with {theirs}, and this model attends by {model.pattern}.")
+
+
+def _check_table(table: Tensor, grid: int, where: str) -> None:
+    """Raise ValueError unless a release's stored table of positions is the fixed one that is computed here."""
+    rows, dim = table.shape[-2:]
+    side = round((rows - 1) ** 0.5)
+    if rows != 1 + side * side or side != grid:
+        raise ValueError(
+            f"{where} has {rows} positions, those of a {side} x {side} grid; set grid={side} (it is {grid})."
+        )
+    # a sample of its rows: the whole table would take gigabytes
+    index = torch.linspace(0, side * side - 1, min(side * side, 4096), dtype=torch.float64).long()
+    cells = torch.stack([index // side, index % side], -1)[None]
+    stored, expected = table.reshape(rows, dim), GridPositions(dim, grid)(cells)[0]
+    if bool(stored[0].any()) or not torch.allclose(stored[1 + index].float(), expected, rtol=0, atol=2e-3):
+        raise ValueError(
+            f"{where}: pos_embed is not the fixed sin-cos table, so its positions were learned or are others."
+        )
+
+
+def few(names: Iterable[str], most: int = 6) -> str:
+    """The first names in alphabetical order, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

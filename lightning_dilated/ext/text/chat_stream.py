@@ -1,0 +1,126 @@
+"""ChatStreamDataModule: conversations that are encoded while training, for data that is too large to be encoded before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dilated._validation import integer, one_of
+from lightning_dilated.data.text.any_tokenizer import checked_source
+from lightning_dilated.ext.text.chat import TOO_LONG
+from lightning_dilated.ext.text.messages import conversation
+from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, packed
+from lightning_dilated.ext.text.store import VERSION
+from lightning_dilated.ext.text.template import ChatTokenizer, load_chat_tokenizer
+
+
+@dataclass
+class ChatEncoder:
+    """The tokens of a conversation, and which of them are to be learned; counts those that are too long."""
+
+    tokenizer: ChatTokenizer
+    column: str
+    train_on: str
+    seq_len: int
+    too_long: str
+    longer: int = 0
+
+    def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """None for a conversation that is left out. Raises: ValueError for one that is too long, unless allowed."""
+        ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
+        if len(ids) <= self.seq_len:
+            return ids, learn
+        if self.too_long == "error":
+            raise ValueError(
+                f"{where} has {len(ids):,} tokens, more than data.seq_len = {self.seq_len:,}: raise it, or set "
+                "data.too_long to skip, which leaves such conversations out, or to cut, which ends them there"
+            )
+        self.longer += 1
+        if self.longer & (self.longer - 1) == 0:  # 1, 2, 4, 8, ...
+            rank_zero_info(
+                f"data: {self.longer:,} conversations of more than data.seq_len = {self.seq_len:,} tokens so far "
+                f"(data.too_long: {self.too_long})"
+            )
+        ids, learn = ids[: self.seq_len], learn[: self.seq_len]
+        return (ids, learn) if self.too_long == "cut" and learn[1:].any() else None
+
+
+class ChatStreamDataModule(StreamedDataModule):
+    """Conversations as of `ChatDataModule`, encoded while training: nothing is written before, and lengths are not known.
+
+    Each of the readers packs its own conversations into rows, in their order; rows are the same on any number of ranks and
+    loader workers, and a run goes on after the rows that were used. Where the source ends it begins again.
+
+    Args:
+        paths, tokenizer, seq_len, template, train_on, too_long, column: as of `ChatDataModule`. A repository is streamed.
+        pack_tokens: the most tokens of a row; null is `seq_len`.
+        readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see `StreamedDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    pack = staticmethod(packed)
+
+    def __init__(
+        self,
+        paths: str | list[str] | dict[str, Any],
+        tokenizer: str,
+        seq_len: int,
+        template: str | None = None,
+        train_on: Literal["assistant", "all"] = "assistant",
+        too_long: Literal["error", "skip", "cut"] = "error",
+        pack_tokens: int | None = None,
+        column: str = "messages",
+        readers: int = 8,
+        epoch_rows: int = 8192,
+        val_paths: str | list[str] | dict[str, Any] | None = None,
+        test_paths: str | list[str] | dict[str, Any] | None = None,
+        val_limit: int = 64,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        row = integer(seq_len if pack_tokens is None else pack_tokens, "data.pack_tokens", 1)
+        super().__init__(
+            paths,
+            seq_len,
+            row,
+            readers,
+            epoch_rows,
+            val_paths,
+            test_paths,
+            val_limit,
+            num_workers,
+            pin_memory,
+            cache_dir,
+        )
+        self.tokenizer_source, self.template, self.column = checked_source(tokenizer), template, column
+        self.train_on = one_of(train_on, "data.train_on", ("assistant", "all"))
+        self.too_long = one_of(too_long, "data.too_long", TOO_LONG)
+        self._tokenizer: ChatTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer, loaded when it is first asked for."""
+        if self._tokenizer is None:
+            self._tokenizer = load_chat_tokenizer(self.tokenizer_source, self.template)
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the tokenizer, with which models compare their own."""
+        return self.tokenizer.vocab_size
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """The tokenizer's files by name, which checkpoints keep."""
+        return self.tokenizer.files()
+
+    def encoder(self) -> Encode:
+        return ChatEncoder(self.tokenizer, self.column, self.train_on, self.seq_len, self.too_long)
+
+    def settings(self) -> str:
+        limits = f"up to {self.seq_len}, longer {self.too_long}"
+        return f"conversations ({VERSION}) in {self.column} by {self.tokenizer.digest()}, {self.train_on}, {limits}"

@@ -1,0 +1,118 @@
+"""Readers: independent passes through the rows of a source, each over its own part, from any row on.
+
+Shape letter: S readers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dilated.data.files import MARK, ByteStream, collect_files, paths_hint
+from lightning_dilated.ext.text.rows import (
+    SUFFIXES,
+    LoadedRows,
+    Rows,
+    is_saved,
+    load,
+    load_parquet,
+    open_rows,
+    without_fillers,
+)
+
+#: rows that are taken from a stream of `datasets` at a time
+_AT_ONCE = 16
+
+
+class Readers(Protocol):
+    """S readers of a source; row n of reader i is the same in every process."""
+
+    count: int
+
+    def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
+        """(row, its place for errors) of one pass of a reader, from its row `start` on."""
+        ...
+
+
+class NumberedReaders:
+    """Readers of rows by number: reader i has the rows i, i + S, i + 2S, ..., and reads no others."""
+
+    def __init__(self, rows: Rows, count: int, name: str) -> None:
+        if len(rows) < count:
+            raise ValueError(
+                f"data.{name} has {len(rows):,} rows for {count:,} readers, which take one each at least: lower "
+                "data.readers, or pass more data"
+            )
+        self.table, self.count = rows, count
+
+    def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
+        for number in range(reader + start * self.count, len(self.table), self.count):
+            yield self.table[number], self.table.where(number)
+
+
+class StreamReaders:
+    """Readers of a streaming dataset of `datasets`.
+
+    Where S divides its shards (such as files), a reader has shards of its own and reads no others. Otherwise reader i has
+    the rows i, i + S, i + 2S, ..., and reads past the others.
+    """
+
+    def __init__(self, dataset: Any, count: int, name: str) -> None:
+        self.dataset, self.count, self.name = dataset, count, name
+        self.own_shards = dataset.num_shards % count == 0
+        if not self.own_shards and count > 1:
+            rank_zero_info(
+                f"data: {name} has {dataset.num_shards:,} shards, which {count:,} readers cannot divide: each reads past "
+                "the rows of the others. Set data.readers to a number that divides the shards, for less to read."
+            )
+
+    def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
+        if self.own_shards:
+            part = self.dataset.shard(num_shards=self.count, index=reader)
+            numbered = enumerate(_each(part.skip(start) if start else part), start)
+            where = f" of reader {reader}" if self.count > 1 else ""
+        else:
+            own = ((n, x) for n, x in enumerate(_each(self.dataset)) if n % self.count == reader)
+            numbered, where = ((n, x) for n, x in own if n // self.count >= start), ""
+        for number, row in numbered:
+            yield row, f"{self.name}, row {number:,}{where} (counted from 0)"
+
+
+def _each(dataset: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a streaming dataset: all of them, also in a loader's worker, among which it would deal out its shards."""
+    for batch in dataset.iter(batch_size=_AT_ONCE):
+        for values in zip(*batch.values(), strict=True):
+            yield without_fillers(dict(zip(batch, values, strict=True)), dataset.features)
+
+
+def open_readers(sources: list[str] | dict[str, Any], name: str, count: int) -> tuple[Readers, str]:
+    """(S readers of `data.<name>`, a fingerprint of it). JSON is read by number, Parquet and repositories as streams.
+
+    Raises: OSError or ValueError naming the file and what to change; ModuleNotFoundError without `datasets` where it is
+        needed.
+    """
+    if isinstance(sources, dict):
+        saved = is_saved(str(sources["path"]))
+        loaded = load(sources if saved else {**sources, "streaming": True}, name)
+        about = f"{json.dumps(sources, sort_keys=True, default=str)} {getattr(loaded, 'split', None)}"
+        splits = {k: v.num_examples for k, v in (loaded.info.splits or {}).items()}
+        print_of = f"{about}{MARK}{sorted(splits.items())} {loaded.info.download_size}"
+        if saved:
+            return NumberedReaders(LoadedRows(loaded, str(sources["path"])), count, name), print_of
+        return StreamReaders(loaded, count, str(sources["path"])), print_of
+    saved_parts = [x for x in sources if is_saved(x)]
+    files = collect_files(sources, None if saved_parts else SUFFIXES, paths_hint(name))
+    digest = ByteStream(files)
+    print_of = f"{digest.fingerprint()}{MARK}{digest.content()}"
+    tables = [x for x in files if x.endswith(".parquet")]
+    if not tables or saved_parts:
+        return NumberedReaders(open_rows(sources, name), count, name), print_of
+    if len(tables) < len(files):
+        other = next(x for x in files if x not in tables)
+        raise ValueError(
+            f"data.{name} holds Parquet, which is read as a stream, and {other}, which is not: pass files of one kind"
+        )
+    return StreamReaders(load_parquet(tables, streaming=True), count, f"data.{name}"), print_of

@@ -1,0 +1,437 @@
+"""Opener: files of the data by path or by URL (s3://, gs://, hf://, ...): listed, looked up once, read by range.
+
+A local path is opened as it is. Of a URL, blocks are fetched through fsspec and kept in a `BlockCache`. Nothing stays open
+between reads, so an Opener can be pickled, and used in forked and in spawned processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from lightning_dilated._validation import check_address, is_address, real, refuse_special, store_of
+from lightning_dilated.ext.text.block_cache import BlockCache, cache_root
+
+#: bytes of a block, and blocks that one request fetches at most
+BLOCK = 1 << 20
+RUN = 16
+#: blocks that a process keeps in memory
+HELD = 16
+#: requests at a time, where many files are looked up
+THREADS = 16
+#: tries of a request, and seconds before the second one; each further wait is twice as long
+TRIES = 5
+WAIT = 1.0
+#: default limit of the cache, in GiB
+CACHE_GIB = 20.0
+
+_MAGIC = re.compile(r"[*?\[]")
+#: what stores call the state of a file's content; and its time, where they have nothing better
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
+_TIMES = ("mtime", "LastModified", "last_modified", "created")
+#: errors that another try does not change
+_FINAL = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    ImportError,
+    TypeError,
+    ValueError,
+    NotImplementedError,
+)
+_NO_LOGIN = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+)
+#: what to install for a scheme
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "'lightning-dilated[s3]'"),
+    **dict.fromkeys(("gs", "gcs"), "'lightning-dilated[gcs]'"),
+    "hf": "'lightning-dilated[hub]'",
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+}
+_LOGIN = {
+    **dict.fromkeys(("s3", "s3a"), "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket "
+                    "set FSSPEC_S3_ANON=true"),
+    **dict.fromkeys(("gs", "gcs"), "run `gcloud auth application-default login`; for a public bucket set "
+                    "FSSPEC_GS_TOKEN=anon"),
+    "hf": "run `hf auth login`, or set HF_TOKEN",
+}  # fmt: skip
+
+Result = TypeVar("Result")
+
+
+is_url, scheme_of = is_address, store_of
+
+
+def refuse_url(path: object, name: str) -> None:
+    """Raise ValueError for a URL where only local files are read."""
+    if is_url(path):
+        raise ValueError(f"{name} holds the URL {path}, but only files of this machine are read here: copy it first")
+
+
+class FileState(NamedTuple):
+    """Bytes of a remote file, and what its store says about its content, such as an ETag."""
+
+    size: int
+    version: str
+
+
+class Opener:
+    """Opens files by path or URL.
+
+    The state of a remote file is looked up once, and pickled along; what is read later is compared with it, so a file that
+    changes is an error and never a mixture. Requests that fail are tried TRIES times.
+
+    Args:
+        cache_dir: folder of the blocks; None: `remote` in the package's cache folder (`cache_root`).
+        cache_gib: most GiB that they take there; 0 keeps none on disk.
+
+    Raises: TypeError or ValueError for a number below 0; for methods see `explained`.
+    """
+
+    def __init__(self, cache_dir: str | None = None, cache_gib: float = CACHE_GIB) -> None:
+        limit = int(real(cache_gib, "data.cache_gib", least=0) * 2**30)
+        folder = cache_root() / "remote" if cache_dir is None else Path(cache_dir).expanduser()
+        self.cache = BlockCache(str(folder), limit)
+        #: bytes that this copy of the object fetched from stores
+        self.bytes_fetched = 0
+        self._states: dict[str, FileState] = {}
+        self._held: OrderedDict[str, bytes] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": OrderedDict(), "bytes_fetched": 0}
+
+    # -- looking files up ----------------------------------------------------------------------------------------------
+    def expand(self, url: str, suffixes: Sequence[str] | None, hint: str) -> list[str]:
+        """The files of a URL: the file itself, those of a folder (ending in `suffixes`), or those that a glob matches.
+
+        Sorted by name; hidden ones are left out, as of local folders.
+
+        Raises: FileNotFoundError ending in `hint`, or as `explained`.
+        """
+        if _MAGIC.search(url) and scheme_of(url) not in ("http", "https"):
+            files = self._patient(url, lambda: _globbed(url))
+            if not files:
+                raise FileNotFoundError(f"the glob {url} matches no file (** stands for any folders); {hint}")
+        else:
+            folder, files = self._patient(url, lambda: _listed(url))
+            if folder and suffixes is not None:
+                files = {x: y for x, y in files.items() if x.lower().endswith(tuple(s.lower() for s in suffixes))}
+            if not files:
+                expected = "no file" if suffixes is None else f"no file ending in {', '.join(suffixes)}"
+                raise FileNotFoundError(f"the folder {url} holds {expected} (hidden ones are left out); {hint}")
+        # a store may write times in a list otherwise than of a file, so only what tells the content is taken from one
+        self._states |= {name: _state_of(name, x) for name, x in files.items() if any(x.get(y) for y in _VERSIONS)}
+        return list(files)
+
+    def look_up(self, paths: Iterable[str]) -> None:
+        """Look up the states of all URLs that are not known yet, several at a time."""
+        unknown = [path for path in dict.fromkeys(paths) if is_url(path) and path not in self._states]
+        if unknown:
+            with ThreadPoolExecutor(THREADS) as pool:
+                self._states |= dict(zip(unknown, pool.map(self._look_up, unknown), strict=True))
+
+    def state(self, url: str) -> FileState:
+        """What the store said when the file was first looked up."""
+        if url not in self._states:
+            self._states[url] = self._look_up(url)
+        return self._states[url]
+
+    def exists(self, url: str) -> bool:
+        """Whether there is such a file, which is looked up."""
+        try:
+            self.state(url)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises: OSError."""
+        return self.state(path).size if is_url(path) else os.stat(path).st_size
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raise ValueError where loader workers would have to read the memory of this process."""
+        for url in self._states:
+            if num_workers and scheme_of(url) == "memory":
+                raise ValueError(
+                    f"{url} lies in the memory of this process, which data.num_workers = {num_workers} loader processes do "
+                    "not share: set data.num_workers to 0, or write the files to a disk or a store"
+                )
+
+    def _look_up(self, url: str) -> FileState:
+        return self._patient(url, lambda: _state_of(url, _info(url)))
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+    def open(self, path: str) -> BinaryIO:
+        """The file, to be read from its beginning; of a URL only the blocks that are read are fetched."""
+        if is_url(path):
+            return io.BufferedReader(RemoteFile(self, path), 1 << 16)  # type: ignore[return-value]
+        refuse_special(path)
+        return open(path, "rb")
+
+    def bytes_of(self, url: str) -> RemoteBytes:
+        """A remote file as an array of bytes, of which slices are read."""
+        return RemoteBytes(self, url)
+
+    def read(self, url: str, start: int, stop: int) -> np.ndarray:
+        """Bytes [start, stop) of a remote file: a new uint8 array. Raises: as `explained`."""
+        out = np.empty(stop - start, dtype=np.uint8)
+        for number, block in self._blocks(url, start // BLOCK, -(-stop // BLOCK)):
+            begin = number * BLOCK
+            low, high = max(start, begin), min(stop, begin + len(block))
+            out[low - start : high - start] = np.frombuffer(block, np.uint8)[low - begin : high - begin]
+        return out
+
+    def pieces(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
+        """Short ranges (URL, start, stop), in order, fetched several at a time; neither blocks nor cache are used."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            yield from pool.map(lambda x: self._fetch(*x), ranges)
+
+    def prefetch(self, paths: Iterable[str]) -> None:
+        """Fetch the first and the last block of each URL into the cache, several at a time."""
+        urls = [x for x in paths if is_url(x)]
+        self.look_up(urls)
+        ends = [(x, at) for x in urls if self.size(x) for at in {0, (self.size(x) - 1) // BLOCK}]
+        if ends and self.cache.limit:
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(lambda x: self._block(*x), ends))
+
+    def _blocks(self, url: str, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+        """(number, block) from `first` to `last` - 1."""
+        number = first
+        while number < last:
+            for block in self._stored(url, number, last):
+                self._hold(self._key(url, number), block)
+                yield number, block
+                number += 1
+
+    def _block(self, url: str, number: int) -> bytes:
+        return self._stored(url, number, number + 1)[0]
+
+    def _stored(self, url: str, number: int, last: int) -> list[bytes]:
+        """A block, from memory or disk; where it is on neither, with those missing after it, fetched in one request."""
+        key = self._key(url, number)
+        block = self._held.get(key) or self.cache.get(key)
+        if block is not None:
+            return [block]
+        with self.cache.fetching(key):
+            block = self.cache.get(key)  # another process may have fetched it meanwhile
+            if block is not None:
+                return [block]
+            stop = number + 1
+            while stop < min(last, number + RUN) and not self._has(self._key(url, stop)):
+                stop += 1
+            data = self._fetch(url, number * BLOCK, min(stop * BLOCK, self.state(url).size))
+            blocks = [data[x : x + BLOCK] for x in range(0, len(data), BLOCK)]
+            for offset, block in enumerate(blocks):
+                self.cache.put(self._key(url, number + offset), block)
+        return blocks
+
+    def _has(self, key: str) -> bool:
+        return key in self._held or self.cache.has(key)
+
+    def _hold(self, key: str, block: bytes) -> None:
+        self._held[key] = block
+        self._held.move_to_end(key)
+        if len(self._held) > HELD:
+            self._held.popitem(last=False)
+
+    def _key(self, url: str, number: int) -> str:
+        return hashlib.blake2b(repr((url, *self.state(url), number, BLOCK)).encode(), digest_size=20).hexdigest()
+
+    def _fetch(self, url: str, start: int, stop: int) -> bytes:
+        """Bytes of the file in the state that was looked up first."""
+        state = self.state(url)
+
+        def request() -> bytes:
+            fs, path = _filesystem(url)
+            try:
+                data = fs.cat_file(path, start=start, end=stop)
+            except _FINAL:
+                raise
+            except Exception:
+                _check_same(url, state)  # a range behind the end of a file that became shorter
+                raise
+            # after the bytes, so that none of a newer file can be among them
+            _check_same(url, state)
+            if len(data) != stop - start:
+                raise OSError(f"{len(data):,} bytes came in place of {stop - start:,}")
+            return data
+
+        data = self._patient(url, request)
+        self.bytes_fetched += len(data)
+        return data
+
+    def _patient(self, url: str, request: Callable[[], Result]) -> Result:
+        """What a request returns, after at most TRIES tries. Raises: as `explained`."""
+        wait = WAIT
+        for attempt in range(TRIES):
+            try:
+                return request()
+            except Exception as error:  # every store has errors of its own
+                final = isinstance(error, _FINAL) or type(error).__name__ in _NO_LOGIN
+                if final or attempt + 1 == TRIES:
+                    raise explained(url, error) from error
+            time.sleep(wait)
+            wait *= 2
+        raise AssertionError("not reached")
+
+
+class RemoteBytes:
+    """A remote file as an array of bytes: a slice is read when it is taken."""
+
+    def __init__(self, opener: Opener, url: str) -> None:
+        self.opener, self.url = opener, url
+
+    def __getitem__(self, at: slice) -> np.ndarray:
+        return self.opener.read(self.url, at.start, at.stop)
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file to be read and sought in; `error` is the one that a read ended in, which libraries may hide."""
+
+    def __init__(self, opener: Opener, url: str) -> None:
+        self.opener, self.url, self.size = opener, url, opener.size(url)
+        self.error: Exception | None = None
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"position {base + offset} of {self.url} lies before its beginning")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        stop = min(self._at + len(view), self.size)
+        count = max(0, stop - self._at)
+        try:
+            view[:count] = memoryview(self.opener.read(self.url, self._at, stop)) if count else b""
+        except Exception as error:
+            self.error = error
+            raise
+        self._at += count
+        return count
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+def explained(url: str, error: Exception) -> Exception:
+    """The error to raise where a store cannot be read: with the URL, what happened and what to change.
+
+    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for a scheme that is
+    not known or a file that changed, ConnectionError for all that a later try may mend.
+    """
+    scheme, reason = scheme_of(url), " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, FileNotFoundError | IsADirectoryError):
+        return FileNotFoundError(
+            f"{url} is no file or folder that its store has ({reason}): check the spelling of bucket and path; data "
+            "that was looked up must stay while it is in use"
+        )
+    if isinstance(error, PermissionError) or type(error).__name__ in _NO_LOGIN:
+        remedy = _LOGIN.get(scheme, "see the store's package for how to log in")
+        return PermissionError(f"{url} may not be read by this user ({reason}): {remedy}")
+    if isinstance(error, ImportError):
+        package = _PACKAGES.get(scheme, "the package of this store")
+        return ModuleNotFoundError(
+            f"reading {url} needs a package that is not installed ({reason}): pip install {package}"
+        )
+    if isinstance(error, _FINAL):
+        return error if url in reason else type(error)(f"{url} cannot be read: {reason}")
+    return ConnectionError(
+        f"{url} could not be read in {TRIES} tries ({type(error).__name__}: {reason}): check the network and the store, and "
+        "go on from the last checkpoint"
+    )
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """(file system, path there). fsspec keeps one for each process."""
+    from fsspec.core import url_to_fs
+
+    check_address(url)
+    if scheme_of(url) == "memory" and get_worker_info() is not None:
+        raise ValueError(f"{url} lies in the memory of another process than this loader's: set data.num_workers to 0")
+    # listings are not kept: a state that is looked up is today's
+    return url_to_fs(url, use_listings_cache=False)
+
+
+def _info(url: str) -> dict[str, Any]:
+    fs, path = _filesystem(url)
+    info = fs.info(path)
+    if info.get("type") == "directory":
+        raise IsADirectoryError(f"{url} is a folder")
+    return info
+
+
+def _state_of(url: str, info: dict[str, Any]) -> FileState:
+    if info.get("size") is None:
+        raise ValueError(f"{url}: the server states no size, so the file cannot be read by range: copy it to a disk")
+    version = next((str(info[name]) for name in (*_VERSIONS, *_TIMES) if info.get(name) is not None), "")
+    return FileState(int(info["size"]), version)
+
+
+def _check_same(url: str, state: FileState) -> None:
+    now = _state_of(url, _info(url))
+    if now != state:
+        raise ValueError(
+            f"{url} had {state.size} bytes when it was looked up ({state.version}) and has {now.size} now ({now.version}): "
+            "keep the data unchanged while it is in use, and start again"
+        )
+
+
+def _listed(url: str) -> tuple[bool, dict[str, dict[str, Any]]]:
+    """(whether it is a folder, what the store says about its files): of a file, the file itself."""
+    fs, path = _filesystem(url)
+    info = fs.info(path)
+    if info.get("type") != "directory":
+        return False, {_named(fs, path): info}
+    return True, _visible(fs, path, fs.find(path, detail=True))
+
+
+def _globbed(url: str) -> dict[str, dict[str, Any]]:
+    fs, path = _filesystem(url)
+    before = path[: _MAGIC.search(path).start()]  # type: ignore[union-attr]
+    root, pattern = before.rpartition("/")[0], path[len(before.rpartition("/")[0]) :]
+    listed = fs.glob(path, detail=True)
+    if not listed and fs.isfile(path):  # a name with brackets
+        return {_named(fs, path): fs.info(path)}
+    return _visible(fs, root, listed, hidden="/." in pattern)
+
+
+def _visible(fs: Any, root: str, listed: dict[str, Any], hidden: bool = False) -> dict[str, dict[str, Any]]:
+    """The files among what was listed below `root`, sorted; without hidden ones."""
+    files = {}
+    for name in sorted(listed):
+        parts = name[len(root) :].split("/")
+        if listed[name].get("type") == "file" and (hidden or not any(part.startswith(".") for part in parts)):
+            files[_named(fs, name)] = listed[name]
+    return files
+
+
+def _named(fs: Any, path: str) -> str:
+    """The URL of a path, in one spelling."""
+    return path if is_url(path) else fs.unstrip_protocol(path)

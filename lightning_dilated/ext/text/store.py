@@ -1,0 +1,181 @@
+"""Conversations as tokens on disk: encoded once on a machine, in a folder named after their content, and read by range.
+
+Shape letters: C conversations, T tokens of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import Dataset
+
+from lightning_dilated.data.files import MARK
+from lightning_dilated.data.packing import next_tokens
+from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
+from lightning_dilated.ext.text.messages import conversation
+from lightning_dilated.ext.text.rows import Rows, each
+from lightning_dilated.ext.text.template import ChatTokenizer
+
+#: of the files; changes with what they mean
+VERSION = 2
+_ARRAYS = {"tokens": "uint32", "learn": "uint8", "bounds": "int64", "first": "int64"}
+
+
+class TokenStore:
+    """Tokens of conversations, whether each is to be learned, and where conversations begin and end.
+
+    Can be pickled; arrays are mapped where they are used.
+
+    Attributes:
+        bounds: (C + 1,) int64, conversation i has the tokens [bounds[i], bounds[i + 1]).
+        first: (C,) int64, a conversation's first token to be learned that has one before it, counted from its beginning.
+        learned: number of tokens to be learned.
+        digest: of all tokens and marks.
+    """
+
+    bounds: np.ndarray
+    first: np.ndarray
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        about = json.loads(read_bytes(folder / "about.json", folder.parent))
+        self.digest, self.learned = str(about["digest"]), int(about["learned"])
+        for name in ("bounds", "first"):
+            with open(opened(folder / f"{name}.npy", folder.parent), "rb") as file:
+                setattr(self, name, np.load(file))
+        self._maps: dict[str, np.ndarray] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """`tokens` or `learn` of [start, stop)."""
+        if name not in self._maps:
+            with open(opened(self.folder / name, self.folder.parent), "rb") as file:
+                self._maps[name] = np.memmap(file, dtype=_ARRAYS[name], mode="r", shape=(int(self.bounds[-1]),))
+        return self._maps[name][start:stop]
+
+
+def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache_dir: str | None) -> TokenStore:
+    """The store of all rows; encoded by the first process of this machine that asks for it, and found by the others.
+
+    Args:
+        learn: as of `ChatTokenizer.tokens`.
+        column: as of `conversation`.
+        cache_dir: folder of the stores; None: `chat` in the package's cache folder.
+
+    Raises: ValueError naming the first row that is no conversation, or as `ChatTokenizer.tokens`; OSError.
+    """
+    root = cache_root() / "chat" if cache_dir is None else Path(cache_dir).expanduser()
+    private_folder(root)
+    folder = within(root / _key(rows, tokenizer, learn, column), root)
+    with locked(folder.with_suffix(".lock"), root):
+        if not _whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            rank_zero_info(f"data: encoding {len(rows):,} conversations, once on this machine, into {folder}")
+            part = Path(tempfile.mkdtemp(prefix="part-", dir=root))
+            try:
+                _write(part, _samples(rows, tokenizer, learn, column))
+                os.replace(part, folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return TokenStore(folder)
+
+
+def _key(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> str:
+    """A digest of all that the tokens depend on, the content of every row included."""
+    digest = hashlib.blake2b(f"{VERSION} {learn} {column} {tokenizer.digest()}".encode(), digest_size=16)
+    rows.hash_into(digest)
+    return digest.hexdigest()
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a store is there with all of its bytes."""
+    try:
+        about = json.loads(read_bytes(folder / "about.json", folder.parent))
+        return all(within(folder / name, folder.parent).stat().st_size == size for name, size in about["sizes"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _samples(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for number, row in each(rows):
+        yield tokenizer.tokens(conversation(row, rows.where(number), column), learn)
+
+
+def _write(folder: Path, samples: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+    digest, bounds, first, learned = hashlib.blake2b(digest_size=16), [0], [], 0
+    with open(folder / "tokens", "wb") as tokens, open(folder / "learn", "wb") as marks:
+        for ids, mask in samples:
+            for file, values in ((tokens, ids.astype(np.uint32)), (marks, mask.astype(np.uint8))):
+                file.write(values.tobytes())
+                digest.update(values.tobytes())
+            bounds.append(bounds[-1] + len(ids))
+            first.append(1 + int(np.argmax(mask[1:])))
+            learned += int(mask[1:].sum())
+    np.save(folder / "bounds.npy", np.array(bounds, dtype=np.int64))
+    np.save(folder / "first.npy", np.array(first, dtype=np.int64))
+    digest.update(np.array(bounds).tobytes())
+    sizes = {x.name: x.stat().st_size for x in folder.iterdir()}
+    (folder / "about.json").write_text(json.dumps({"digest": digest.hexdigest(), "learned": learned, "sizes": sizes}))
+
+
+class Conversations(Dataset):
+    """Conversations of a store, as samples of unequal length: tokens, and the next token of each that is to be learned.
+
+    Args:
+        store: the tokens.
+        numbers: (S,) the conversations of the store that are samples, in order.
+        seq_len: the most tokens of a sample; longer ones end there.
+    """
+
+    def __init__(self, store: TokenStore, numbers: np.ndarray, seq_len: int) -> None:
+        self.store, self.numbers, self.seq_len = store, numbers, seq_len
+        #: tokens of each sample, (S,) int64
+        self.lengths = np.minimum(np.diff(store.bounds)[numbers], seq_len)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def fingerprint(self) -> str:
+        """Depends on all tokens, and on which are samples."""
+        places = hashlib.blake2b(self.numbers.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
+        return f"{len(self)} conversations {places}{MARK}{self.store.digest}"
+
+    def length_of(self, index: int) -> int:
+        """Tokens of a sample; nothing is read. Raises: IndexError if there is none."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"conversation {index} was asked for, but there are {len(self)}")
+        return int(self.lengths[index])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"tokens": (n,) int64, "labels": (n,) int64, -100 where nothing is learned, "index": the sample's number}."""
+        return self.read_ranges(index, (range(self.length_of(index)),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample at some positions only: of each range its tokens are read, and one more for the last label."""
+        length, begin = self.length_of(index), int(self.store.bounds[self.numbers[index]])
+        tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for x in ranges:
+            if x and not 0 <= x[0] <= x[-1] < length:
+                raise IndexError(f"positions {x} were asked for, but conversation {index} has 0 to {length - 1}")
+            if x:
+                span = begin + x.start, begin + min(x[-1] + 2, length)
+                values, learn = (self.store.read(name, *span) for name in ("tokens", "learn"))
+                both = next_tokens(values.astype(np.int64), learn.astype(bool), x[-1] + 1 - x.start)
+                tokens.append(torch.from_numpy(both[0][:: x.step].copy()))
+                labels.append(torch.from_numpy(both[1][:: x.step].copy()))
+        return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}

@@ -1,0 +1,513 @@
+"""ChatTokenizer: conversations to tokens by a chat template, and which of them an assistant writes.
+
+A template with {% generation %} tags says itself what the assistant writes. Of another one, the assistant's message i is
+what comes between the text of the messages before it (with the header that asks for an answer) and that of the messages up
+to it. That is right only if both are beginnings of the whole conversation, as text and as tokens, which is verified.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from abc import abstractmethod
+from collections.abc import Sequence, Sized
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_dilated._compat.transformers import templates_compiled_in
+from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
+from lightning_dilated.data.text.tokenizer import panics_named
+from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
+
+#: as transformers finds them
+_TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+#: stand around what a template's tags enclose, in characters that no text should have
+_OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+#: stands around the number of a part of a content, to see whether a template writes it; Python spells it in another way
+_PART = "\ue0f2"
+#: names of transformers for the texts of special tokens, which a tokenizer.json does not have
+_NAMED = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
+TEMPLATE_FILE = "chat_template.jinja"
+_WHAT = "data.template is a Jinja chat template: its text, or a file that holds it"
+
+
+class ChatTokenizer(TextTokenizer):
+    """A tokenizer and a chat template."""
+
+    template: str
+
+    @abstractmethod
+    def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
+        """The text of the first `count` messages (all for None); `asks` adds the header of an answer."""
+
+    @abstractmethod
+    def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        """(tokens, 1 for those within the template's {% generation %} tags)."""
+
+    def tokens(self, conversation: Conversation, learn: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
+        """(tokens (N,) int64, whether each is to be learned (N,) bool).
+
+        Args:
+            learn: "assistant" for what the assistant writes, "all" for every token; but for messages that are not learned.
+
+        Raises: ValueError naming the place of the conversation, where the template refuses it, where no token is the
+            assistant's, or where it cannot be told which are.
+        """
+        chat = self._with_contents(conversation)
+        if learn == "all":
+            ids = self.encode(self.render(chat))
+            mask = [1] * len(ids)
+        elif not any(x["role"] == ANSWERS for x in chat.messages):
+            raise ValueError(
+                f"{chat.where} has no message of the role {ANSWERS!r}, so there is nothing to learn: leave the row "
+                "out, or train on all tokens (data.train_on: all)"
+            )
+        elif _TAGS.search(self.template):
+            ids, mask = self.tagged(chat)
+        else:
+            ids, mask = _by_prefixes(self, chat)
+        asked = [i for i, x in enumerate(chat.messages) if learn == "all" or x["role"] == ANSWERS]
+        silent = [i for i in asked if not is_learned(chat.messages[i])]
+        for begin, _, end in _spans(self, chat, ids, silent):
+            mask[begin:end] = [0] * (end - begin)
+        if not any(mask[1:]):
+            raise ValueError(
+                f"{chat.where}: the chat template leaves no token to learn: check its {{% generation %}} tags, and that "
+                "messages have contents and are not all of weight 0"
+            )
+        return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
+
+    def _with_contents(self, chat: Conversation) -> Conversation:
+        """The conversation, with a text in place of each list of parts that the template does not write part by part."""
+        parts = {i: texts for i, x in enumerate(chat.messages) if (texts := part_texts(x)) is not None}
+        if not parts:
+            return chat
+        marks = {i: [f"{_PART}{i}.{j}{_PART}" for j in range(len(texts))] for i, texts in parts.items()}
+        probe = list(chat.messages)
+        for i, texts in marks.items():
+            probe[i] = {**probe[i], "content": [{"type": "text", "text": x} for x in texts]}
+        try:
+            written = self.render(replace(chat, messages=probe))
+        except ValueError:  # a template that adds texts to a content takes no list
+            written = ""
+        messages = list(chat.messages)
+        for i, texts in parts.items():
+            if not all(x in written for x in marks[i]):
+                messages[i] = {**messages[i], "content": "".join(texts)}
+        return replace(chat, messages=messages)
+
+
+def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokenizer:
+    """The tokenizer of a tokenizer.json, which needs a template, or of a folder or repository of transformers.
+
+    Args:
+        template: a Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own.
+
+    Raises: ModuleNotFoundError without the library; OSError or ValueError naming what to change.
+    """
+    text = None if template is None else template_text(template)
+    if is_json(source):
+        if text is None:
+            raise ValueError(
+                f"data.tokenizer {source} is a tokenizer.json, which holds no chat template: set data.template, or "
+                f"data.tokenizer to a folder of transformers that has one. {_WHAT}"
+            )
+        return JsonTokenizer(source, text)
+    return TransformersTokenizer(source, text)
+
+
+def template_text(template: str) -> str:
+    """The template itself, or that of the file that it names. Raises: FileNotFoundError, ValueError for an empty one."""
+    text = template
+    if "{" not in template:
+        if not Path(template).is_file():
+            raise FileNotFoundError(f"data.template {template}: no such file. {_WHAT}")
+        text = Path(template).read_text()
+    if not text.strip():
+        raise ValueError(f"data.template is empty. {_WHAT}")
+    return text
+
+
+# -- whose tokens ------------------------------------------------------------------------------------------------------
+def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int], list[int]]:
+    """(tokens, 1 for the assistant's), by the beginnings of the conversation."""
+    ids = tokenizer.encode(tokenizer.render(chat))
+    mask = [0] * len(ids)
+    answers = [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS and is_learned(x)]
+    for begin, end, _ in _spans(tokenizer, chat, ids, answers):
+        mask[begin:end] = [1] * (end - begin)
+    return ids, mask
+
+
+def _spans(
+    tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(first token, end without white space behind a special token, end) of the messages with these numbers, an answer
+    without its header. Raises: ValueError where beginnings of the conversation are written in another way."""
+    if not numbers:
+        return []
+    text = tokenizer.render(chat)
+    cuts = []
+    for i in numbers:
+        for count, asks in ((i, chat.messages[i]["role"] == ANSWERS), (i + 1, False)):
+            start = tokenizer.render(chat, count, asks) if count or asks else ""
+            if not text.startswith(start):
+                raise _unstable(chat, i, _difference(start, text))
+            cuts.append(len(start))
+    spans, places = [], cut_tokens(tokenizer, text, ids, cuts)
+    for n, i in enumerate(numbers):
+        begin, end = places[2 * n : 2 * n + 2]
+        if begin is None or end is None:
+            cut = cuts[2 * n] if begin is None else cuts[2 * n + 1]
+            raise _unstable(chat, i, f"a token reaches over {text[cut - 20 : cut]!r} | {text[cut : cut + 20]!r}")
+        last = end
+        while last > begin and not tokenizer.decode([ids[last - 1]]).strip():
+            last -= 1
+        ended = last > begin and ids[last - 1] in tokenizer.special
+        spans.append((begin, last if ended else end, end))
+    return spans
+
+
+def cut_tokens(tokenizer: ChatTokenizer, text: str, ids: list[int], cuts: Sequence[int]) -> list[int | None]:
+    """For each place of a text the k for which ids[:k] are the tokens of text[:place]; None where there is none.
+
+    Only what follows the last place in front of a special token is encoded again: tokenizers cut a text at special tokens
+    first, so the tokens from there on depend on nothing before.
+    """
+    places: list[int | None] = []
+    at, done = 0, 0  # text[:at] has the tokens ids[:done]
+    for cut in cuts:
+        known = None
+        for start, first in dict.fromkeys([(at, done), (0, 0)]):
+            head = tokenizer.encode(text[start:cut])
+            if ids[first : first + len(head)] == head:
+                known = first + len(head)
+                break
+        places.append(known)
+        if known is not None and known < len(ids) and ids[known] in tokenizer.special:
+            at, done = cut, known
+    return places
+
+
+def _difference(start: str, text: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(start, text, strict=False)) if a != b), min(len(start), len(text)))
+    return (
+        f"{start[at : at + 40]!r} alone, and {text[at : at + 40]!r} with the messages after it, after {at:,} characters"
+    )
+
+
+def _unstable(chat: Conversation, message: int, what: str) -> ValueError:
+    remedy = (
+        "Put the assistant's part of the template between {% generation %} and {% endgeneration %} (data.template: that "
+        "template), or train on all tokens (data.train_on: all)"
+    )
+    if not is_learned(chat.messages[message]):
+        remedy = "Leave out the row, or the weight (or train) by which this message is not learned"
+    return ValueError(
+        f"{chat.where}: which tokens message {message} has cannot be told, as the chat template writes the "
+        f"beginning of a conversation in another way than within the whole: {what}. {remedy}"
+    )
+
+
+# -- tokenizer.json ----------------------------------------------------------------------------------------------------
+class JsonTokenizer(JsonText, ChatTokenizer):
+    """A tokenizer.json and a template, without transformers."""
+
+    def __init__(self, path: str, template: str) -> None:
+        super().__init__(path)
+        self.template = template
+        self._compiled = _compiled(template)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_compiled": None}
+
+    def _written(self, chat: Conversation, count: int | None, asks: bool) -> str:
+        if self._compiled is None:
+            self._compiled = _compiled(self.template)
+        options = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
+        return _refusing(chat, lambda: self._compiled.render(**options, add_generation_prompt=asks))
+
+    def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
+        return self._written(conversation, count, asks).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        data = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False)
+        if _OPEN in data or _CLOSE in data:
+            raise ValueError(f"{conversation.where} holds the character U+E0F0 or U+E0F1, which stand for tags here")
+        pieces = re.split(f"[{_OPEN}{_CLOSE}]", self._written(conversation, None, False))
+        ends = np.cumsum([len(x) for x in pieces]).tolist()
+        text, cuts = "".join(pieces), ends[:-1]
+        ids = self.encode(text)
+        places = cut_tokens(self, text, ids, cuts)
+        mask = [0] * len(ids)
+        for begin, end, cut in zip(places[::2], places[1::2], cuts[::2], strict=True):
+            if begin is None or end is None:
+                raise ValueError(
+                    f"{conversation.where}: a token reaches over an end of the template's {{% generation %}} tags, near "
+                    f"{text[max(0, cut - 20) : cut + 20]!r}: let them begin and end at special tokens or line breaks"
+                )
+            mask[begin:end] = [1] * (end - begin)
+        return ids, mask
+
+    def files(self) -> dict[str, str]:
+        return {**super().files(), TEMPLATE_FILE: self.template}
+
+
+def _compiled(template: str) -> Any:
+    """The template, in a sandbox. Raises: ValueError for one that Jinja cannot read, or that names tokens."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return _OPEN + caller() + _CLOSE
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = bounded_environment()(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = refuse
+    try:
+        # Jinja's own search for them would compute constants, such as a text of 10^10 characters
+        names = list(environment.parse(template).find_all(nodes.Name))
+        named = {x.name for x in names if x.ctx == "load"} & _NAMED - {x.name for x in names if x.ctx != "load"}
+        compiled = environment.from_string(template)
+    except Exception as error:  # Jinja's own, and those of Python's compiler for code that is nested too deeply
+        raise ValueError(f"the chat template cannot be read ({error}). {_WHAT}") from None
+    if named:
+        raise ValueError(
+            f"the chat template uses {', '.join(sorted(named))}, which a tokenizer.json does not name: write the token's "
+            "own text in the template, or set data.tokenizer to a folder of transformers"
+        )
+    return compiled
+
+
+# -- bounds of a template ----------------------------------------------------------------------------------------------
+#: the most steps (passes of loops, calls, filters, operations), characters and seconds of one text
+STEPS, CHARACTERS, SECONDS = 2_000_000, 1 << 28, 20.0
+#: what makes a text of the size of its arguments' product
+_MULTIPLY = {"replace", "join", "indent", "wordwrap", "expandtabs", "translate", "format", "format_map", "tojson"}
+
+
+class _Left:
+    """What a text may still take."""
+
+    def __init__(self) -> None:
+        self.steps, self.characters, self.end = STEPS, CHARACTERS, time.thread_time() + SECONDS
+
+    def spend(self, characters: int = 0, steps: int = 1) -> None:
+        self.steps -= steps
+        self.characters -= characters
+        if self.steps < 0:
+            raise ValueError(f"it takes more than {STEPS:,} steps")
+        if self.characters < 0:
+            raise ValueError(f"it makes more than {CHARACTERS:,} characters")
+        if not self.steps % 1024 and time.thread_time() > self.end:
+            raise ValueError(f"it takes more than {SECONDS:g} seconds")
+
+
+#: of the text that is being made; without it nothing is counted, as while Jinja compiles
+_LEFT: ContextVar[_Left | None] = ContextVar("left", default=None)
+
+
+def _spend(characters: int = 0, steps: int = 1) -> None:
+    left = _LEFT.get()
+    if left is not None:
+        left.spend(characters, steps)
+
+
+#: parts of a format string that hold widths, for `%` and for braces, and what takes a width from an argument
+_FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
+_ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
+#: functions with integers that are no sizes; a macro, whose body is counted, has no name
+_NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
+_NO_SIZES |= {"select", "selectattr", "set"}
+
+
+def _size(value: Any, widths: bool = False) -> int:
+    """The size of what an argument may ask for: characters, entries, a number itself, and the numbers in a text if these
+    are `widths`."""
+    if isinstance(value, int):
+        return max(0, int(value))
+    if isinstance(value, str):
+        return len(value) + (sum(int(x[:18]) for x in re.findall(r"\d+", value)) if widths else 0)
+    return len(value) if isinstance(value, Sized) else 1
+
+
+def _size_of_format(form: str, values: Any) -> int:
+    """The most characters of a format string with its values; an integer among these counts only as a width."""
+    asks = _ASKS.search(form) is not None
+    most = max([1, *(_size(x, asks) for x in values if asks or not isinstance(x, int))])
+    return max(1, len(form) + _size(" ".join(_FIELDS.findall(form)), True)) * most
+
+
+def _bounded(function: Any, name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
+    """What `call` returns, of a function or filter on a value; its size is known before it is made, or charged after."""
+    more = [*args, *kwargs.values()]
+    if name in ("format", "format_map") and isinstance(value, str):
+        _spend(_size_of_format(value, [y for x in more for y in (x.values() if isinstance(x, dict) else (x,))]))
+    else:
+        numbers = 0 if name in _NO_SIZES else sum(_size(x) for x in more if isinstance(x, int))
+        sizes = [_size(x) for x in more if numbers or not isinstance(x, int)]
+        own = 1 if isinstance(value, int) else max(1, _size(value))
+        _spend(numbers + (own * max(sizes, default=0) if name in _MULTIPLY else 0))
+    result = call()
+    if isinstance(result, (str, list, tuple, dict)) and result is not value:
+        _spend(len(result), steps=0)
+    return result
+
+
+@functools.cache
+def bounded_environment() -> type[Any]:
+    """Jinja's sandbox, with a bound on the steps and the characters of a text. Raises: ValueError in `_refusing`."""
+    from jinja2 import nodes, pass_context
+    from jinja2.compiler import CodeGenerator
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Filters(dict):  # type: ignore[type-arg]
+        """Filters that are counted where a compiled template takes them."""
+
+        def __getitem__(self, name: str) -> Any:
+            function = super().__getitem__(name)
+            skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+            @functools.wraps(function)
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                value, more = args[skipped], args[skipped + 1 :]
+                return _bounded(function, name, value, more, kwargs, lambda: function(*args, **kwargs))
+
+            return counted
+
+    class Counting(CodeGenerator):
+        """Lets each pass of a loop and each body of a macro count."""
+
+        def visit_Template(self, node: Any, frame: Any = None) -> None:
+            for inner in (*node.find_all(nodes.For), *node.find_all(nodes.Macro), *node.find_all(nodes.CallBlock)):
+                text = sum(len(x.data) for x in inner.find_all(nodes.TemplateData))
+                steps = 1 if isinstance(inner, nodes.For) else 8  # about what a call takes
+                costs = [nodes.Const(text), nodes.Const(steps)]
+                count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
+                inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))
+            for inner in list(node.find_all(nodes.Concat)):  # `~`, which no method of an environment sees
+                joined = nodes.Filter(nodes.List(inner.nodes), "_concat", [], [], None, None)
+                inner.__class__, inner.__dict__ = (
+                    nodes.Filter,
+                    {**inner.__dict__, **joined.__dict__, "lineno": inner.lineno},
+                )
+            super().visit_Template(node, frame)
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**", "+", "%"})
+        code_generator_class = Counting
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "optimized": False, "finalize": pass_context(_written)})
+            self.filters = Filters(self.filters)
+            self.filters["_concat"] = lambda values: "".join(map(str, values))
+            self.globals.pop("lipsum")
+
+        spend = staticmethod(_spend)
+
+        def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            if obj is _spend:
+                return obj(*args)
+            name = getattr(obj, "__name__", "")
+            value = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+            value = value if isinstance(value, (str, list)) else None
+            return _bounded(
+                obj, name, value, args, kwargs, lambda: super(Bounded, self).call(context, obj, *args, **kwargs)
+            )
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _spend(_size_of_result(operator, left, right))
+            return super().call_binop(context, operator, left, right)
+
+    return Bounded
+
+
+def _written(context: Any, value: Any) -> Any:
+    """Charge what a template writes."""
+    _spend(len(value) if isinstance(value, str) else 1, steps=0)
+    return value
+
+
+def _size_of_result(operator: str, left: Any, right: Any) -> int:
+    """Characters, entries or digits of what an operator makes."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
+        return bits if bits < 1 << 16 else CHARACTERS + 1  # products of long numbers take too long
+    if operator == "+":
+        return sum(len(x) * (1 if isinstance(x, str) else 16) for x in (left, right) if isinstance(x, Sized))
+    if operator == "%" and isinstance(left, str):
+        values = right.values() if isinstance(right, dict) else right
+        return _size_of_format(left, values if isinstance(right, (tuple, dict)) else (right,))
+    if operator == "*":
+        most = max(1, _size(left)) * max(1, _size(right))
+        return most if isinstance(left, str) or isinstance(right, str) else 16 * most  # bytes of an entry
+    return 0
+
+
+def _refusing(chat: Conversation, render: Any) -> str:
+    """What `render` gives. Raises: ValueError naming the conversation, where the template refuses it."""
+    token = _LEFT.set(_Left())
+    try:
+        return render()
+    except Exception as error:  # a template may raise any
+        what = str(error)[:200] or type(error).__name__
+        raise ValueError(
+            f"{chat.where}: the chat template refuses this conversation ({what}): change the row, or set data.template"
+        ) from None
+    finally:
+        _LEFT.reset(token)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+class TransformersTokenizer(TransformersText, ChatTokenizer):
+    """A tokenizer of transformers with its chat template, or another one."""
+
+    def __init__(self, source: str, template: str | None) -> None:
+        super().__init__(source)
+        if template is not None:
+            self.tokenizer.chat_template = template
+        own = self.tokenizer.chat_template
+        if not own:
+            raise ValueError(f"data.tokenizer {source} has no chat template: set data.template. {_WHAT}")
+        self.template = own if isinstance(own, str) else json.dumps(own)
+        if _TAGS.search(self.template) and not self.tokenizer.is_fast:
+            raise ValueError(
+                f"data.tokenizer {source} has no tokenizer.json, without which the template's {{% generation %}} tags "
+                "cannot be placed: convert it, as save_pretrained of its fast class does"
+            )
+
+    def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
+        options = {"tools": conversation.tools, "tokenize": False, "add_generation_prompt": asks}
+        messages = conversation.messages[:count]
+        return _refusing(conversation, lambda: self._applied(messages, **options))
+
+    def _applied(self, messages: Any, **options: Any) -> Any:
+        with templates_compiled_in(bounded_environment()), panics_named(self.source):
+            return self.tokenizer.apply_chat_template(messages, **options)
+
+    def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        options["tokenizer_kwargs"] = {"verbose": False}
+        messages, tools = conversation.messages, conversation.tools
+        encoded: Any = _refusing(conversation, lambda: self._applied(messages, tools=tools, **options))
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])

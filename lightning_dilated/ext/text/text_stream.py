@@ -1,0 +1,106 @@
+"""TextStreamDataModule: a column of texts, encoded while training and packed into rows of equal length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_dilated._validation import integer
+from lightning_dilated.data.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
+from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, filled
+
+
+@dataclass
+class TextEncoder:
+    """The tokens of a text with the end of a document after them, all of them to be learned."""
+
+    tokenizer: TextTokenizer
+    column: str
+    end: int
+
+    def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """None for an empty text. Raises: ValueError for a row without a text in the column."""
+        text = row.get(self.column) if isinstance(row, Mapping) else None
+        if not isinstance(text, str):
+            columns = ", ".join(map(repr, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
+            raise ValueError(
+                f"{where} has no text in {self.column!r}, but {columns}: set data.column to the one that holds the texts"
+            )
+        ids = self.tokenizer.encode(text)
+        tokens = np.array([*ids, self.end], dtype=np.int64)
+        return (tokens, np.ones(len(tokens), dtype=bool)) if ids else None
+
+
+class TextStreamDataModule(StreamedDataModule):
+    """Texts of a `datasets` dataset or of JSON Lines, encoded while training, in rows of N tokens.
+
+    Batches are {"tokens": (1, N), "labels": (1, N) the next token, "index": (1,)}, all int64, and "cu_seqlens" (D + 1,)
+    int32 on the CPU, where documents begin and end. A document ends after `eos_token`, whose label is -100; one that reaches
+    over the end of a row goes on in the next, as a document of its own. Rows are the same on any number of ranks and loader
+    workers, and a run goes on after the rows that were used. Where the source ends it begins again.
+
+    Args:
+        paths: files (.jsonl, .json, .parquet), directories or globs of them, folders of `datasets.save_to_disk`; or the
+            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed. All but
+            JSON takes the extra `datasets`.
+        tokenizer: a folder of transformers or the name of a repository; or a tokenizer.json.
+        seq_len: N, tokens of a row.
+        column: the name of the text in a row.
+        eos_token: the text of the token after each document; null is that of the tokenizer.
+        readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see `StreamedDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    pack = staticmethod(filled)
+
+    def __init__(
+        self,
+        paths: str | list[str] | dict[str, Any],
+        tokenizer: str,
+        seq_len: int,
+        column: str = "text",
+        eos_token: str | None = None,
+        readers: int = 8,
+        epoch_rows: int = 8192,
+        val_paths: str | list[str] | dict[str, Any] | None = None,
+        test_paths: str | list[str] | dict[str, Any] | None = None,
+        val_limit: int = 64,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        cache_dir: str | None = None,
+    ) -> None:
+        size = integer(seq_len, "data.seq_len", 2)
+        super().__init__(
+            paths, size, size, readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir
+        )
+        self.tokenizer_source, self.column, self.eos_token = checked_source(tokenizer), column, eos_token
+        self._tokenizer: TextTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer, loaded when it is first asked for."""
+        if self._tokenizer is None:
+            self._tokenizer = load_text_tokenizer(self.tokenizer_source)
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the tokenizer, with which models compare their own."""
+        return self.tokenizer.vocab_size
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """The tokenizer's files by name, which checkpoints keep."""
+        return self.tokenizer.files()
+
+    def encoder(self) -> Encode:
+        return TextEncoder(self.tokenizer, self.column, self._end())
+
+    def settings(self) -> str:
+        return f"texts in {self.column} by {self.tokenizer.digest()}, ends {self._end()}"
+
+    def _end(self) -> int:
+        return self.tokenizer.end_token(self.eos_token)

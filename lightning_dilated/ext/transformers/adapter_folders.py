@@ -1,0 +1,195 @@
+"""Folders of adapters, as peft writes and reads them, and what this package adds: the config that they were trained with."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dilated._validation import text_of
+from lightning_dilated.ext.transformers.lora import peft_library, read_options
+
+#: of peft
+_OPTIONS = "adapter_config.json"
+#: the decoder's config, patterns and changed values among it; peft does not read it
+_CONFIG = "decoder_config.json"
+#: the weights, of which peft writes one
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+#: values of a decoder's config that shape its weights; others may change
+_SHAPES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+#: options of `lora` that the adapters of a folder are trained on with, whatever they were trained with
+_FREE = ("lora_dropout", "init_lora_weights")
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path is a folder of adapters without the model that they belong to."""
+    return (Path(path) / _OPTIONS).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def check_plain(folder: str | Path) -> None:
+    """Refuse options of adapters that name a module, which peft would import; transformers reads those of any folder.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    path = Path(folder) / _OPTIONS
+    values = _read_values(path) if path.is_file() else {}
+    if values.get("megatron_config"):
+        raise ValueError(
+            f"{path} has megatron_config, with which peft imports the module that megatron_core names, and a file does not "
+            "decide which is imported. Take that out of it, if you trust the adapters."
+        )
+
+
+def base_of(folder: str | Path) -> str:
+    """The folder or repository of the model that adapters belong to.
+
+    Raises:
+        ValueError: where the folder does not name it, or names a folder that is not there.
+    """
+    base = _read_values(Path(folder) / _OPTIONS).get("base_model_name_or_path")
+    remedy = f"Name it: HFCausalLM(base, adapters={str(folder)!r}), in YAML model.init_args.adapters."
+    if not base or not isinstance(base, str):
+        raise ValueError(f"{folder} holds adapters only, and does not name the model that they belong to. {remedy}")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ValueError(f"{folder} holds adapters only, of {base}, which is not there. {remedy}")
+    return base
+
+
+def stored_config(folder: str | Path) -> dict[str, Any] | None:
+    """Values of the config that the adapters were trained with; None in a folder that this package did not write."""
+    path = Path(folder) / _CONFIG
+    return _read_values(path) if path.is_file() else None
+
+
+def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
+    """Compare the config that adapters were trained with to that of the model they are put on.
+
+    transformers would leave out layers of a deeper model, and give a shallower one random layers.
+
+    Raises:
+        ValueError: for a model of another kind or size.
+    """
+    before, now = values.get("text_config", values), config.to_dict()
+    now = now.get("text_config", now)
+    pairs = {"model_type": (values.get("model_type"), config.model_type)}
+    pairs |= {name: (before.get(name), now.get(name)) for name in _SHAPES}
+    for name, (old, new) in pairs.items():
+        if old != new and (name == "model_type" or None not in (old, new)):
+            raise ValueError(
+                f"the adapters in {folder} were trained on a model with {name}={old!r}, and this one has {new!r}. Give the "
+                "model that they were trained with, as HFCausalLM(base, adapters=...)."
+            )
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError naming it."""
+    try:
+        values = json.loads(text_of(path))
+    except ValueError as error:  # of JSON or of its encoding
+        raise ValueError(f"{path} is no JSON ({error}). It is damaged: write the folder again.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object, but {type(values).__name__}. Write the folder again.")
+    return values
+
+
+def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of `peft.LoraConfig` of a folder's adapters, with those of `lora` that may differ.
+
+    Raises:
+        FileNotFoundError: for a folder without adapters or their weights.
+        ModuleNotFoundError: without peft.
+        ValueError: for adapters that are not LoRA, or have another shape than `lora` says.
+    """
+    if not (Path(folder) / _OPTIONS).is_file():
+        raise FileNotFoundError(
+            f"adapters={str(folder)!r} holds no {_OPTIONS}. Give a folder that save_pretrained of an HFCausalLM with lora, "
+            "or peft, wrote."
+        )
+    check_plain(folder)
+    if not any((Path(folder) / name).is_file() for name in _WEIGHTS):
+        raise FileNotFoundError(f"{folder} holds options of adapters, but no {_WEIGHTS[0]}. Write the folder again.")
+    peft = peft_library()
+    stored = peft.PeftConfig.from_pretrained(str(folder))
+    if not isinstance(stored, peft.LoraConfig):
+        kind = getattr(stored.peft_type, "value", stored.peft_type)
+        raise ValueError(
+            f"{folder} holds adapters of the kind {kind}, and HFCausalLM trains LoRA. Merge them by peft first."
+        )
+    default, ours = peft.LoraConfig(), ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+    names = [
+        n for n in type(stored).__dataclass_fields__ if n not in (*ours, "task_type", "peft_type", "inference_mode")
+    ]
+    plain = lambda x: sorted(x) if isinstance(x, set) else x  # noqa: E731
+    differ = {n: plain(getattr(stored, n)) for n in names if getattr(stored, n) != getattr(default, n, None)}
+    options = read_options(differ)
+    for name, value in ({} if lora is None else read_options(lora)).items():
+        same = plain(getattr(stored, name)) == plain(set(value) if isinstance(value, list) else value)
+        if name not in _FREE and not same:
+            raise ValueError(
+                f"lora.{name} is {value!r}, and the adapters in {folder} have {plain(getattr(stored, name))!r}. Leave lora "
+                "out to train them on, or adapters to begin anew."
+            )
+        options[name] = value
+    return options
+
+
+def load(adapted: Any, folder: str | Path) -> None:
+    """Give adapters the weights of a folder.
+
+    Raises:
+        ValueError: for weights of other adapters, naming some, and a damaged file.
+    """
+    import peft
+
+    try:
+        weights = peft.utils.load_peft_weights(str(folder), device="cpu")
+    except Exception as error:
+        raise ValueError(
+            f"the weights of the adapters in {folder} cannot be read ({type(error).__name__}: {error!s:.200}). The file "
+            "is damaged, or holds more than tensors, which is not loaded: write the folder again."
+        ) from error
+    ours = {name: tuple(x.shape) for name, x in peft.get_peft_model_state_dict(adapted).items()}
+    theirs = {name: tuple(x.shape) for name, x in weights.items()}
+    if differ := sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n)):
+        name = differ[0]
+        raise ValueError(
+            f"the adapters in {folder} do not fit {type(adapted.get_base_model()).__name__}: {name} is "
+            f"{theirs.get(name, 'not there')}, and would have to be {ours.get(name, 'absent')} ({len(differ)} differ). Give "
+            "the model that they were trained with."
+        )
+    peft.set_peft_model_state_dict(adapted, weights)
+
+
+def save(adapted: Any, folder: str | Path, config: Any) -> None:
+    """Write a folder of adapters, and the decoder's config."""
+    adapted.save_pretrained(folder)
+    (Path(folder) / _CONFIG).write_text(json.dumps(config.to_dict(), indent=2, default=str))
+
+
+def save_merged(adapted: Any, folder: str | Path) -> None:
+    """Write a folder of transformers whose weights hold the updates; merging copies the decoder.
+
+    Embedding and output projection that share a weight get one each where one of them has adapters.
+    """
+    with torch.no_grad():
+        merged = copy.deepcopy(adapted)
+        _untie(merged.get_base_model())
+        merged.merge_and_unload(safe_merge=True).save_pretrained(folder)
+
+
+def _untie(decoder: Any) -> None:
+    """Give embedding and output projection a weight each, if they share one and not both are plain modules."""
+    ends = decoder.get_input_embeddings(), decoder.get_output_embeddings()
+    layers = [getattr(x, "base_layer", x) for x in ends]
+    if None not in ends and layers != list(ends) and layers[0].weight is layers[1].weight:
+        layers[1].weight = torch.nn.Parameter(layers[1].weight.clone(), layers[1].weight.requires_grad)
+        for config in (decoder.config, decoder.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = False

@@ -1,0 +1,225 @@
+"""The attention function that models of transformers call, layer by layer.
+
+Shape letters: B batch, N tokens (of this rank, in a sequence on ranks), H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.ext.transformers.kinds import refuse_chunks, refuse_states
+from lightning_dilated.ext.transformers.masks import SDPA, CachedStep, VisibleKeys
+from lightning_dilated.ext.transformers.patterns import fixed_pattern, has_pattern, own_pattern
+from lightning_dilated.ext.transformers.rotary import follows_length
+from lightning_dilated.pattern import DilatedPattern, Window
+from lightning_dilated.sequence.group import active_sequence
+
+#: the attribute of keys that are to be added to a `DilatedCache`, its layer there
+CACHE = "dilated_cache"
+EAGER = 'Load the model with attn_implementation="eager" for it.'
+#: arguments of attention that change its result, and are not computed
+REFUSED = {
+    "softcap": ("soft-capped scores (as Gemma 2 has them)", EAGER),
+    "s_aux": ("attention sinks (as GPT-OSS has them)", EAGER),
+    "sinks": ("attention sinks", EAGER),
+    "head_mask": ("head masks", "Prune the heads, or leave head_mask out."),
+    "layer_head_mask": ("head masks", "Prune the heads, or leave layer_head_mask out."),
+    "position_bias": ("a bias of positions (as T5 and ALiBi have it)", SDPA),
+    "attention_bias": ("a bias of the scores", SDPA),
+    "block_indices": ("keys that are selected by index", EAGER),
+    "indices": ("keys that are selected by index", EAGER),
+}
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """(out (B, N, H, D), None) of query (B, H, N, D), key and value (B, K, N, D), as transformers' AttentionInterface asks.
+
+    Args:
+        module: the attention layer; its config may hold patterns, see `set_pattern`.
+        attention_mask: what `masks.visible_keys` returned.
+        dropout, scaling, is_causal, sliding_window: as the layer has them.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k: documents; global positions on ranks.
+
+    Raises:
+        ValueError: for everything that would not be computed exactly, with the reason and what to do.
+    """
+    _refuse(module, attention_mask, is_causal, options)
+    if getattr(key, CACHE, None) is not None:
+        _check_cache(module, key, attention_mask, sliding_window)
+        return _decoded(module, query, key, value, attention_mask, dropout, scaling), None
+    if isinstance(attention_mask, CachedStep):
+        return _cached_step(module, query, key, value, attention_mask, dropout, scaling, is_causal, options)
+    if attention_mask.follows:
+        raise _not_from_cache(module)
+    pattern = _pattern_of(module, query, key, attention_mask, sliding_window)
+    documents = _documents(module, attention_mask, position_ids, _documents_of(cu_seq_lens_q, cu_seq_lens_k))
+    padding = attention_mask.padding
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if padding is not None:
+        q, k, v = map(padding.aligned, (q, k, v))
+    numbers = {"scale": scaling, "dropout": dropout, "lengths": attention_mask.lengths, "cu_seqlens": documents}
+    out = dilated_attention(q, k, v, pattern, causal=True, **numbers)
+    return (out if padding is None else padding.restored(out)), None
+
+
+def _pattern_of(
+    module: nn.Module, query: Tensor, key: Tensor, mask: VisibleKeys, sliding_window: int | None
+) -> DilatedPattern:
+    """What a layer of self-attention attends by."""
+    pattern = own_pattern(module)
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"ring_dilated is self-attention, and {type(module).__name__} has {query.shape[2]} queries and {key.shape[2]} "
+            f"keys, as cross attention has them. {SDPA}"
+        )
+    return pattern or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
+
+
+def _documents(
+    module: nn.Module, mask: VisibleKeys, position_ids: Tensor | None, bounds: Tensor | None
+) -> Tensor | None:
+    """The global bounds of packed documents, which a caller knows, or the positions and `bounds` say."""
+    if mask.known:
+        return mask.bounds
+    documents = mask.documents(position_ids, bounds)
+    _check_model(module, documents)
+    return documents
+
+
+def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[str, Any]) -> None:
+    """Raise for what is not computed."""
+    for name, (what, remedy) in REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"ring_dilated does not compute {what}, and {type(module).__name__} has {name}. {remedy}")
+    if options.get("output_attentions"):
+        raise ValueError(
+            f"ring_dilated never holds the attention weights that output_attentions=True asks for. {EAGER}"
+        )
+    if getattr(module, "is_cross_attention", False):
+        raise ValueError(f"ring_dilated is self-attention, and {type(module).__name__} is cross attention. {SDPA}")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"ring_dilated is causal, and {type(module).__name__} is not (is_causal=False). {SDPA}")
+    if isinstance(mask, Tensor):
+        raise ValueError(
+            f"ring_dilated takes no mask of shape {tuple(mask.shape)}: one of all pairs of tokens "
+            "grows with N^2. Give attention_mask (B, N), ones and then zeros, for padding, and position_ids that restart, "
+            "or cu_seq_lens_q, for documents."
+        )
+    if not isinstance(mask, (VisibleKeys, CachedStep)):
+        raise ValueError(
+            f"{type(module).__name__} got no mask of transformers' create_causal_mask ({mask!r}), so what its tokens see is "
+            f"not known. {SDPA}"
+        )
+
+
+def _check_model(module: nn.Module, documents: Tensor | None) -> None:
+    """Raise where anything but attention would be that of a part of the sequence, or of several documents."""
+    group, config = active_sequence(), getattr(module, "config", None)
+    shared = group is not None and group.ranks > 1
+    if shared and follows_length(config):
+        raise ValueError(
+            f"rotary frequencies of {type(module).__name__} follow the length of a sequence (rope_type dynamic or "
+            "longrope), of which each rank has a part. Train it by HFCausalLM, or take another rope_type, such as yarn."
+        )
+    if shared or documents is not None:
+        refuse_states(config)
+
+
+def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> DilatedPattern:
+    """The layer's own attention: dense, or a window."""
+    refuse_chunks(getattr(module, "config", None), getattr(module, "layer_idx", None))
+    if layer is not None and layer != masked:
+        raise ValueError(
+            f"{type(module).__name__} has sliding_window={layer}, but its mask has {masked}: which holds is not known. "
+            f"{SDPA}"
+        )
+    return DilatedPattern.dense() if masked is None else DilatedPattern([Window(masked)])
+
+
+def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
+    """The documents' bounds, which those of queries and keys agree on."""
+    if queries is None or keys is None or keys is queries:
+        return keys if queries is None else queries
+    if queries.shape != keys.shape or not bool((queries == keys).all()):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, as those of cross attention do. Give equal ones.")
+    return queries
+
+
+def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int | None) -> None:
+    """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
+    layer = getattr(key, CACHE)
+    if layer.get_seq_length() + key.shape[2] != layer.handed:
+        raise _not_from_cache(module)
+    if layer.rows.length or not isinstance(mask, VisibleKeys):
+        return
+    pattern = own_pattern(module) or fixed_pattern(module) or _own_attention(module, mask.window, sliding_window)
+    if pattern != layer.rows.pattern:
+        raise ValueError(
+            f"the DilatedCache was made for {layer.rows.pattern}, and {type(module).__name__} attends by {pattern}. Make it "
+            "by dilated_cache(model.config), after set_pattern."
+        )
+
+
+def _not_from_cache(module: nn.Module) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} attends to keys of another layer, or to new ones alone, which a DilatedCache does not "
+        "serve. Pass use_cache=False; layers with their own attention take transformers' cache."
+    )
+
+
+def _decoded(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
+) -> Tensor:
+    """(B, n, H, D) of new tokens that follow those of a `DilatedCache`, to which they are added."""
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
+        raise ValueError(
+            "a DilatedCache serves one rank, and ranks share this sequence: generate outside of it, each rank alone."
+        )
+    if dropout:
+        raise ValueError(
+            f"a cache serves inference, and {type(module).__name__} has dropout={dropout}: call model.eval()."
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return getattr(key, CACHE).attend(q, k, v, getattr(mask, "padding", None), scaling).to(query.dtype)
+
+
+def _cached_step(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: CachedStep,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Queries after keys of a cache, by transformers' own "sdpa"."""
+    if has_pattern(module):
+        raise ValueError(
+            f"{type(module).__name__} has a pattern, and transformers' own caches serve only layers that keep their own "
+            "attention. Pass cache=ld.integrations.transformers.dilated_cache(model.config) to generate, or "
+            "use_cache=False; HFCausalLM.generate does so by itself."
+        )
+    from transformers import AttentionInterface
+
+    sdpa = AttentionInterface()["sdpa"]
+    return sdpa(module, query, key, value, step.mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)

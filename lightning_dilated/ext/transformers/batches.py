@@ -1,0 +1,158 @@
+"""What HFCausalLM takes: batches of tokens, prompts, and options of transformers' generate; all else is refused by name.
+
+Shape letters: B batch, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat.torch import is_fake
+from lightning_dilated.ext.transformers.padding import Padding
+from lightning_dilated.memory.chunked_loss import IGNORE
+
+#: entries of other libraries' batches, which would be ignored, and what says the same here
+_OTHERS = {
+    "attention_mask": "lengths (B,), the tokens of right-padded samples",
+    "position_ids": "cu_seqlens, the bounds of packed documents, at which positions begin anew",
+    "input_ids": "tokens",
+}
+#: options of generate that draft tokens and take some of them back
+_DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+#: modules that hold an embedding of each position
+_POSITIONS = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+def check_batch(batch: Any, vocab_size: int, labels: bool = False) -> None:
+    """Raise TypeError or ValueError unless a batch has tokens (B, N), and with `labels` also these, below V."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"a batch is a mapping of tokens (B, N) and labels (B, N), got {type(batch).__name__}.")
+    for name, instead in _OTHERS.items():
+        if name in batch:
+            raise ValueError(
+                f"a batch of HFCausalLM takes no {name}: give {instead}. It has {', '.join(map(str, batch))}."
+            )
+    names = ("tokens", "labels") if labels else ("tokens",)
+    if missing := [name for name in names if name not in batch]:
+        raise ValueError(
+            f"a batch of HFCausalLM has tokens (B, N) and labels (B, N), the next token of each position; got no "
+            f"{' and no '.join(missing)} among {', '.join(map(str, batch)) or 'nothing'}."
+        )
+    check_tokens(batch["tokens"], vocab_size, "tokens", 0)
+    if labels:
+        check_tokens(batch["labels"], vocab_size, "labels", IGNORE)
+        if batch["labels"].shape != batch["tokens"].shape:
+            raise ValueError(
+                f"tokens and labels must both be (B, N), got {tuple(batch['tokens'].shape)} and "
+                f"{tuple(batch['labels'].shape)}; labels are the next token of each position, already shifted."
+            )
+    bounds = batch.get("cu_seqlens")
+    if bounds is not None and not isinstance(bounds, Tensor):
+        raise TypeError(f"cu_seqlens must be an int32 tensor of bounds, got {type(bounds).__name__}.")
+
+
+def check_tokens(tokens: Any, vocab_size: int, name: str, least: int) -> None:
+    """Raise unless these are integers (B, N) below V; values on a device are not read, which would wait for it."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise TypeError(f"{name} must be a tensor of token numbers, int64 (B, N); got {kind}.")
+    if tokens.ndim != 2:
+        raise ValueError(f"{name} must be (B, N), got {tuple(tokens.shape)}: give a batch, also of one sample.")
+    if tokens.device.type != "cpu" or is_fake(tokens) or not tokens.numel():
+        return
+    low, high = (int(x) for x in tokens.aminmax())
+    if low < least or high >= vocab_size:
+        raise ValueError(
+            f"{name} must lie from {least} to {vocab_size - 1}, as vocab_size={vocab_size} of the model says; got {low} to "
+            f"{high}. Take the tokenizer of the model, or a model with as many tokens."
+        )
+
+
+def check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
+    """Raise ValueError for other lengths than those of samples."""
+    if lengths is None:
+        return
+    values = torch.as_tensor(lengths)
+    if values.shape != tokens.shape[:1] or not bool(((values >= 0) & (values <= most)).all()):
+        raise ValueError(
+            f"lengths must be (B,) = ({len(tokens)},) numbers of tokens from 0 to N = {most}, got {values.tolist()}."
+        )
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+def check_positions(decoder: nn.Module, length: int) -> None:
+    """Raise ValueError for more tokens than a decoder has embeddings of positions; rotary ones have no end."""
+    most = _learned_positions(decoder)
+    if most is not None and length > most:
+        raise ValueError(
+            f"{length:,} tokens go beyond the {most:,} positions that {type(decoder).__name__} has learned embeddings of. "
+            "Give shorter sequences (data.seq_len, or fewer new tokens), or take a model with rotary positions."
+        )
+
+
+def _learned_positions(decoder: nn.Module) -> int | None:
+    """Positions that have an embedding; None for decoders without such a table."""
+    for name, module in decoder.named_modules():
+        if name.rpartition(".")[2] in _POSITIONS and isinstance(module, nn.Embedding):
+            return module.num_embeddings - getattr(module, "offset", 0)
+    return None
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+def check_prompts(tokens: Any, vocab_size: int) -> None:
+    """Raise TypeError or ValueError unless prompts (B, N) can be continued."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(
+            f"generate takes prompts (B, N) as a tensor of tokens, got {type(tokens).__name__}: encode a text first, as by "
+            "tokenizer(text, return_tensors='pt').input_ids."
+        )
+    if tokens.ndim != 2 or not tokens.numel():
+        raise ValueError(f"generate takes prompts (B, N) of at least one token, got {tuple(tokens.shape)}.")
+    check_tokens(tokens, vocab_size, "tokens", 0)
+
+
+def check_generation(decoder: Any, tokens: Tensor, options: Mapping[str, Any], has_pattern: bool) -> None:
+    """Raise ValueError for options of transformers' generate that would fail later, and padding that is not on the left."""
+    config = options.get("generation_config") or decoder.generation_config
+    asked = lambda name: options.get(name, getattr(config, name, None))  # noqa: E731
+    kind = asked("cache_implementation")
+    if kind is not None and (has_pattern or kind not in ("dynamic", "offloaded", "quantized")):
+        raise ValueError(
+            f"cache_implementation={kind!r} is not served: caches of a fixed size have masks of their own, and a pattern "
+            "decodes by a dilated_cache. Leave it out; dilated_cache(config, max_length=N) has a fixed size."
+        )
+    drafts = [name for name in _DRAFTS if asked(name) is not None]
+    if has_pattern and drafts:
+        raise ValueError(
+            f"{drafts[0]} drafts tokens and takes some back, and a dilated_cache holds only the rows that later tokens see. "
+            "Leave it out, or pass use_cache=False without it."
+        )
+    new, whole = asked("max_new_tokens"), asked("max_length")
+    if new is not None or whole is not None:
+        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last one is not read
+    check_padding(options.get("attention_mask"), tokens)
+
+
+def check_padding(mask: Any, tokens: Tensor) -> None:
+    """Raise ValueError for an attention_mask that does not pad prompts (B, N) on the left."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        shape = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{type(mask).__name__}"
+        raise ValueError(f"attention_mask must be (B, N) = {tuple(tokens.shape)}, as the prompts are; got {shape}.")
+    padding = Padding.of(mask)
+    if padding is not None:
+        padding.check_prompts()
+
+
+def padded_step(mask: Tensor | None, new: int) -> dict[str, Tensor]:
+    """What a decoder is given of the mask (B, N) of all tokens so far where the last `new` of them are read; {} for None."""
+    if mask is None:
+        return {}
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    return {"attention_mask": mask, "position_ids": positions[:, positions.shape[1] - new :]}

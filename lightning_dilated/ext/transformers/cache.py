@@ -1,0 +1,180 @@
+"""DilatedCache: the bounded key and value caches of this package behind the Cache interface of transformers.
+
+Layers add their new keys and values by `update`, which hands them on as they are, and marks them; the attention function
+then attends to the cache and adds them. Imported on use, since it imports transformers.
+
+Shape letters: B batch, n new tokens, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated.attention.cache_slots import Clock
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
+from lightning_dilated.ext.transformers.attention import CACHE
+from lightning_dilated.ext.transformers.kinds import other_kinds
+from lightning_dilated.ext.transformers.padding import Padding
+from lightning_dilated.ext.transformers.patterns import layer_pattern, text_config
+from lightning_dilated.ext.transformers.rotary import follows_length
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class DilatedCache(Cache):
+    """See `dilated_cache`, which makes it."""
+
+    def __init__(self, config: Any, max_length: int | None = None) -> None:
+        text, clock = text_config(config, "dilated_cache"), Clock()
+        if others := other_kinds(text):
+            raise ValueError(
+                f"layers of {text.model_type} have the kind {', '.join(others)}, whose state a DilatedCache does not hold. "
+                "Pass use_cache=False; layers with their own attention take transformers' cache."
+            )
+        if follows_length(text):
+            raise ValueError(
+                "rotary frequencies of this model follow the length of a sequence (rope_type dynamic or longrope), so "
+                "cached keys would be wrong once it is longer. Pass use_cache=False, or take another rope_type (yarn)."
+            )
+        heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        patterns = (layer_pattern(text, i) for i in range(text.num_hidden_layers))
+        super().__init__(
+            layers=[_Layer(KVCache(x, heads, kv_heads, max_length=max_length, clock=clock)) for x in patterns]
+        )
+
+        self._depth = len(self.layers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
+        """See `_Layer.update`. Raises: ValueError for layers that a model added, as one does that runs its own in loops."""
+        if layer_idx >= self._depth:
+            raise ValueError(
+                f"a DilatedCache was made for {self._depth} layers, and the model asks for number {layer_idx}, counted from "
+                "0. Make it of this model's config; a model that runs its layers in loops takes use_cache=False."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **options)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(layer.rows.nbytes for layer in self.layers)
+
+
+class _Layer(CacheLayerMixin):
+    """The cache of a layer, as transformers asks it: in columns, of which those of padding are not kept."""
+
+    supports_early_init = False
+
+    def __init__(self, rows: KVCache) -> None:
+        super().__init__()
+        self.rows = rows
+        #: tokens whose keys were handed on to the layer's attention
+        self.handed = 0
+        #: (B,) int64 on the CPU, padding before each prompt; None: none
+        self.left: Tensor | None = None
+        #: columns of the prompts that are padding in all of them
+        self.skipped = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: buffers are made with the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """New keys and values (B, K, n, D) as they are; they are added when the layer attends."""
+        if self.get_seq_length() != self.handed:
+            raise ValueError(
+                f"a DilatedCache handed on {self.handed} tokens, of which ring_dilated attended to "
+                f"{self.get_seq_length()}: the model has another attention, or an earlier call with this cache failed. Load "
+                'the model with attn_implementation="ring_dilated", or pass no DilatedCache; after a failure make a new one.'
+            )
+        self.handed += key_states.shape[2]
+        keys = key_states.view_as(key_states)  # a tensor of its own, whose mark nobody else sees
+        setattr(keys, CACHE, self)
+        return keys, value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Padding | None, scale: float | None) -> Tensor:
+        """(B, n, H, D) of n new tokens, which are added; `padding` is that of all tokens so far.
+
+        Raises:
+            ValueError: for padding that is not on the left, and that of later tokens.
+        """
+        if self.get_seq_length() == 0:
+            self._begin(padding)
+            if padding is not None:
+                q, k, v = (padding.aligned(x)[:, : x.shape[1] - self.skipped] for x in (q, k, v))
+                out = decode_attention(q, k, v, self.rows, scale)
+                return padding.restored(nn.functional.pad(out, (0, 0, 0, 0, 0, self.skipped)))
+        else:
+            self._check_later(padding, q.shape[1])
+        return decode_attention(q, k, v, self.rows, scale)
+
+    def _begin(self, padding: Padding | None) -> None:
+        """Take prompts, which all layers share."""
+        lengths = None
+        if padding is not None:
+            padding.check_prompts()
+            lengths, self.left = padding.lengths.tolist(), padding.left
+            self.skipped = padding.columns - max(lengths)
+            lengths = lengths if len(set(lengths)) > 1 else None
+        self.rows.clock.begin(lengths)
+
+    def _check_later(self, padding: Padding | None, new: int) -> None:
+        """Raise for n new tokens that do not go on with the prompts."""
+        none = torch.zeros(0, dtype=torch.int64)
+        left, ours = (none if x is None else x for x in (None if padding is None else padding.left, self.left))
+        if not torch.equal(left, ours):
+            raise ValueError(
+                f"the prompts of a DilatedCache have {ours.tolist() or 'no'} tokens of padding before them, and by the "
+                f"attention_mask of later tokens it is {left.tolist() or 'none'}. Pass the prompts' mask with a one "
+                "appended for each token since."
+            )
+        if padding is not None:
+            padding.check_prompts()
+        if self.rows.clock.ragged and new > 1:
+            raise ValueError(
+                f"a DilatedCache reads prompts of different lengths at once, and then a token of each; got {new} tokens. "
+                "Leave prefill_chunk_size out; go on with an answer sample by sample, or with equally long prompts."
+            )
+
+    def get_seq_length(self) -> int:
+        return self.rows.length + self.skipped
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys, position of the first): those of the new tokens."""
+        return query_length, self.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1 if self.rows.max_length is None else self.rows.max_length
+
+    def reset(self) -> None:
+        self.rows.reset()
+        self.handed = self.skipped = 0
+        self.left = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.rows.select(beam_idx)
+        if self.left is not None:
+            self.left = self.left[beam_idx.cpu()]
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.rows.repeat(repeats)
+        if self.left is not None:
+            self.left = self.left.repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            self._refuse("take tokens back, as assisted decoding asks")
+
+    def offload(self) -> NoReturn:
+        self._refuse("be offloaded")
+
+    prefetch = offload
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"a DilatedCache cannot {what}: it holds only the rows that later tokens see. Generate without, or with "
+            "use_cache=False."
+        )

@@ -1,0 +1,512 @@
+"""HFCausalLM: a decoder of transformers as a DilatedModule, which the Trainer trains on one rank or many.
+
+Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_dilated._compat.torch import is_fake
+from lightning_dilated._device import send
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.data.text.tokenizer_files import write_files
+from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
+from lightning_dilated.ext.transformers import adapter_folders
+from lightning_dilated.ext.transformers.batches import (
+    check_batch,
+    check_generation,
+    check_lengths,
+    check_padding,
+    check_positions,
+    check_prompts,
+    padded_step,
+)
+from lightning_dilated.ext.transformers.kinds import other_code, refuse_other_code, refuse_states, refuse_without_heads
+from lightning_dilated.ext.transformers.layers import DecoderLayers, layers_of
+from lightning_dilated.ext.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
+from lightning_dilated.ext.transformers.masks import known_documents
+from lightning_dilated.ext.transformers.patterns import ENTRY, has_pattern, set_pattern
+from lightning_dilated.ext.transformers.registration import NAME, dilated_cache, register
+from lightning_dilated.ext.transformers.rotary import check_rope, furthest_position, length_warning, whole_lengths
+from lightning_dilated.ext.transformers.sources import Source, changed_config, is_of_package, with_depth
+from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.token_chunks import tiled
+from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.longnet.lm import PLACE
+from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import layer_patterns, read_patterns
+from lightning_dilated.sequence import SequenceSpec, active_sequence
+
+#: decoders whose logits are the output projection of the last hidden states, and nothing else
+PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
+
+
+class HFCausalLM(DilatedModule):
+    """A causal language model of transformers, with `attn_implementation="ring_dilated"`.
+
+    Batches are those of a `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position,
+    -100 where there is none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are
+    global on every rank, and begin anew with each document. Logged with each mean loss: perplexity, and bits per byte where
+    the bytes of a token are known, else bits per token.
+
+    Args:
+        model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
+            mapping with `model_type`), for random weights. Weights are in the Trainer's dtype.
+        pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
+        config: values that replace those of the model's config, such as {"max_position_embeddings": 65536,
+            "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to train on at longer sequences.
+        tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
+            Gemma 3 and Phi.
+        lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
+            such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters stay fp32 where weights are
+            of 16 bits. Needs the extra `lora`.
+        adapters: a folder of adapters, of `save_pretrained` or peft, which are trained on as they were trained, with the
+            patterns and config of then; `lora` need not be given. None: those of `model`, if that is such a folder, with the
+            weights that it names; else new ones.
+        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
+            `callbacks.ActivationRecompute` takes its place.
+        compile_blocks: compile every layer, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
+            when it is first run; generation stays uncompiled.
+        bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token). None: those of the
+            data, which `ByteDataModule` knows; with other data `bits_per_token` is logged.
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    A checkpoint holds config and all weights, with `lora` the frozen ones too, so that it loads without `model`'s folder.
+
+    Raises:
+        ModuleNotFoundError: without transformers, or for `lora` without peft.
+        TypeError, ValueError: naming the argument.
+    """
+
+    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
+    causal = True
+    #: called with a batch and its losses (B, L) before they are summed, while a callback watches
+    watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
+
+    def __init__(
+        self,
+        model: dict[str, Any] | str | Path | Any,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        tile: int | None = None,
+        lora: dict[str, Any] | None = None,
+        adapters: str | Path | None = None,
+        gradient_checkpointing: bool = False,
+        compile_blocks: bool = False,
+        bytes_per_token: float | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        register()
+        source = Source.read(model, adapters, lora)
+        self.source, self.adapters, self.lora = source.weights, source.adapters, source.lora
+        self.tokenizer_files = source.tokenizer
+        self.config = source.config if config is None else changed_config(source.config, config)
+        if pattern is not None:
+            set_pattern(self.config, pattern)
+        self._read_sizes()
+        self.gradient_checkpointing = flag(gradient_checkpointing, "gradient_checkpointing")
+        self.compile_blocks = flag(compile_blocks, "compile_blocks")
+        self.bytes_per_token = None if bytes_per_token is None else real(bytes_per_token, "bytes_per_token", above=0)
+        self.tile = None if tile is None else integer(tile, "tile", 1)
+        self._check_fit()
+        self._length_checked = False
+        self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
+        names = ("lora", "tile", "gradient_checkpointing", "compile_blocks", "bytes_per_token")
+        self.save_hyperparameters({"model": self.config.to_dict(), **{name: getattr(self, name) for name in names}})
+
+    def _read_sizes(self) -> None:
+        """What the config says of heads, layers and their patterns."""
+        text = self.config.get_text_config(decoder=True)
+        refuse_without_heads(text)
+        self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
+        self.num_kv_heads = getattr(text, "num_key_value_heads", None)
+        if stored := getattr(text, ENTRY, None):
+            cycle = read_patterns(stored, self.depth, self.num_heads, self.num_kv_heads)
+            self._patterns = layer_patterns(cycle, self.depth)
+
+    def _check_fit(self) -> None:
+        """Raise ValueError for options that the kind of decoder does not have."""
+        check_rope(self.config.get_text_config(decoder=True))
+        if self.tile is not None and not self._is_plain():
+            kind = self.config.get_text_config(decoder=True).model_type
+            raise ValueError(
+                f"tile={self.tile} needs logits that are the output projection of the hidden states, as "
+                f"{', '.join(PLAIN_HEADS)} have them without a soft cap; {kind} may change them. Leave tile out."
+            )
+        if self.lora is not None:
+            with torch.device("meta"):  # no memory, so that a wrong module is an error here
+                check_targets(self.lora, self._decoder(None))
+
+    def _decoder(self, source: str | None) -> Any:
+        """A decoder of transformers with the weights of a folder or repository, or random ones."""
+        from transformers import AutoModelForCausalLM
+
+        options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype(), "trust_remote_code": False}
+        try:
+            if source is None:
+                return AutoModelForCausalLM.from_config(self.config, **options)
+            return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
+        except KeyError as error:
+            if error.args == (NAME,):  # a table of classes of its own
+                raise other_code(self.config.model_type) from None
+            raise
+
+    def setup(self, stage: str) -> None:
+        """Check that every token of the data has an embedding."""
+        size = self.config.get_text_config(decoder=True).vocab_size
+        tokens = self._data_setting("vocab_size", size)
+        if tokens > size:
+            raise ValueError(
+                f"the model's vocab_size={size} is below the data's {tokens} tokens: set data.tokenizer to the model's "
+                f"own, or take a config with vocab_size {tokens} (whose embedding is trained from the start)."
+            )
+
+    def build(self) -> None:
+        """The decoder, with the weights of its folder or random ones, and adapters.
+
+        Raises:
+            ValueError: for `compile_blocks` with a decoder whose layers are not known.
+        """
+        self.decoder = self._decoder(self.source)
+        refuse_other_code(self.decoder)
+        if self.lora is not None:
+            self._adapted = (add_adapters(self.decoder, self.lora),)
+            if self.adapters is not None:
+                adapter_folders.load(self._adapted[0], self.adapters)
+        whole_lengths(self.decoder)
+        layers = layers_of(self.decoder.base_model, self.depth)
+        if layers is not None:
+            self.transformer = DecoderLayers(
+                self.decoder, layers, self._is_plain(), self.config.get_text_config(decoder=True)
+            )
+            self.transformer.memory = MemorySettings("block" if self.gradient_checkpointing else "none")
+            if self.compile_blocks:
+                self.transformer.compile_blocks()
+        elif self.compile_blocks:
+            raise ValueError(
+                f"compile_blocks needs decoder layers in a list, and {type(self.decoder).__name__} has none that is known. "
+                "Leave it out, or call torch.compile on the decoder."
+            )
+        elif self.gradient_checkpointing:
+            self.decoder.gradient_checkpointing_enable()
+
+    def _is_plain(self) -> bool:
+        """Whether the decoder is one of `PLAIN_HEADS`, without a soft cap of its logits."""
+        text = self.config.get_text_config(decoder=True)
+        return text.model_type in PLAIN_HEADS and not getattr(text, "final_logit_softcapping", None)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """nn.Module's; adapters are not rounded to 16 bits, in which small steps are lost."""
+        before = wide_adapters(self._built_outside())
+        result = super()._apply(*args, **kwargs)
+        keep_wide(self, before)
+        return result
+
+    @contextlib.contextmanager
+    def _call(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """(tokens, what else the decoder's forward takes); within, its masks and positions are those of the whole batch."""
+        tokens, options = self._arguments(batch)
+        bounds, group = batch.get("cu_seqlens"), active_sequence()
+        agreed = None if group is None else group.agreed  # by all ranks, when the positions were made
+        length = tokens.shape[1] if agreed is None else agreed.seq_len
+        if bounds is not None and len(bounds) > 1:
+            length = int(bounds.diff().max())
+        if not is_fake(tokens):  # of a plan
+            self._check_length(length)
+            check_lengths(batch.get("lengths"), tokens, length)
+        shared = group is not None and group.ranks > 1
+        if agreed is not None and 0 in agreed.lengths:
+            raise ValueError(
+                f"a sequence of {agreed.seq_len} tokens on {len(agreed.lengths)} ranks leaves rank "
+                f"{agreed.lengths.index(0)} without any, which decoders of transformers do not compute. Pack more into a "
+                "row (data.pack_tokens), leave such short samples out, or share sequences among fewer ranks (strategy "
+                "sequence_size)."
+            )
+        if shared or (bounds is not None and len(bounds) > 2):
+            refuse_states(self.config.get_text_config(decoder=True))
+        with known_documents(bounds), furthest_position(length - 1) if shared else contextlib.nullcontext():
+            yield tokens, options
+
+    def _check_batch(self, batch: Any, labels: bool = False) -> None:
+        """Raise for what is no batch of tokens; on every rank of a sequence, if one has such."""
+        group, arguments = active_sequence(), (batch, self.vocab_size, labels)
+        check_batch(*arguments) if group is None else group.guard(check_batch, *arguments)
+
+    def _check_length(self, length: int) -> None:
+        """Refuse sequences that are longer than the positions that the model has, warn of more than it was trained for."""
+        check_positions(self.decoder, length)
+        if not self._length_checked and (warning := length_warning(self.config, length)) is not None:
+            self._length_checked = True
+            rank_zero_warn(warning)
+
+    def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """(tokens, what else the decoder's forward takes)."""
+        self._check_batch(batch)
+        tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
+        if bounds is None:
+            positions = token_positions(0, tokens.shape[1], tokens.device)
+            options: dict[str, Any] = {}
+        else:
+            positions = send(Documents.of(bounds, tokens.shape[1]).position, tokens.device)
+            options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        if lengths is not None:
+            if bounds is not None:
+                raise ValueError("a batch has lengths (padded samples) or cu_seqlens (packed documents), not both.")
+            options["attention_mask"] = positions < torch.as_tensor(lengths, device=tokens.device)[:, None]
+        return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
+
+    def forward(
+        self,
+        batch: Mapping[str, Any] | Tensor,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, N, V) of tokens (B, N) or of a batch; within an active sequence those of this rank's tokens.
+
+        Args:
+            lengths, cu_seqlens: as in `dilated_attention`, with tokens; a batch has its own.
+
+        Raises:
+            ValueError: for lengths or cu_seqlens beside a batch.
+        """
+        options = {k: x for k, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if x is not None}
+        if isinstance(batch, Tensor):
+            batch = {"tokens": batch, **options}
+        elif options:
+            raise ValueError(
+                f"{' and '.join(options)} belong into the batch, where forward takes one in place of tokens."
+            )
+        self.configure_model()
+        with self._call(batch) as (tokens, options):
+            return self.decoder(tokens, **options).logits
+
+    def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(sum of nats, number of labels that count)."""
+        losses = self._losses(batch, summed=self.watch_losses is None)
+        if self.watch_losses is not None:
+            self.watch_losses(batch, losses)
+        return losses.sum(), (batch["labels"] != IGNORE).sum()
+
+    def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        return self._losses(batch)
+
+    def _losses(self, batch: Mapping[str, Any], summed: bool = False) -> Tensor:
+        """`token_losses`, or their sum."""
+        self._check_batch(batch, labels=True)
+        labels = batch["labels"]
+        self.configure_model()
+        tile = self._loss_tile()
+        if tile is None:
+            nats = token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks)
+            return nats.sum() if summed else nats.view(labels.shape)
+        with self._call(batch) as (tokens, options):
+            states = self.decoder.base_model(tokens, **options).last_hidden_state
+        head = self.decoder.get_output_embeddings()
+
+        def nats_of(x: Tensor, y: Tensor) -> Tensor:
+            return token_nats(head(x).flatten(0, 1), y.flatten(), self.compile_blocks).view(y.shape)
+
+        return (tiled_sum if summed else tiled)(nats_of, (head,), tile, states, labels)
+
+    def _loss_tile(self) -> int | None:
+        """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
+        settings = getattr(self, "transformer", None)
+        if self.tile is not None or settings is None:
+            return self.tile
+        return loss_tile(settings.memory.tile, self.vocab_size)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, **options: Any) -> Any:
+        """What `generate` of transformers returns for prompts (B, N): (B, N + new) tokens, or its outputs by name.
+
+        With a pattern it decodes with a `dilated_cache`, exactly as the whole sequence is computed; layers with their own
+        attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
+
+        Args:
+            tokens: prompts; shorter ones are padded on the left, by any tokens, and an `attention_mask` (B, N) is 0 there.
+                Each row is continued as it is alone.
+            options: of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, num_beams, ...
+
+        Raises:
+            ValueError: for parameters that are sharded over ranks, padding that is not on the left, and what transformers
+                refuses.
+        """
+        self._check_prompts(tokens)
+        check_generation(self.decoder, tokens, options, has_pattern(self.decoder))
+        if (
+            has_pattern(self.decoder)
+            and options.get("use_cache", True)
+            and not {"cache", "past_key_values"} & set(options)
+        ):
+            options["cache"] = dilated_cache(self.decoder.config)
+        options.setdefault("attention_mask", torch.ones_like(tokens))
+        training = self.decoder.training
+        self.decoder.eval()
+        # compiled layers would be compiled for each new length
+        eager = torch.compiler.set_stance("force_eager") if self.compile_blocks else contextlib.nullcontext()
+        try:
+            with eager:
+                return self.decoder.generate(tokens, **options)
+        finally:
+            self.decoder.train(training)
+
+    @torch.no_grad()
+    def generate_stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+        stop: int | Collection[int] | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens (B,) that continue prompts (B, N), one step after another; options as of `LongNetLM.generate_stream`.
+
+        It decodes as `generate` does, with as many tokens kept. A row that drew a token of `stop` repeats it, and the stream
+        ends with the last row.
+
+        Args:
+            attention_mask: (B, N), 0 where shorter prompts are padded, on the left; None: all are of N tokens.
+
+        Raises:
+            ValueError, TypeError: as `generate`, and for options that define no distribution; with the first token.
+        """
+        sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
+        self._check_prompts(tokens)
+        check_padding(attention_mask, tokens)
+        check_positions(self.decoder, tokens.shape[1] + integer(max_new_tokens, "max_new_tokens", 0) - 1)
+        cache, last = self._new_cache(), tokens.new_zeros(len(tokens))
+        ended, training = torch.zeros_like(last, dtype=torch.bool), self.decoder.training
+        self.decoder.eval()
+        try:
+            for _ in range(max_new_tokens):
+                padding = padded_step(attention_mask, tokens.shape[1])
+                logits = self.decoder(tokens, cache=cache, use_cache=True, logits_to_keep=1, **padding).logits[:, -1]
+                last = torch.where(ended, last, sampling.draw(logits, generator))
+                yield last
+                ended |= torch.isin(last, torch.tensor(ends, dtype=last.dtype, device=last.device))
+                if ends and bool(ended.all()):
+                    return
+                tokens = last[:, None]
+                if attention_mask is not None:
+                    attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], 1)
+        finally:
+            self.decoder.train(training)
+
+    def _check_prompts(self, tokens: Tensor) -> None:
+        """Raise unless prompts (B, N) can be continued; makes the weights."""
+        check_prompts(tokens, self.vocab_size)
+        self.configure_model()
+        refuse_sharded(self, "generation takes whole ones")
+
+    def _new_cache(self) -> Any:
+        """Of this package for patterns, else of transformers."""
+        if has_pattern(self.decoder):
+            return dilated_cache(self.decoder.config)
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.decoder.config)
+
+    def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """Bits per byte, or bits per token where its bytes are not known, and perplexity of a token, from a scalar loss."""
+        size, bits = self.bytes_per_token, loss / math.log(2)
+        if size is None or (size == 1 and self.vocab_size > 512):  # more different tokens than there are bytes
+            size = self._data_setting("bytes_per_token")
+        name = "bits_per_token" if size is None else "bits_per_byte"
+        return {name: bits / (1 if size is None else size), "perplexity": loss.exp()}
+
+    # -- what planning asks --------------------------------------------------------------------------------------------
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random text."""
+        text = torch.randint(0, self.vocab_size, (1, tokens))
+        return {"tokens": text, "labels": text.roll(-1, 1)}
+
+    def planning_copy(self, depth: int) -> Self:
+        copy = super().planning_copy(depth)
+        if hasattr(copy, "transformer"):
+            del copy.transformer
+        copy.config = with_depth(self.config, depth)
+        copy.source, copy.adapters, copy._adapted = None, None, ()
+        if self.lora is not None:
+            copy.lora = {**self.lora, "init_lora_weights": False}  # others read the values of weights
+        return copy
+
+    def token_features(self) -> tuple[int, ...]:
+        return (self.vocab_size,)
+
+    def reads_logits(self) -> bool:
+        return True
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the decoder has."""
+        return self.config.get_text_config(decoder=True).vocab_size
+
+    # -- folders of transformers ---------------------------------------------------------------------------------------
+    def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
+        """Write a folder of transformers, which loads without this package; a pattern is in its config.
+
+        With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and a
+        `decoder_config.json` for `HFCausalLM(folder)`, which trains them on. The tokenizer of the data is written, too,
+        where there is one. On several ranks, only one calls it.
+
+        Args:
+            merge: add the updates to the weights, in a copy, and write the whole model.
+
+        Raises:
+            FileExistsError: for a file.
+            ValueError: for parameters that are sharded over ranks.
+        """
+        flag(merge, "merge")
+        if Path(folder).is_file():
+            raise FileExistsError(f"save_pretrained writes a folder, and {folder} is a file. Give another name.")
+        self.configure_model()
+        refuse_sharded(self, "a folder holds whole ones")
+        if self._adapted and merge:
+            adapter_folders.save_merged(self._adapted[0], folder)
+        elif self._adapted:
+            adapter_folders.save(self._adapted[0], folder, self.config)
+        else:
+            self.decoder.save_pretrained(folder)
+        write_files(Path(folder), self.current_tokenizer())
+        return Path(folder)
+
+    @classmethod
+    def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:
+        """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded; also of a folder that `consolidate` wrote."""
+        if is_of_package(path_or_repo):
+            return super().from_pretrained(path_or_repo, **changes)
+        module = cls(path_or_repo, **changes)
+        module.configure_model()
+        return module
+
+
+def refuse_sharded(module: nn.Module, why: str) -> None:
+    """Raise ValueError for parameters that are sharded over ranks."""
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError(
+            f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
+            "take the model that load_from_checkpoint makes of its file."
+        )

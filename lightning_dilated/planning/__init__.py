@@ -1,7 +1,0 @@
-"""What a machine can do, measured; what many would do, simulated; and what fits, counted."""
-
-from lightning_dilated.planning.counting import Meter
-from lightning_dilated.planning.gpus import dense_yardstick, peak_memory, seconds_of
-from lightning_dilated.planning.simulating import Machine, Step, simulate
-
-__all__ = ["Machine", "Meter", "Step", "dense_yardstick", "peak_memory", "seconds_of", "simulate"]

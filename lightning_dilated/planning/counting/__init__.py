@@ -1,5 +1,0 @@
-"""Bytes: a real step of a real model under fake tensors, which have sizes but no memory, counted piece by piece."""
-
-from lightning_dilated.planning.counting.memory_tracker import Meter
-
-__all__ = ["Meter"]
