@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_dilated.attention import convolution
 from lightning_dilated.attention.convolution import ShortConvolution
-from lightning_dilated.ext.planning import seconds_of
+from lightning_dilated.planning import seconds_of
 
 CUDA = torch.device("cuda")
 #: bytes a second with which the traffic is given

@@ -36,7 +36,7 @@ from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_o
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB, Setup
-from lightning_dilated.ext.transformers import HFCausalLM
+from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.memory.settings import MemorySettings
 
 SIZES = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
-from lightning_dilated.ext.planning import peak_memory, seconds_of
+from lightning_dilated.planning import peak_memory, seconds_of
 
 
 def cut(tokens: int, documents: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dilated import DilatedPattern, dilated_attention
-from lightning_dilated.ext.planning import peak_memory, seconds_of
+from lightning_dilated.planning import peak_memory, seconds_of
 
 
 class Dense(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import lightning_dilated as ld
-from lightning_dilated.ext.planning import seconds_of
+from lightning_dilated.planning import seconds_of
 from lightning_dilated.recurrence import op, triton_chunks
 from lightning_dilated.recurrence.runs import Call, Document
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lightning_dilated.attention.backends.sdpa import CUDNN
-from lightning_dilated.ext.planning import seconds_of
 from lightning_dilated.kernels import dense, pipelined
+from lightning_dilated.planning import seconds_of
 
 ROWS, SEGMENTS = 2048, 128
 FORWARD = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 128, 4, 2)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import lightning_dilated as ld
-from lightning_dilated.ext.planning import dense_yardstick, seconds_of
+from lightning_dilated.planning import dense_yardstick, seconds_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: runs the forward, and the backward with a gradient of out

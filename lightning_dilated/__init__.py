@@ -1,22 +1,25 @@
 """Transformers with dilated attention (LongNet) for PyTorch Lightning: exact, fast and plain, in that order."""
 
+from typing import TYPE_CHECKING
+
 from lightning_dilated import callbacks, data, integrations, sequence
+from lightning_dilated._extensions import lazy_names
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.attention.stream_state import StreamState
-from lightning_dilated.ext.export.export import Exported, export
-from lightning_dilated.models import (
-    DilatedModule,
-    LongNetClassifier,
-    LongNetLM,
-    LongNetMLM,
-    LongViT,
-    SlideEncoder,
-    SlidePretrainer,
-)
+from lightning_dilated.models import DilatedModule, LongNetLM, LongNetMLM
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_attention
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.export.export import Exported, export
+    from lightning_dilated.ext.pooled.classifier import LongNetClassifier
+    from lightning_dilated.ext.slides.encoder import SlideEncoder
+    from lightning_dilated.ext.slides.longvit.model import LongViT
+    from lightning_dilated.ext.slides.mae import SlidePretrainer
+
+__getattr__, __dir__ = lazy_names(__name__)
 
 __version__ = "0.2.0"
 

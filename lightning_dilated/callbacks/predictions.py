@@ -1,7 +1,6 @@
-"""Writers for `predict`: PredictionWriter, a CSV row for each sequence, and AttentionWriter, weights for each slide.
+"""PredictionWriter, which writes a CSV row for each sequence that `predict` computes.
 
-Shape letters: B sequences of a batch, E numbers of a sequence (such as its embedding), N rows (the blank one first), T tiles
-of a slide, H heads.
+Shape letters: B sequences of a batch, E numbers of a sequence (such as its embedding).
 """
 
 from __future__ import annotations
@@ -9,20 +8,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.data import SlideDataModule, write_heat_map
 from lightning_dilated.data.files import guarded_field
-from lightning_dilated.ext.slides.files import slide_name
-from lightning_dilated.models import SlideEncoder
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -93,18 +87,18 @@ class PredictionWriter(BasePredictionWriter):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say that `validate` writes nothing."""
-        _say_when(self, trainer)
+        say_when(self, trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say that `test` writes nothing."""
-        _say_when(self, trainer)
+        say_when(self, trainer)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._started and trainer.is_global_zero:
             print(f"predictions: {self._target}")
 
 
-def _say_when(writer: pl.Callback, trainer: pl.Trainer) -> None:
+def say_when(writer: pl.Callback, trainer: pl.Trainer) -> None:
     """Say that a writer of predictions writes in `predict` only; nothing in a fit, whose recipe may serve `predict`, too."""
     if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         command = trainer.state.fn.value
@@ -161,156 +155,3 @@ def _some(names: Any) -> str:
     """The first names, and how many there are."""
     shown = list(names)
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
-
-
-#: endings of thumbnails
-THUMBNAILS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
-
-
-class AttentionWriter(pl.Callback):
-    """Writes `attention/SLIDE_ID.npz` into the run folder for every slide that a SlideEncoder predicts, with the arrays
-    `attention` (T,), or (T, H) with heads="all", and `coords` (T, 2), both in the order in which the tiles were read; and
-    `attention/SLIDE_ID.png`, a heat map of it (`data.write_heat_map`; of all heads their mean).
-
-    The arrays go on to `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`.
-    Every slide is encoded a second time for it, up to the layer.
-
-    Args:
-        layer, heads: as in `SlideEncoder.attention_map`; of one layer.
-        path: of the folder; None means `attention` in the logger's folder.
-        pictures: write the PNGs.
-        thumbnails: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg, .jpeg, .tif or .tiff, on which the heat
-            maps are drawn; or one such file, for one slide. A slide without one gets a white ground, which is reported.
-        scale: of the colours, see `data.write_heat_map`.
-
-    Raises:
-        TypeError, ValueError, FileNotFoundError: when predicting begins, for another model, or if ranks share a slide or
-            shard the weights; for thumbnails that are not there, of patients, or of slides whose size no file states.
-    """
-
-    def __init__(
-        self,
-        layer: int = -1,
-        heads: Literal["mean", "all"] = "mean",
-        path: str | None = None,
-        pictures: bool = True,
-        thumbnails: str | None = None,
-        scale: Literal["rank", "linear"] = "rank",
-    ) -> None:
-        integer(layer, "layer", hint=" It is the number of one layer; -1 is the last.")
-        one_of(heads, "heads", ("mean", "all"))
-        one_of(scale, "scale", ("rank", "linear"))
-        self.layer, self.heads, self.path = layer, heads, path
-        self.pictures, self.thumbnails, self.scale = flag(pictures, "pictures"), thumbnails, scale
-        if thumbnails is not None and not pictures:
-            raise ValueError("thumbnails are the ground of pictures: set pictures to True, or leave thumbnails out.")
-        #: thumbnail, and size of the slide where it has one, of each slide
-        self._grounds: dict[str, tuple[Path, tuple[int, int]]] = {}
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the model and strategy, and find the folder, which takes every rank."""
-        if not isinstance(pl_module, SlideEncoder):
-            raise TypeError(f"AttentionWriter is for a SlideEncoder, got {type(pl_module).__name__}: leave it out.")
-        strategy = trainer.strategy
-        shared = getattr(getattr(strategy, "sequence", None), "ranks", 1)
-        if shared > 1 or getattr(strategy, "shards_parameters", False):
-            why = f"{shared} ranks share each slide" if shared > 1 else "the ranks shard the model's parameters"
-            raise ValueError(
-                f"AttentionWriter takes whole slides and whole weights on a rank, but {why}: predict with strategy "
-                "'ring_dilated' and trainer.devices 1 (or sequence_size 1), or leave the callback out."
-            )
-        if not -pl_module.depth <= self.layer < pl_module.depth:
-            raise ValueError(f"AttentionWriter has layer={self.layer}, but the model has {pl_module.depth} layers.")
-        self._grounds = {} if self.thumbnails is None else self._find_thumbnails(Path(self.thumbnails), trainer)
-        self._folder = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "attention")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that `validate` writes nothing."""
-        _say_when(self, trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that `test` writes nothing."""
-        _say_when(self, trainer)
-
-    def _find_thumbnails(self, where: Path, trainer: Any) -> dict[str, tuple[Path, tuple[int, int]]]:
-        """{slide: (thumbnail, the slide's size)} of the slides to be predicted."""
-        data = trainer.datamodule
-        if not isinstance(data, SlideDataModule) or data.merge_groups:
-            what = "samples of several slides" if isinstance(data, SlideDataModule) else "no SlideDataModule's slides"
-            raise ValueError(f"thumbnails are matched with slides by name, and these are {what}: leave thumbnails out.")
-        sizes = {slide.name: slide.extent for slide in data.dataset("test").slides}
-        if not where.exists():
-            raise FileNotFoundError(f"thumbnails {where}: no such file or folder.")
-        if where.is_dir():
-            found = {slide_name(x.stem): x for x in sorted(where.iterdir()) if x.suffix.lower() in THUMBNAILS}
-        elif len(sizes) == 1:
-            found = dict.fromkeys(sizes, where)
-        else:
-            raise ValueError(
-                f"thumbnails {where} is one file, but {len(sizes)} slides are predicted: give a folder of files "
-                "SLIDE_ID.png."
-            )
-        without = [name for name in sizes if name not in found]
-        if without:
-            rank_zero_warn(
-                f"{len(without)} of {len(sizes)} slides have no thumbnail in {where}, so their heat maps have a white "
-                f"ground: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}."
-            )
-        unknown = [name for name in sizes if name in found and sizes[name] is None]
-        if unknown:
-            raise ValueError(
-                f"thumbnails need the size of a slide, which the files of {len(unknown)} slides do not state (as TRIDENT's "
-                f"level0_width and level0_height of coords), the first {unknown[0]}: leave thumbnails out, or draw by "
-                "data.write_heat_map with slide_size."
-            )
-        return {name: (found[name], cast(tuple[int, int], size)) for name, size in sizes.items() if name in found}
-
-    def on_predict_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Mapping[str, Any],
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        names = batch.get("slide_id")
-        if names is None or any(Path(name).name != name for name in names):
-            raise ValueError(
-                f"AttentionWriter names its files by the batch's slide_id, a list of file names without folders; got "
-                f"{names!r}. SlideDataModule gives it."
-            )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        features, coords, bounds = batch["features"], batch["coords"], batch.get("cu_seqlens")
-        if bounds is None:
-            self._write(trainer, pl_module, names, features, coords, batch.get("lengths"))
-            return
-        for i, name in enumerate(names):  # slides packed into one row
-            rows = slice(int(bounds[i]), int(bounds[i + 1]))
-            self._write(trainer, pl_module, [name], features[:, rows], coords[:, rows], None)
-
-    def _write(
-        self, trainer: pl.Trainer, module: Any, names: Any, features: Tensor, coords: Tensor, lengths: Tensor | None
-    ) -> None:
-        """Encode slides (B, N, F), and write a file for each."""
-        tiles, coords = features[:, 1:], coords[:, 1:]  # the first row is blank
-        counts = None if lengths is None else lengths - 1
-        with trainer.precision_plugin.predict_step_context():
-            maps = cast(SlideEncoder, module).attention_map(tiles, coords, counts, layer=self.layer, heads=self.heads)
-        for i, name in enumerate(names):
-            count = tiles.shape[1] if counts is None else int(counts[i])
-            attention = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
-            # savez would not append the ending to a name that has one
-            values, places = attention.cpu().numpy(), coords[i, :count].cpu().numpy()
-            with (self._folder / f"{name}.npz").open("wb") as file:
-                np.savez(file, attention=values, coords=places)
-            if self.pictures:
-                thumbnail, size = self._grounds.get(name, (None, None))
-                mean = values.mean(1) if values.ndim == 2 else values
-                picture = self._folder / f"{name}.png"
-                options: dict[str, Any] = {"thumbnail": thumbnail, "slide_size": size, "scale": self.scale}
-                write_heat_map(picture, mean, places, module.tile_size, **options)
-
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero and self._folder.exists():
-            print(f"attention: {self._folder}")

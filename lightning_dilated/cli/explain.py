@@ -16,8 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_dilated._validation import text_of
-from lightning_dilated.models import DilatedModule, LongNetClassifier
-from lightning_dilated.models.longnet.lm import TokenModel
+from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain, sight_table
@@ -95,7 +94,7 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 
 def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
     """A model's arguments; without `max_seq_len`, and with no base or "length", `max_seq_len` is the data's N tokens."""
-    known = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
+    known = isinstance(cls, type) and issubclass(cls, DilatedModule) and cls.length_from_data
     # as a recipe's `fit` sees it: of a constructor with **options, what it does not set itself
     takes = known and "max_seq_len" in ArgumentParser().add_class_arguments(cls, fail_untyped=False)
     base = arguments.get("rotary_base")

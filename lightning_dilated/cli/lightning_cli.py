@@ -20,8 +20,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+from lightning_dilated import callbacks
 from lightning_dilated._compat.lightning import argument_types
-from lightning_dilated.callbacks import BootstrapIntervals, MetricsProgressBar, PredictionWriter
+from lightning_dilated.callbacks import MetricsProgressBar, PredictionWriter
 from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.cli.explain import class_of, with_length
@@ -29,8 +30,7 @@ from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.ext.pooled.pooled_model import PooledModule
-from lightning_dilated.models import DilatedModule, TokenModel
+from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import file_arguments, imported
 from lightning_dilated.strategy import launched_nodes
@@ -349,7 +349,7 @@ class DilatedCLI(LightningCLI):
         """
         dims = getattr(self.model.sequence_spec, "dims", None)  # None for a model without dims
         is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
-        labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
+        labelled = self.model.predicts_label and self.subcommand != "predict"
         path = self.config[str(self.subcommand)].get("ckpt_path")
         if is_text and dims is not None and ("tokens" not in dims or labelled):
             raise ValueError(_other_data(self.model, dims) + _recipe_of_run(path))
@@ -373,13 +373,11 @@ class DilatedCLI(LightningCLI):
         if "RichProgressBar" not in str(config.trainer.callbacks):  # Lightning's default
             trainer.callbacks = [MetricsProgressBar() if type(c) is RichProgressBar else c for c in trainer.callbacks]
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        is_ours = isinstance(self.model, (TokenModel, PooledModule))
-        if self.subcommand == "predict" and is_ours and not writers:
+        if self.subcommand == "predict" and self.model.predicts_rows and not writers:
             trainer.callbacks.append(PredictionWriter())
-        has_intervals = any(isinstance(c, BootstrapIntervals) for c in trainer.callbacks)
-        predicts_one = isinstance(self.model, PooledModule) and self.model.task is not None
-        if self.subcommand == "test" and predicts_one and not has_intervals:
-            trainer.callbacks.append(BootstrapIntervals())
+        if self.subcommand == "test" and self.model.predicts_label and self.model.task is not None:
+            has_intervals = any(isinstance(c, callbacks.BootstrapIntervals) for c in trainer.callbacks)
+            trainer.callbacks += [] if has_intervals else [callbacks.BootstrapIntervals()]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -422,7 +420,7 @@ def _recipe_of_run(ckpt_path: Any) -> str:
 
 def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:
     """What to do about bytes of a text under a model of something else."""
-    entries = ", ".join([*dims, *(["label"] if isinstance(model, PooledModule) else [])])
+    entries = ", ".join([*dims, *(["label"] if model.predicts_label else [])])
     return (
         f"the data is a ByteDataModule, which is the one where `data` names no class_path: bytes of texts as tokens and "
         f"labels. A {type(model).__name__} takes {entries}. Set data.class_path to a LightningDataModule that brings them: "

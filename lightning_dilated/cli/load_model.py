@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_dilated._validation import text_of
+from lightning_dilated._extensions import hook
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
-from lightning_dilated.ext.transformers import HFCausalLM
-from lightning_dilated.ext.transformers.adapter_folders import is_folder, stored_config
-from lightning_dilated.ext.transformers.lm import PLAIN_HEADS
-from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import current_class_path, file_arguments, imported
 
@@ -98,32 +94,21 @@ def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
         ModuleNotFoundError: for a folder of transformers without transformers.
     """
     folder = Path(path)
-    adapted = is_folder(folder)
-    if folder.is_dir() and not adapted and not (folder / "config.json").is_file():
+    decoder = hook("decoder of a folder")(folder, tile) if folder.is_dir() else None
+    if decoder is not None:
+        return decoder
+    if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(
             f"--ckpt_path {path} is a folder without config.json. Give a .ckpt, or a folder of save_pretrained; make such "
             f"a folder of a sharded checkpoint: lightning-dilated consolidate {path} --out FOLDER."
         )
-    config = (stored_config(folder) or {}) if adapted else _of_transformers(folder)
-    if config is None:
-        return load_module(path)
-    plain = config.get("model_type") in PLAIN_HEADS and not config.get("final_logit_softcapping")
-    return HFCausalLM(str(path), tile=tile if plain else None)
+    return load_module(path)
 
 
-def _of_transformers(folder: Path) -> dict[str, Any] | None:
-    """The config.json of a folder that transformers saved, else None."""
-    try:
-        config = json.loads(text_of(folder / "config.json"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) and "model_type" in config else None
-
-
-def load_causal_model(path: str | Path, tile: int | None = None) -> LongNetLM | HFCausalLM:
+def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
     """As `load_any`. Raises: ValueError also for models that do not predict the next token."""
     model = load_any(path, tile)
-    if not isinstance(model, (LongNetLM, HFCausalLM)):
+    if not model.predicts_next_token:
         raise ValueError(
             f"--ckpt_path {path} holds a {type(model).__name__}, which does not predict the next token; evaluate takes a "
             "LongNetLM or a HFCausalLM."
@@ -144,7 +129,7 @@ def stored_tokenizer(path: str | Path) -> Tokenizer | None:
     return None if files is None else tokenizer_of(files[MAIN], f"the tokenizer of ckpt_path {path}")
 
 
-def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM | HFCausalLM:
+def load_language_model(path: str | Path, vocab_size: int | None = None) -> DilatedModule:
     """A language model from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
     A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
@@ -155,12 +140,12 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Long
         ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
             with fewer tokens than the tokenizer.
     """
-    model, kinds = load_any(path), (LongNetLM, HFCausalLM)
+    model = load_any(path)
     size = getattr(model, "vocab_size", None)
     description = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {size}"
-    of_bytes = isinstance(model, kinds) and size == 256 and model.bytes_per_token in (1, None)
-    if not isinstance(model, kinds) or (vocab_size is None and not of_bytes):
-        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, kinds) and size == 256 else ""
+    of_bytes = model.predicts_next_token and size == 256 and model.bytes_per_token in (1, None)
+    if not model.predicts_next_token or (vocab_size is None and not of_bytes):
+        more = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
         raise ValueError(
             f"{description}{more}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
             "(vocab_size 256), or --tokenizer with the tokenizer.json that it was trained with, if it holds none."

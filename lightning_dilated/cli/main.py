@@ -10,24 +10,16 @@ import warnings
 
 from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
+from lightning_dilated._extensions import COMMANDS, place
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
 from lightning_dilated.cli.lightning_cli import DilatedCLI, chosen_classes, with_checkpoint, with_parts, with_recipes
 from lightning_dilated.cli.parsing import class_help
 
-#: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
+#: commands of the core besides LightningCLI's, each a function of its arguments; `COMMANDS` has those of `ext/`
 OTHERS = {
-    "generate": "lightning_dilated.ext.decoding.command:run",
-    "score": "lightning_dilated.ext.genomes.score:run",
-    "evaluate": "lightning_dilated.ext.evaluation.evaluate:run",
     "tokenize": "lightning_dilated.cli.datasets:tokenize",
-    "pairs": "lightning_dilated.cli.datasets:pairs",
     "explain": "lightning_dilated.cli.explain:run",
-    "verify": "lightning_dilated.ext.profiling.verify:run",
-    "bench": "lightning_dilated.ext.profiling.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
-    "folds": "lightning_dilated.ext.pooled.folds:run",
-    "export": "lightning_dilated.ext.export.command:run",
-    "plan": "lightning_dilated.ext.planning.plan:run",
 }
 
 #: beginnings of warnings that are left out
@@ -95,10 +87,13 @@ def main(argv: list[str] | None = None) -> None:
     elif argv[0] in OTHERS:
         with one_line_errors():
             pkgutil.resolve_name(OTHERS[argv[0]])(with_recipes(argv)[1:])
+    elif argv[0] in COMMANDS:
+        with one_line_errors():
+            place(COMMANDS[argv[0]])(with_recipes(argv)[1:])
     else:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:
-            fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS])}.")
+            fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS, *COMMANDS])}.")
         expandable_segments(os.environ)
         quiet(argv[0])
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there

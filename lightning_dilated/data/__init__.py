@@ -1,5 +1,8 @@
 """DataModules and the resumable sampler and loader that they share."""
 
+from typing import TYPE_CHECKING
+
+from lightning_dilated._extensions import lazy_names
 from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
@@ -7,22 +10,26 @@ from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
 from lightning_dilated.data.text.streams import StreamDataModule, StreamSequences
 from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
 from lightning_dilated.data.text.tokens import TokenDataModule
-from lightning_dilated.ext.evaluation.module import LongContextDataModule
-from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule, ListOpsDataModule
-from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
-from lightning_dilated.ext.genomes.fasta import GenomeDataModule, GenomeWindows
-from lightning_dilated.ext.genomes.files import Genome
-from lightning_dilated.ext.genomes.strain_pairs import StrainPairsDataModule
-from lightning_dilated.ext.genomes.variants import AlleleWindows, Variant, allele_windows, read_variants
-from lightning_dilated.ext.slides.coordinates import check_coordinates
-from lightning_dilated.ext.slides.heat_maps import heat_map, write_attention, write_heat_map
-from lightning_dilated.ext.slides.module import SlideDataModule
-from lightning_dilated.ext.slides.sequences import SlideSequences
-from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
-from lightning_dilated.ext.text.chat import ChatDataModule
-from lightning_dilated.ext.text.chat_stream import ChatStreamDataModule
-from lightning_dilated.ext.text.text_stream import TextStreamDataModule
-from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.evaluation.module import LongContextDataModule
+    from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule, ListOpsDataModule
+    from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
+    from lightning_dilated.ext.genomes.fasta import GenomeDataModule, GenomeWindows
+    from lightning_dilated.ext.genomes.files import Genome
+    from lightning_dilated.ext.genomes.strain_pairs import StrainPairsDataModule
+    from lightning_dilated.ext.genomes.variants import AlleleWindows, Variant, allele_windows, read_variants
+    from lightning_dilated.ext.slides.coordinates import check_coordinates
+    from lightning_dilated.ext.slides.heat_maps import heat_map, write_attention, write_heat_map
+    from lightning_dilated.ext.slides.module import SlideDataModule
+    from lightning_dilated.ext.slides.sequences import SlideSequences
+    from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
+    from lightning_dilated.ext.text.chat import ChatDataModule
+    from lightning_dilated.ext.text.chat_stream import ChatStreamDataModule
+    from lightning_dilated.ext.text.text_stream import TextStreamDataModule
+    from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
+
+__getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "AlleleWindows",

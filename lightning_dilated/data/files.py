@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated._validation import refuse_special
-from lightning_dilated.ext.text.remote import Opener, RemoteBytes, is_url, refuse_url
+from lightning_dilated.data.opener import Opener, is_url, refuse_url
 
 HINT = "pass existing files, directories or globs in data.paths, or leave it out to read Python's standard library"
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -364,7 +364,7 @@ class ByteStream:
         for begin in range(start, stop - 1, size):
             yield self.read(begin, min(begin + size + 1, stop))
 
-    def _map(self, index: int) -> np.memmap | RemoteBytes:
+    def _map(self, index: int) -> Any:
         file, size = self.files[index], self.sizes[index]
         if is_url(file):
             return self.opener.bytes_of(file)

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from lightning_dilated._compat.lightning import restricted_classmethod
 from lightning_dilated._validation import check_input, flag, integer, real
+from lightning_dilated.data.opener import Opener
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
-from lightning_dilated.ext.text.remote import Opener
 
 SPLITS = ("train", "val", "test")
 #: default share of validation, and of test

@@ -1,5 +1,5 @@
 """Models of other libraries with the attention of this package; a library is imported only when its functions are called."""
 
-from lightning_dilated.ext import transformers
+from lightning_dilated.integrations import transformers
 
 __all__ = ["transformers"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.sequence import sequence_sum
+from lightning_dilated.sequence import sequence_mean, sequence_sum
 
 #: an entry of a batch: its shape in letters, and what it holds
 Form: TypeAlias = tuple[str, Literal["tokens", "integers", "floats", "numbers"]]
@@ -163,3 +163,18 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
             f"the batch packs {len(sizes)} samples (cu_seqlens), but has {len(torch.as_tensor(label))} labels: give one a "
             "sample."
         )
+
+
+def mean_token(
+    x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
+) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on.
+
+    Of a row of D `documents` (D, E): over each one's tokens.
+    """
+    if documents is not None:
+        return documents.mean(x, start)
+    counted = (positions >= start).expand(x.shape[:2])
+    if lengths is not None:
+        counted = counted & (positions < torch.as_tensor(lengths).cpu()[:, None])
+    return sequence_mean(x, mask=send(counted, x.device))

@@ -147,6 +147,13 @@ class DilatedModule(Pretrained, LearningRate):
     sequence_spec: SequenceSpec | None = None
     #: entries of a batch that stay on the CPU, where their values are read: reading from a device would wait for it
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
+    #: whether a batch has a `label` to predict, and whether the prediction is the next token
+    predicts_label = False
+    predicts_next_token = False
+    #: whether `predict_step` returns rows for PredictionWriter
+    predicts_rows = False
+    #: whether a command takes `max_seq_len` from the data if a recipe has none
+    length_from_data = False
     #: whether the pattern is that of released weights
     released_pattern = False
     depth: int

@@ -27,9 +27,10 @@ from lightning_dilated.data import (
     read_variants,
 )
 from lightning_dilated.data.files import collect_files, files_digest
+from lightning_dilated.data.opener import Opener, is_url
 from lightning_dilated.ext.genomes.regions import read_bed
 from lightning_dilated.ext.slides.labels import Columns, read_rows
-from lightning_dilated.ext.text.remote import BLOCK, RUN, TRIES, Opener, is_url
+from lightning_dilated.ext.text.remote import BLOCK, RUN, TRIES
 
 from .stores import Fetched, upload
 
@@ -70,20 +71,20 @@ def test_paths(path: Any) -> None:
 def test_only_the_blocks_of_a_range_are_fetched(store: str, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     data = content(20 * BLOCK + 17)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
-    assert opener.read(url, 5 * BLOCK - 3, 5 * BLOCK + 9).tobytes() == data[5 * BLOCK - 3 : 5 * BLOCK + 9]
+    assert opener.remote.read(url, 5 * BLOCK - 3, 5 * BLOCK + 9).tobytes() == data[5 * BLOCK - 3 : 5 * BLOCK + 9]
     assert fetched.requests == [("/a.bin", 4 * BLOCK, 6 * BLOCK)]  # neighbours in one request
     assert fetched.count() == opener.bytes_fetched == 2 * BLOCK
-    opener.read(url, 4 * BLOCK, 6 * BLOCK)
+    opener.remote.read(url, 4 * BLOCK, 6 * BLOCK)
     pickle.loads(pickle.dumps(opener)).read(url, 4 * BLOCK, 6 * BLOCK)  # from the disk
     assert fetched.count() == 0
-    assert opener.read(url, 0, len(data)).tobytes() == data
+    assert opener.remote.read(url, 0, len(data)).tobytes() == data
     assert fetched.requests == [("/a.bin", 0, 4 * BLOCK), ("/a.bin", 6 * BLOCK, len(data))]
 
 
 def test_a_request_is_of_bounded_length(store: str, opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     data = content((RUN + 2) * BLOCK)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
-    assert opener.read(url, 0, len(data)).tobytes() == data
+    assert opener.remote.read(url, 0, len(data)).tobytes() == data
     assert fetched.requests == [("/a.bin", 0, RUN * BLOCK), ("/a.bin", RUN * BLOCK, len(data))]
 
 
@@ -91,16 +92,16 @@ def test_without_a_cache_on_disk(store: str, tmp_path: Path, monkeypatch: pytest
     data, opener = content(3 * BLOCK), Opener(str(tmp_path / "cache"), 0)
     url, fetched = put("a.bin", data), Fetched(monkeypatch, "memory")
     for _ in range(2):
-        assert opener.read(url, 10, BLOCK + 10).tobytes() == data[10 : BLOCK + 10]
+        assert opener.remote.read(url, 10, BLOCK + 10).tobytes() == data[10 : BLOCK + 10]
     assert fetched.count() == 2 * BLOCK
-    opener.prefetch([url])
+    opener.remote.prefetch([url])
     assert fetched.count() == 0 and not (tmp_path / "cache").exists()
 
 
 def test_a_damaged_block_is_fetched_again(store: str, opener: Opener, tmp_path: Path) -> None:
     data = content(BLOCK)
     url = put("a.bin", data)
-    opener.read(url, 0, BLOCK)
+    opener.remote.read(url, 0, BLOCK)
     (file,) = (x for x in (tmp_path / "cache" / "blocks").rglob("*") if x.is_file())
     file.write_bytes(bytes(BLOCK))
     assert pickle.loads(pickle.dumps(opener)).read(url, 0, BLOCK).tobytes() == data
@@ -188,7 +189,7 @@ def test_a_changed_file_is_noticed(store: str, opener: Opener) -> None:
     ):
         stream.read(BLOCK, BLOCK + 10)
     # who looks it up now reads the new one, also where the old one is in the cache
-    again = Opener(str(Path(opener.cache.folder)))
+    again = Opener(str(Path(opener.remote.cache.folder)))
     assert again.read(url, 0, 10).tobytes() == content(3 * BLOCK, seed=1)[:10]
     put("a.bin", content(10))
     with pytest.raises(ValueError, match="keep the data unchanged"):
@@ -225,7 +226,7 @@ def test_requests_that_fail_are_tried_again(
     data = content(100)
     url = put("a.bin", data)
     failing = Failing(monkeypatch, TRIES - 1, error)
-    assert opener.read(url, 0, 100).tobytes() == data
+    assert opener.remote.read(url, 0, 100).tobytes() == data
     assert waits == [1.0, 2.0, 4.0, 8.0]
     failing.left, fresh = TRIES, Opener(cache_gib=0)
     with pytest.raises(
@@ -241,7 +242,7 @@ def test_a_refused_request_is_not_tried_again(
     url = put("a.bin", b"1")
     failing = Failing(monkeypatch, 9, PermissionError("Forbidden"))
     with pytest.raises(PermissionError, match=r"memory:///a\.bin may not be read by this user \(Forbidden\)"):
-        opener.read(url, 0, 1)
+        opener.remote.read(url, 0, 1)
     assert failing.left == 8 and not waits
 
 
@@ -343,7 +344,7 @@ def test_a_limit_that_is_none(gib: Any) -> None:
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 def reads(opener: Opener, url: str, out: Any) -> None:
-    out.put(opener.read(url, 10, 20).tobytes())
+    out.put(opener.remote.read(url, 10, 20).tobytes())
 
 
 @pytest.mark.full
@@ -351,7 +352,7 @@ def reads(opener: Opener, url: str, out: Any) -> None:
 def test_other_processes_read(tmp_path: Path, opener: Opener, method: str) -> None:
     (tmp_path / "a.bin").write_bytes(content(100))
     url = f"file://{tmp_path}/a.bin"
-    opener.read(url, 0, 10)
+    opener.remote.read(url, 0, 10)
     context = multiprocessing.get_context(method)
     out = context.Queue()
     process = context.Process(target=reads, args=(opener, url, out))

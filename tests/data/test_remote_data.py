@@ -260,7 +260,7 @@ def test_an_error_of_the_store_is_not_hidden_by_hdf5(
     upload(folder, "memory:///data")
     data = slide_data("memory:///data", cache_gib=0)
     samples = data.dataset("train")
-    data.opener._held.clear()
+    data.opener.remote._held.clear()
 
     def broken(*args: Any, **options: Any) -> bytes:
         raise ConnectionResetError("reset by peer")

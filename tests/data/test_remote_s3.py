@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from lightning_dilated.ext.text.remote import BLOCK, Opener
+from lightning_dilated.data.opener import Opener
+from lightning_dilated.ext.text.remote import BLOCK
 
 from .runs import run
 from .stores import equal, s3_server, same_samples, tokens, upload

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule
+from lightning_dilated.data.opener import Opener
 from lightning_dilated.ext.slides.labels import LONGEST, Columns, Row, class_numbers, read_rows
-from lightning_dilated.ext.text.remote import Opener
 
 from .test_slides import grid, module, stored, table, write
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from lightning_dilated.ext.transformers import register, set_pattern
+from lightning_dilated.integrations.transformers import register, set_pattern
 
 V = 61
 WINDOW = 5

@@ -11,7 +11,7 @@ from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import AccuracyByDepth
 from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.data import LongContextDataModule
-from lightning_dilated.ext.transformers import HFCausalLM
+from lightning_dilated.integrations.transformers import HFCausalLM
 
 from ..cli.conftest import run_in
 from ..models import trainer

@@ -232,6 +232,6 @@ def test_from_yaml(tmp_path):
     parser = ArgumentParser()
     parser.add_subclass_arguments(pl.LightningModule, "model")
     values = {k: v for k, v in config("llama").to_dict().items() if v is not None}
-    path = "lightning_dilated.ext.transformers.HFCausalLM"
+    path = "lightning_dilated.integrations.transformers.HFCausalLM"
     parsed = parser.parse_object({"model": {"class_path": path, "init_args": {"model": values, "lora": LORA}}})
     assert parser.instantiate_classes(parsed).model.lora == LORA

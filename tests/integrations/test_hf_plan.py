@@ -340,7 +340,7 @@ def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
 def recipe(tmp_path):
     path = tmp_path / "decoder.yaml"
     values = {k: v for k, v in config("llama", num_hidden_layers=3).to_dict().items() if v is not None}
-    name = "lightning_dilated.ext.transformers.HFCausalLM"
+    name = "lightning_dilated.integrations.transformers.HFCausalLM"
     arguments = {"model": values, "tile": 1024}
     path.write_text(
         yaml.safe_dump({"model": {"class_path": name, "init_args": arguments}, "trainer": {"accelerator": "cpu"}})

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from lightning_dilated.data.opener import refuse_url
 from lightning_dilated.data.text.tokenizer import (
     encode,
     end_token,
@@ -20,7 +21,6 @@ from lightning_dilated.data.text.tokenizer import (
     whole_text,
 )
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
-from lightning_dilated.ext.text.remote import refuse_url
 
 
 class TextTokenizer(ABC):

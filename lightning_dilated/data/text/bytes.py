@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
+from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.data.text.documents import Documents
-from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
 
 
 class ByteSequences(Dataset):

@@ -21,8 +21,8 @@ from lightning_dilated.data.files import (
     required_paths,
 )
 from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, token_file
-from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
 from lightning_dilated.sequence.shard import SequenceSpec
 
 

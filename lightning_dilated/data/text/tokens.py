@@ -18,10 +18,10 @@ import torch
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.data.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
 from lightning_dilated.data.text.bytes import ByteSequences
 from lightning_dilated.data.text.documents import Documents
-from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
 
 #: what tokens may be stored as
 DTYPES = ("uint16", "uint32", "int32", "int64")

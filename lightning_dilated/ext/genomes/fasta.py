@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.ext.genomes.bases import COMPLEMENTS, LETTERS, N_CODE
 from lightning_dilated.ext.genomes.files import Genome, Record
 from lightning_dilated.ext.genomes.regions import Region, read_bed
-from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
 
 SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
 

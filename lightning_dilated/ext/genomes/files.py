@@ -25,9 +25,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import refuse_special
 from lightning_dilated.data.files import ByteStream
+from lightning_dilated.data.opener import Opener, is_url
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
-from lightning_dilated.ext.text.remote import Opener, is_url
 
 #: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
@@ -186,7 +186,7 @@ def _part_of(target: Path) -> Iterator[Path]:
 
 def _cached(path: str, cache: Path, suffix: str, opener: Opener, more: object = None) -> Path:
     if is_url(path):
-        key = repr((path, opener.state(path), more))
+        key = repr((path, opener.remote.state(path), more))
     else:
         state = os.stat(path)
         key = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
@@ -252,8 +252,8 @@ def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
 def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
     """The index next to a URL, copied to `cache`; where there is none, one that is written there."""
     neighbour = f"{path}.fai"
-    there = opener.exists(neighbour)
-    target = _cached(path, cache, ".fai", opener, opener.state(neighbour) if there else None)
+    there = opener.remote.exists(neighbour)
+    target = _cached(path, cache, ".fai", opener, opener.remote.state(neighbour) if there else None)
     with locked(Path(f"{target}.lock"), cache):
         if within(target, cache).exists():
             return target

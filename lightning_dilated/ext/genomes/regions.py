@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_dilated.data.opener import Opener
 from lightning_dilated.ext.genomes.files import Record, table_rows
-from lightning_dilated.ext.text.remote import Opener
 
 
 class Region(NamedTuple):

@@ -17,8 +17,8 @@ from lightning_dilated.ext.decoding.generation import evaluating
 from lightning_dilated.ext.genomes.bases import LETTERS, N_CODE, backward_places, encode_bases, reverse_complement
 from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
+from lightning_dilated.models.longnet.lm import Strands
 
-Strands = Literal["forward", "reverse", "both"]
 #: bases, N, and room for a mask token or padding of the vocabulary; larger vocabularies are texts'
 MOST_GENOME_TOKENS = 16
 

@@ -24,11 +24,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.module import SPLITS
+from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.ext.evaluation.tasks import RuleDataModule, RuleSamples, sample_generator
 from lightning_dilated.ext.genomes.bases import N_CODE
 from lightning_dilated.ext.genomes.fasta import SUFFIXES
 from lightning_dilated.ext.genomes.files import Genome
-from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
 
 LENGTH = 32
 #: one 32-mer in so many is kept; a power of two

@@ -1,8 +1,8 @@
 """`lightning-dilated plan --find-max`: the longest sequence that really trains on the devices of this machine.
 
 `longest` doubles and bisects; each trial (`Trials`) starts a process for every rank, so that a rank out of memory leaves no
-others waiting and the next trial finds memory free. A process runs `python -m lightning_dilated.ext.planning.find_max JSON --config
-RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
+others waiting and the next trial finds memory free. A process runs `python -m lightning_dilated.ext.planning.find_max JSON
+--config RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
 
 Shape letters: N tokens.
 """

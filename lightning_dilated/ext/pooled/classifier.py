@@ -19,9 +19,8 @@ from lightning_dilated.ext.pooled.pooled_model import (
     check_lengths,
     checked_by_all,
     first_token,
-    mean_token,
 )
-from lightning_dilated.models.documents import Documents, check_documents, check_mapping
+from lightning_dilated.models.documents import Documents, check_documents, check_mapping, mean_token
 from lightning_dilated.models.transformer import init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
@@ -59,6 +58,7 @@ class LongNetClassifier(PooledModule):
         {"features": 1, "tokens": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
     )
     input_layers = ("embedding.", "project.")
+    length_from_data = True
     settled = ("residual_dtype", "shift_layers", "shift_below")
 
     def __init__(

@@ -24,7 +24,7 @@ from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike
-from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
+from lightning_dilated.sequence import active_sequence, sequence_sum
 
 #: linear layers of a block, and its parameters outside of one (q, k and v's joint projection)
 LAYERS = ("out_proj", "fc1", "fc2", "gate")
@@ -108,6 +108,7 @@ class PooledModule(TransformerModel):
     `quadratic_kappa`, or `mse` and `r2`, or `concordance` (Harrell's), each with the stage's name in front.
     """
 
+    predicts_label = predicts_rows = True
     #: first parts of the names of the parameters below the first block
     input_layers: tuple[str, ...] = ()
 
@@ -469,21 +470,6 @@ def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None
     # in every layout it is a shard's first; one rank holds it
     holds = active_sequence() is None or bool((positions[:1] == 0).any())
     return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
-
-
-def mean_token(
-    x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
-) -> Tensor:
-    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on.
-
-    Of a row of D `documents` (D, E): over each one's tokens.
-    """
-    if documents is not None:
-        return documents.mean(x, start)
-    counted = (positions >= start).expand(x.shape[:2])
-    if lengths is not None:
-        counted = counted & (positions < torch.as_tensor(lengths).cpu()[:, None])
-    return sequence_mean(x, mask=send(counted, x.device))
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:

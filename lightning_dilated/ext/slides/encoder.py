@@ -22,7 +22,6 @@ from lightning_dilated.ext.pooled.pooled_model import (
     check_lengths,
     checked_by_all,
     first_token,
-    mean_token,
 )
 from lightning_dilated.ext.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.ext.slides.weights import (
@@ -34,7 +33,7 @@ from lightning_dilated.ext.slides.weights import (
     sizes_of,
     to_released,
 )
-from lightning_dilated.models.documents import Documents
+from lightning_dilated.models.documents import Documents, mean_token
 from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values, missing_file
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.models.transformer_model import Unpack

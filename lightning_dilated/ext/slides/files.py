@@ -23,7 +23,8 @@ from torch import Tensor
 
 from lightning_dilated._validation import refuse_special
 from lightning_dilated.data.files import spread
-from lightning_dilated.ext.text.remote import Opener, RemoteFile, is_url
+from lightning_dilated.data.opener import Opener, is_url
+from lightning_dilated.ext.text.remote import RemoteFile
 
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
 # TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
@@ -157,7 +158,7 @@ def opened_h5(path: str, opener: Opener | None = None) -> Iterator[Any]:
 
 @contextmanager
 def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
-    source = RemoteFile(opener, path)
+    source = RemoteFile(opener.remote, path)
     try:
         with h5py.File(source, "r") as file:
             yield file
@@ -394,7 +395,7 @@ class SlideReader:
         """
         digest = hashlib.blake2b(digest_size=16)
         if is_url(path):
-            digest.update(repr(self.opener.state(path)).encode())
+            digest.update(repr(self.opener.remote.state(path)).encode())
             return digest.digest()
         with self._opened(path) as (features, coords):
             for rows in (features, coords):

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from lightning_dilated._validation import one_of, refuse_special
+from lightning_dilated.data.opener import refuse_url
 from lightning_dilated.ext.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.ext.slides.files import H5, SlideReader, import_h5py
-from lightning_dilated.ext.text.remote import refuse_url
 
 #: more cells of a picture are taken for a mistake
 MOST_CELLS = 10**8

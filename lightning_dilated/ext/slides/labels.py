@@ -15,8 +15,8 @@ from typing import Any, TextIO
 
 from lightning_dilated._validation import one_of, refuse_special
 from lightning_dilated.data.module import SPLITS
+from lightning_dilated.data.opener import Opener, is_url
 from lightning_dilated.ext.slides.files import slide_name
-from lightning_dilated.ext.text.remote import Opener, is_url
 
 #: most characters of a line
 LONGEST = 1 << 22

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.data.files import collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.opener import CACHE_GIB, Opener, is_url
 from lightning_dilated.ext.slides.coordinates import (
     Inventory,
     by_name,
@@ -39,7 +40,6 @@ from lightning_dilated.ext.slides.splits import (
     warn_of_one_class,
     warn_of_untrained,
 )
-from lightning_dilated.ext.text.remote import CACHE_GIB, Opener
 from lightning_dilated.sequence.shard import SequenceSpec
 
 _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
@@ -274,7 +274,8 @@ class SlideDataModule(SplitDataModule):
         rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns, self.opener)
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
         self.opener.look_up(files)
-        self.opener.prefetch(x for x in files if x.lower().endswith(H5))
+        if urls := [x for x in files if is_url(x) and x.lower().endswith(H5)]:
+            self.opener.remote.prefetch(urls)
         slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")
         check_sizes(slides, self.max_tiles if self.over == "error" else None)
         self.tile_size = one_tile_size(slides, self.tile_size)

@@ -1,7 +1,7 @@
-"""Opener: files of the data by path or by URL (s3://, gs://, hf://, ...): listed, looked up once, read by range.
+"""RemoteFiles: files of the data by URL (s3://, gs://, hf://, ...): listed, looked up once, read by range.
 
-A local path is opened as it is. Of a URL, blocks are fetched through fsspec and kept in a `BlockCache`. Nothing stays open
-between reads, so an Opener can be pickled, and used in forked and in spawned processes.
+Blocks are fetched through fsspec and kept in a `BlockCache`. Nothing stays open between reads, so the object can be
+pickled, and used in forked and in spawned processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from lightning_dilated._validation import check_address, is_address, real, refuse_special, store_of
+from lightning_dilated._validation import check_address
+from lightning_dilated.data.opener import CACHE_GIB, is_url, scheme_of
 from lightning_dilated.ext.text.block_cache import BlockCache, cache_root
 
 #: bytes of a block, and blocks that one request fetches at most
@@ -33,9 +34,6 @@ THREADS = 16
 #: tries of a request, and seconds before the second one; each further wait is twice as long
 TRIES = 5
 WAIT = 1.0
-#: default limit of the cache, in GiB
-CACHE_GIB = 20.0
-
 _MAGIC = re.compile(r"[*?\[]")
 #: what stores call the state of a file's content; and its time, where they have nothing better
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
@@ -75,15 +73,6 @@ _LOGIN = {
 Result = TypeVar("Result")
 
 
-is_url, scheme_of = is_address, store_of
-
-
-def refuse_url(path: object, name: str) -> None:
-    """Raise ValueError for a URL where only local files are read."""
-    if is_url(path):
-        raise ValueError(f"{name} holds the URL {path}, but only files of this machine are read here: copy it first")
-
-
 class FileState(NamedTuple):
     """Bytes of a remote file, and what its store says about its content, such as an ETag."""
 
@@ -91,8 +80,8 @@ class FileState(NamedTuple):
     version: str
 
 
-class Opener:
-    """Opens files by path or URL.
+class RemoteFiles:
+    """Opens files by URL.
 
     The state of a remote file is looked up once, and pickled along; what is read later is compared with it, so a file that
     changes is an error and never a mixture. Requests that fail are tried TRIES times.
@@ -101,11 +90,11 @@ class Opener:
         cache_dir: folder of the blocks; None: `remote` in the package's cache folder (`cache_root`).
         cache_gib: most GiB that they take there; 0 keeps none on disk.
 
-    Raises: TypeError or ValueError for a number below 0; for methods see `explained`.
+    Raises: the methods, as `explained`.
     """
 
     def __init__(self, cache_dir: str | None = None, cache_gib: float = CACHE_GIB) -> None:
-        limit = int(real(cache_gib, "data.cache_gib", least=0) * 2**30)
+        limit = int(cache_gib * 2**30)
         folder = cache_root() / "remote" if cache_dir is None else Path(cache_dir).expanduser()
         self.cache = BlockCache(str(folder), limit)
         #: bytes that this copy of the object fetched from stores
@@ -160,9 +149,9 @@ class Opener:
             return False
         return True
 
-    def size(self, path: str) -> int:
-        """Bytes of a file. Raises: OSError."""
-        return self.state(path).size if is_url(path) else os.stat(path).st_size
+    def size(self, url: str) -> int:
+        """Bytes of a file."""
+        return self.state(url).size
 
     def check_workers(self, num_workers: int) -> None:
         """Raise ValueError where loader workers would have to read the memory of this process."""
@@ -177,12 +166,9 @@ class Opener:
         return self._patient(url, lambda: _state_of(url, _info(url)))
 
     # -- reading ---------------------------------------------------------------------------------------------------------
-    def open(self, path: str) -> BinaryIO:
-        """The file, to be read from its beginning; of a URL only the blocks that are read are fetched."""
-        if is_url(path):
-            return io.BufferedReader(RemoteFile(self, path), 1 << 16)  # type: ignore[return-value]
-        refuse_special(path)
-        return open(path, "rb")
+    def open(self, url: str) -> BinaryIO:
+        """The file, to be read from its beginning; only the blocks that are read are fetched."""
+        return io.BufferedReader(RemoteFile(self, url), 1 << 16)  # type: ignore[return-value]
 
     def bytes_of(self, url: str) -> RemoteBytes:
         """A remote file as an array of bytes, of which slices are read."""
@@ -295,18 +281,18 @@ class Opener:
 class RemoteBytes:
     """A remote file as an array of bytes: a slice is read when it is taken."""
 
-    def __init__(self, opener: Opener, url: str) -> None:
-        self.opener, self.url = opener, url
+    def __init__(self, files: RemoteFiles, url: str) -> None:
+        self.files, self.url = files, url
 
     def __getitem__(self, at: slice) -> np.ndarray:
-        return self.opener.read(self.url, at.start, at.stop)
+        return self.files.read(self.url, at.start, at.stop)
 
 
 class RemoteFile(io.RawIOBase):
     """A remote file to be read and sought in; `error` is the one that a read ended in, which libraries may hide."""
 
-    def __init__(self, opener: Opener, url: str) -> None:
-        self.opener, self.url, self.size = opener, url, opener.size(url)
+    def __init__(self, files: RemoteFiles, url: str) -> None:
+        self.files, self.url, self.size = files, url, files.size(url)
         self.error: Exception | None = None
         self._at = 0
 
@@ -331,7 +317,7 @@ class RemoteFile(io.RawIOBase):
         stop = min(self._at + len(view), self.size)
         count = max(0, stop - self._at)
         try:
-            view[:count] = memoryview(self.opener.read(self.url, self._at, stop)) if count else b""
+            view[:count] = memoryview(self.files.read(self.url, self._at, stop)) if count else b""
         except Exception as error:
             self.error = error
             raise

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lightning_dilated.attention.cache_slots import Clock
 from lightning_dilated.attention.kv_cache import KVCache, decode_attention
@@ -20,7 +21,6 @@ from lightning_dilated.ext.transformers.kinds import other_kinds
 from lightning_dilated.ext.transformers.padding import Padding
 from lightning_dilated.ext.transformers.patterns import layer_pattern, text_config
 from lightning_dilated.ext.transformers.rotary import follows_length
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class DilatedCache(Cache):

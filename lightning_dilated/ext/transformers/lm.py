@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer, real
+from lightning_dilated._validation import flag, integer, real, text_of
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.data.text.tokenizer_files import write_files
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
 from lightning_dilated.ext.transformers import adapter_folders
+from lightning_dilated.ext.transformers.adapter_folders import is_folder, stored_config
 from lightning_dilated.ext.transformers.batches import (
     check_batch,
     check_generation,
@@ -93,7 +95,7 @@ class HFCausalLM(DilatedModule):
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
-    causal = True
+    causal = predicts_next_token = True
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
@@ -510,3 +512,26 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
             f"the parameters are sharded over ranks, and {why}. Save a checkpoint, run `lightning-dilated consolidate`, and "
             "take the model that load_from_checkpoint makes of its file."
         )
+
+
+def decoder_of(folder: Path, tile: int | None = None) -> HFCausalLM | None:
+    """Return the model of a folder that transformers or peft saved, built when it is first used; None for other folders.
+
+    Args:
+        tile: of the loss, if the kind of decoder takes one.
+    """
+    adapted = is_folder(folder)
+    config = (stored_config(folder) or {}) if adapted else _config_of(folder)
+    if config is None:
+        return None
+    plain = config.get("model_type") in PLAIN_HEADS and not config.get("final_logit_softcapping")
+    return HFCausalLM(str(folder), tile=tile if plain else None)
+
+
+def _config_of(folder: Path) -> dict[str, Any] | None:
+    """The config.json of a folder that transformers saved, else None."""
+    try:
+        config = json.loads(text_of(folder / "config.json"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) and "model_type" in config else None

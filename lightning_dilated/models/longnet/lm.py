@@ -8,24 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.ext.decoding.generation import free_memory, generate, generate_stream
-from lightning_dilated.ext.genomes.scoring import AlleleScores, Scores, Strands, embed, score, score_alleles
-from lightning_dilated.ext.genomes.variants import AlleleWindows
-from lightning_dilated.ext.pooled.pooled_model import mean_token
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
-from lightning_dilated.models.documents import Documents, check_form, sample_documents
+from lightning_dilated.models.documents import Documents, check_form, mean_token, sample_documents
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import USUAL, init_weights
@@ -33,6 +30,10 @@ from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptio
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
+if TYPE_CHECKING:
+    from lightning_dilated.data import AlleleWindows
+
+Strands = Literal["forward", "reverse", "both"]
 #: entries of a batch that say where a sample comes from, which predictions repeat
 PLACE = ("index", "record", "start", "stop", "strand", "region")
 
@@ -68,6 +69,7 @@ class TokenModel(TransformerModel):
     #: of a genome, which the model reads to compute one thing
     strands: Strands = "forward"
     causal = True
+    length_from_data = predicts_rows = True
     settled = ("drop_path",)
 
     def __init__(
@@ -189,11 +191,13 @@ class TokenModel(TransformerModel):
         Raises:
             TypeError, ValueError: as `score`; for other words or a layer that is not there.
         """
-        return embed(self, sequences, pool, layer, self.strands if strands is None else strands, batch_size)
+        return hook("embed sequences")(
+            self, sequences, pool, layer, self.strands if strands is None else strands, batch_size
+        )
 
     def score_alleles(
         self, variants: Sequence[AlleleWindows], *, strands: Strands = "forward", flank: int = 8, batch_size: int = 8
-    ) -> AlleleScores:
+    ) -> NamedTuple:
         """Log-likelihoods of two alleles of each variant, in nats.
 
         LongNetLM: of the whole windows, as `score`. LongNetMLM: of substitutions the alleles' log-probabilities at the sites
@@ -207,7 +211,7 @@ class TokenModel(TransformerModel):
             batch_size: as of `score`.
         """
         flank, size = integer(flank, "flank", 0), integer(batch_size, "batch_size", 1)
-        return score_alleles(self, variants, strands, flank, size)
+        return hook("score alleles")(self, variants, strands, flank, size)
 
     def _sample_embeddings(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E), on every rank: the mean of each sample's last hidden states; (D, E) of a row of D packed samples."""
@@ -239,6 +243,7 @@ class LongNetLM(StreamedLosses, TokenModel):
     Logged with each mean loss: bits per byte and perplexity.
     """
 
+    predicts_next_token = True
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
@@ -366,7 +371,7 @@ class LongNetLM(StreamedLosses, TokenModel):
         strands: Strands = "forward",
         ignore_tokens: Sequence[int] | None = None,
         batch_size: int = 8,
-    ) -> Scores:
+    ) -> NamedTuple:
         """The log-likelihood of each of B sequences, in nats: of every token but the first, given those before it.
 
         Nothing is in front of the first token, so the model gives it no probability.
@@ -382,7 +387,7 @@ class LongNetLM(StreamedLosses, TokenModel):
             ValueError: for a character that is no base, tokens that the model does not have, and strings or another strand
                 where the vocabulary is no genome's.
         """
-        return score(self, sequences, strands, None, ignore_tokens, batch_size)
+        return hook("score sequences")(self, sequences, strands, None, ignore_tokens, batch_size)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
@@ -391,15 +396,15 @@ class LongNetLM(StreamedLosses, TokenModel):
             options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights; see the
                 function `generate_stream`.
         """
-        return generate(self, tokens, max_new_tokens, **options)
+        return hook("generate")(self, tokens, max_new_tokens, **options)
 
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
         """The continuation as it is drawn, (B,) tokens a step; the same tokens and options as of `generate`."""
-        return generate_stream(self, tokens, max_new_tokens, **options)
+        return hook("generate stream")(self, tokens, max_new_tokens, **options)
 
     def free_generation_memory(self) -> None:
         """Free the caches, CUDA graphs and rounded weights that earlier calls of `generate` left for later ones."""
-        free_memory(self)
+        hook("free generation memory")(self)
 
     def on_fit_start(self) -> None:
         """As `DilatedModule`; training needs the memory of generation."""

@@ -11,26 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.attention.dropout import START, fold
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.ext.genomes.bases import COMPLEMENTS, backward_places, complement
-from lightning_dilated.ext.genomes.scoring import MOST_GENOME_TOKENS, Scores, Strands, reads_bases, score
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.documents import Documents, check_form, sample_documents
-from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
+from lightning_dilated.models.longnet.lm import Strands, TokenModel, TokenOptions
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import active_sequence, sequence_sum
+from lightning_dilated.sequence import sequence_sum
 
 _HASHES = 2**32
 #: keys of the hashes: starts of spans, choice of spans, their treatment, random tokens
@@ -231,11 +230,7 @@ class LongNetMLM(TokenModel):
         )  # fmt: skip
         one_of(strands, "strands", ("forward", "both"))
         self.strands = strands
-        if strands == "both" and not reads_bases(self):
-            raise ValueError(
-                f"strands='both' is for genomes, whose vocab_size is 5 to {MOST_GENOME_TOKENS} (A C G T N first), got "
-                f"{vocab_size}."
-            )
+        self._other_strand = hook("other strand")(vocab_size) if strands == "both" else None
         right = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.accuracy: Mapping[str, TokenMean] = right  # type: ignore[assignment]  # as `mean_loss`
 
@@ -264,10 +259,10 @@ class LongNetMLM(TokenModel):
     def _read(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) hidden states before the last norm; with both strands (B, N, 2 E), the other's behind this one's."""
         x = self._hidden(tokens, **options)
-        if self.strands == "forward":
+        if self._other_strand is None:
             return x
-        places = _backwards(tokens, options)
-        other = self._hidden(complement(tokens.gather(1, places)), **options)
+        other_tokens, places = self._other_strand.read(tokens, options)
+        other = self._hidden(other_tokens, **options)
         return torch.cat([x, other.gather(1, places[:, :, None].expand_as(other))], -1)
 
     def _last_states(self, tokens: Tensor, **options: Any) -> Tensor:
@@ -279,10 +274,9 @@ class LongNetMLM(TokenModel):
         # the embedding may have one more row, the mask token's
         weight = self.head.weight[: self.vocab_size]
         this, *others = (nn.functional.linear(self.final_norm(part), weight) for part in x.split(self.dim, -1))
-        if not others:
+        if self._other_strand is None:
             return this
-        complements = [*COMPLEMENTS, *range(len(COMPLEMENTS), self.vocab_size)]
-        return (this + others[0][..., complements]) / 2
+        return (this + others[0][..., self._other_strand.complements]) / 2
 
     def score(
         self,
@@ -292,7 +286,7 @@ class LongNetMLM(TokenModel):
         passes: int | None = None,
         ignore_tokens: Sequence[int] | None = None,
         batch_size: int = 8,
-    ) -> Scores:
+    ) -> NamedTuple:
         """The pseudo-log-likelihood of each of B sequences, in nats (arXiv 1910.14659): of every token by all the others.
 
         Each token is masked by itself, in as many passes of the model as the sequence has tokens. Nothing is drawn.
@@ -308,7 +302,7 @@ class LongNetMLM(TokenModel):
         """
         if passes is not None:
             integer(passes, "passes", 1)
-        return score(self, sequences, strands, passes, ignore_tokens, batch_size)
+        return hook("score sequences")(self, sequences, strands, passes, ignore_tokens, batch_size)
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(the model's input, the tokens that it has to predict) for this rank's part of a batch: (B, N) int64 and bool.
@@ -415,30 +409,6 @@ class LongNetMLM(TokenModel):
         bits = total / counted / math.log(2)
         values = {"masked": counted.long(), "bits_per_token": bits, "accuracy": correct / counted}
         return self._predicted(batch, values)
-
-
-def _backwards(tokens: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """(B, N) where each token is taken from to read every sample, or document, of tokens (B, N) backwards.
-
-    Raises:
-        ValueError: where ranks share a sequence.
-    """
-    group = active_sequence()
-    if group is not None and group.ranks > 1:
-        raise ValueError(
-            f"strands='both' reads sequences backwards, which {group.ranks} ranks that share each do not offer: set "
-            "sequence_size=1 of the strategy, or strands='forward' and data.reverse_complement."
-        )
-    if options.get("positions") is not None:
-        raise ValueError("strands='both' takes no positions: those of the other strand would be others.")
-    bounds, lengths = options.get("cu_seqlens"), options.get("lengths")
-    if bounds is not None:
-        documents = Documents.of(bounds, tokens.shape[1])
-        first = documents.sizes.cumsum(0) - documents.sizes
-        places = (first + documents.sizes - 1)[documents.number] - documents.position
-        return send(places, tokens.device).expand_as(tokens)
-    sizes = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else torch.as_tensor(lengths)
-    return send(backward_places(tokens.shape[1], sizes), tokens.device)
 
 
 #: the class's own method, to recognise one that a user has put in its place

@@ -1,0 +1,128 @@
+"""The table of what `ext/` adds to the core: public names, commands and hooks, each with the place that defines it.
+
+No other file of the core names a module of `ext/`. A place is imported when its name is first used.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+#: public name, below the package: its place below `ext`
+NAMES = {
+    "Exported": "export.export:Exported",
+    "LongNetClassifier": "pooled.classifier:LongNetClassifier",
+    "LongViT": "slides.longvit.model:LongViT",
+    "SlideEncoder": "slides.encoder:SlideEncoder",
+    "SlidePretrainer": "slides.mae:SlidePretrainer",
+    "export": "export.export:export",
+    "callbacks.AccuracyByDepth": "evaluation.by_depth:AccuracyByDepth",
+    "callbacks.AttentionWriter": "slides.attention_writer:AttentionWriter",
+    "callbacks.BootstrapIntervals": "pooled.intervals:BootstrapIntervals",
+    "callbacks.CommunicationProfiler": "profiling.communication:CommunicationProfiler",
+    "callbacks.LossByPosition": "evaluation.by_distance:LossByPosition",
+    "callbacks.MemoryProfiler": "profiling.memory:MemoryProfiler",
+    "callbacks.RecallByDistance": "evaluation.by_distance:RecallByDistance",
+    "data.AlleleWindows": "genomes.variants:AlleleWindows",
+    "data.ChatDataModule": "text.chat:ChatDataModule",
+    "data.ChatStreamDataModule": "text.chat_stream:ChatStreamDataModule",
+    "data.FarRecallDataModule": "evaluation.tasks:FarRecallDataModule",
+    "data.Genome": "genomes.files:Genome",
+    "data.GenomeDataModule": "genomes.fasta:GenomeDataModule",
+    "data.GenomeWindows": "genomes.fasta:GenomeWindows",
+    "data.ListOpsDataModule": "evaluation.tasks:ListOpsDataModule",
+    "data.LongContextDataModule": "evaluation.module:LongContextDataModule",
+    "data.SlideDataModule": "slides.module:SlideDataModule",
+    "data.SlideSequences": "slides.sequences:SlideSequences",
+    "data.StrainPairsDataModule": "genomes.strain_pairs:StrainPairsDataModule",
+    "data.TextStreamDataModule": "text.text_stream:TextStreamDataModule",
+    "data.Variant": "genomes.variants:Variant",
+    "data.VersionPairs": "text.version_pairs:VersionPairs",
+    "data.allele_windows": "genomes.variants:allele_windows",
+    "data.check_coordinates": "slides.coordinates:check_coordinates",
+    "data.decode_bases": "genomes.bases:decode_bases",
+    "data.encode_bases": "genomes.bases:encode_bases",
+    "data.heat_map": "slides.heat_maps:heat_map",
+    "data.read_variants": "genomes.variants:read_variants",
+    "data.reverse_complement": "genomes.bases:reverse_complement",
+    "data.write_attention": "slides.heat_maps:write_attention",
+    "data.write_heat_map": "slides.heat_maps:write_heat_map",
+    "data.write_synthetic_slides": "slides.synthetic:write_synthetic_slides",
+    "data.write_version_pairs": "text.version_pairs:write_version_pairs",
+    "integrations.transformers.HFCausalLM": "transformers.lm:HFCausalLM",
+    "integrations.transformers.dilated_cache": "transformers.registration:dilated_cache",
+    "integrations.transformers.register": "transformers.registration:register",
+    "integrations.transformers.set_pattern": "transformers.patterns:set_pattern",
+    "planning.Machine": "planning.simulating:Machine",
+    "planning.Meter": "planning.counting:Meter",
+    "planning.Step": "planning.simulating:Step",
+    "planning.dense_yardstick": "planning.gpus:dense_yardstick",
+    "planning.peak_memory": "planning.gpus:peak_memory",
+    "planning.seconds_of": "planning.gpus:seconds_of",
+    "planning.simulate": "planning.simulating:simulate",
+    "models.LongNetClassifier": "pooled.classifier:LongNetClassifier",
+    "models.LongViT": "slides.longvit.model:LongViT",
+    "models.SlideEncoder": "slides.encoder:SlideEncoder",
+    "models.SlidePretrainer": "slides.mae:SlidePretrainer",
+    "models.image_patches": "slides.longvit.image_patches:image_patches",
+}
+
+#: command: the function of its arguments
+COMMANDS = {
+    "bench": "profiling.bench:run",
+    "evaluate": "evaluation.evaluate:run",
+    "export": "export.command:run",
+    "folds": "pooled.folds:run",
+    "generate": "decoding.command:run",
+    "pairs": "text.pairs:pairs",
+    "plan": "planning.plan:run",
+    "score": "genomes.score:run",
+    "verify": "profiling.verify:run",
+}
+
+#: what the core asks of an extension by the name of the task
+HOOKS = {
+    "decoder of a folder": "transformers.lm:decoder_of",
+    "embed sequences": "genomes.scoring:embed",
+    "free generation memory": "decoding.generation:free_memory",
+    "generate": "decoding.generation:generate",
+    "generate stream": "decoding.generation:generate_stream",
+    "other strand": "genomes.strands:OtherStrand",
+    "remote files": "text.remote:RemoteFiles",
+    "score alleles": "genomes.scoring:score_alleles",
+    "score sequences": "genomes.scoring:score",
+}
+
+
+def place(where: str) -> Any:
+    """Import what a row of the table names."""
+    return pkgutil.resolve_name(f"lightning_dilated.ext.{where}")
+
+
+def hook(task: str) -> Any:
+    """The function or class that an extension has for a task of `HOOKS`."""
+    return place(HOOKS[task])
+
+
+def lazy_names(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Functions `__getattr__` and `__dir__` of a face (PEP 562), for the public names that `ext/` defines.
+
+    Args:
+        face: `__name__` of the package's or a folder's `__init__.py`.
+    """
+    prefix = f"{face}.".removeprefix("lightning_dilated.")
+    names = {key.removeprefix(prefix): where for key, where in NAMES.items() if key.rpartition(".")[0] == prefix[:-1]}
+
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {face!r} has no attribute {name!r}")
+        value = place(names[name])
+        setattr(sys.modules[face], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[face]), *names})
+
+    return __getattr__, __dir__

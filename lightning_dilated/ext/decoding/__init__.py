@@ -1,0 +1,1 @@
+"""Decoding: prompts, sampling, the step from a token to the next."""

@@ -1,0 +1,1 @@
+"""Tests of a long context: tasks, samples, losses by distance and depth."""

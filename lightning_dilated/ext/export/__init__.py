@@ -1,0 +1,1 @@
+"""Files that run without this package."""

@@ -1,0 +1,1 @@
+"""Genomes: FASTA and VCF files, windows, scores of variants."""

@@ -1,0 +1,1 @@
+"""Models that pool a sequence into one prediction: heads, survival, intervals, folds."""

@@ -1,0 +1,1 @@
+"""Instruments: memory, communication, links, ranks against one rank."""

@@ -1,0 +1,1 @@
+"""Slides of pathology: files, samples, encoder, pretraining, heat maps."""

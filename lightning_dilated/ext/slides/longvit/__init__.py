@@ -1,0 +1,1 @@
+"""LongViT (arXiv 2312.03558): images as sequences of patches."""

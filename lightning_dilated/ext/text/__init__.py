@@ -1,0 +1,1 @@
+"""Text beyond bytes and tokens: chats, rows of files and repositories, object stores."""
