@@ -69,6 +69,12 @@ NAMES = {
     "models.image_patches": "slides.longvit.image_patches:image_patches",
 }
 
+#: where a class is defined: its public name, the shortest
+_PUBLIC = {
+    f"lightning_dilated.ext.{where.replace(':', '.')}": f"lightning_dilated.{name}"
+    for name, where in sorted(NAMES.items(), key=lambda row: -len(row[0]))
+}
+
 #: command: the function of its arguments
 COMMANDS = {
     "bench": "profiling.bench:run",
@@ -94,6 +100,11 @@ HOOKS = {
     "score alleles": "genomes.scoring:score_alleles",
     "score sequences": "genomes.scoring:score",
 }
+
+
+def public_path(path: str) -> str:
+    """Return the public name of a class in `ext/`, which files hold; other dotted names as they are."""
+    return _PUBLIC.get(path, path)
 
 
 def place(where: str) -> Any:

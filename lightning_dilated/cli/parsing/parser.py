@@ -79,8 +79,22 @@ def _texts(value: Any, within: bool) -> Iterator[str]:
             yield from _texts(inner, within)
 
 
+def with_public_names(value: Any) -> Any:
+    """Return a configuration in which every `class_path` is the public name of the class."""
+    if isinstance(value, Namespace):
+        return Namespace(**{key: with_public_names(x) for key, x in vars(value).items()})
+    if isinstance(value, dict):
+        value = {key: with_public_names(x) for key, x in value.items()}
+        return {**value, "class_path": public_path(value["class_path"])} if "class_path" in value else value
+    return [with_public_names(x) for x in value] if isinstance(value, list) else value
+
+
 class Parser(LightningArgumentParser):
     """A parser with short errors: what is wrong, without the list of options."""
+
+    def dump(self, cfg: Namespace, *args: Any, **options: Any) -> str:
+        """Write a configuration as text, classes by their public names."""
+        return super().dump(with_public_names(cfg), *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or wants_traceback():
