@@ -15,8 +15,9 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints, is_typeddict
 
 import lightning.pytorch as pl
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, Namespace
 
+from lightning_dilated._extensions import public_path
 from lightning_dilated.cli.errors import PROG, essence, fail, wants_traceback
 from lightning_dilated.cli.parsing.class_help import SECTIONS, keys, names
 from lightning_dilated.models.pretrained import VALUES
