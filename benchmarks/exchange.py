@@ -32,10 +32,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_dilated import DilatedPattern, dilated_attention
+from lightning_dilated.ext.profiling.traffic import summary
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.transport import Posted, TrafficLog, Wire
-from lightning_dilated.sequence.traffic import summary
 
 COLUMNS = (
     *(

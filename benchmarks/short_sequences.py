@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
-from lightning_dilated.models import cuda_graphs
-from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs, Recorded
+from lightning_dilated.ext.graphs import cuda_graphs
+from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs, Recorded
 
 #: of Lightning, that of this package and its own for one device
 STRATEGIES = "ring_dilated", "auto"

@@ -2,6 +2,6 @@
 
 from lightning_dilated.attention.functional import dilated_attention
 from lightning_dilated.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from lightning_dilated.attention.weights import attention_weights
+from lightning_dilated.ext.evaluation.attention_weights import attention_weights
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "attention_weights", "dilated_attention"]

@@ -7,9 +7,9 @@ from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
-from lightning_dilated.data.text.streams import StreamDataModule, StreamSequences
 from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
 from lightning_dilated.data.text.tokens import TokenDataModule
+from lightning_dilated.ext.text.streams import StreamDataModule, StreamSequences
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.evaluation.module import LongContextDataModule

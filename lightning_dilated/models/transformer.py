@@ -26,10 +26,10 @@ from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.attention.stream import ChunkLayer
+from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
-from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern

@@ -16,8 +16,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
-from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.float8 import to_float8
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.attention.executors import decomposed as module
-from lightning_dilated.attention.executors.decomposed import decomposed
 from lightning_dilated.attention.spec import CallSpec
+from lightning_dilated.ext.export import decomposed as module
+from lightning_dilated.ext.export.decomposed import decomposed
 from lightning_dilated.pattern import DilatedPattern
 
 from ..examples import examples

@@ -159,7 +159,7 @@ def test_misuse(name):
 def test_refused_while_ranks_share_the_sequence(monkeypatch):
     group = SequenceGroup.__new__(SequenceGroup)
     monkeypatch.setattr(SequenceGroup, "ranks", 2, raising=False)
-    monkeypatch.setattr("lightning_dilated.attention.weights.active_sequence", lambda: group)
+    monkeypatch.setattr("lightning_dilated.ext.evaluation.attention_weights.active_sequence", lambda: group)
     with pytest.raises(RuntimeError, match="2 ranks share the sequence"):
         attention_weights(Q, Q, PATTERN, [0])
 

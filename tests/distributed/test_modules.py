@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dilated import LongNetLM
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
-from lightning_dilated.models import cuda_graphs
+from lightning_dilated.ext.graphs import cuda_graphs
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..attention.strategies import Case

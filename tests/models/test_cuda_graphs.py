@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_dilated as ld
 from lightning_dilated._compat.torch import recording
+from lightning_dilated.ext.graphs import cuda_graphs
+from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs, Recorded, padded_length
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models import cuda_graphs
-from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs, Recorded, padded_length
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.transformer import DilatedTransformer
 

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from lightning_dilated._compat.lightning import logged_step
 from lightning_dilated._validation import flag, integer
+from lightning_dilated.ext.profiling.traffic import EXCHANGED, Sums, reach, reached, summary
 from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 from lightning_dilated.sequence.exchange.transport import TrafficLog
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.sequence.traffic import EXCHANGED, Sums, reach, reached, summary
 
 COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),

@@ -1,0 +1,1 @@
+"""CUDA graphs of a training step: recorded once a shape, and replayed."""
