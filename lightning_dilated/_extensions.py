@@ -18,6 +18,7 @@ NAMES = {
     "SlideEncoder": "slides.encoder:SlideEncoder",
     "SlidePretrainer": "slides.mae:SlidePretrainer",
     "export": "export.export:export",
+    "attention.attention_weights": "evaluation.attention_weights:attention_weights",
     "callbacks.AccuracyByDepth": "evaluation.by_depth:AccuracyByDepth",
     "callbacks.AttentionWriter": "slides.attention_writer:AttentionWriter",
     "callbacks.BootstrapIntervals": "pooled.intervals:BootstrapIntervals",
@@ -36,6 +37,8 @@ NAMES = {
     "data.LongContextDataModule": "evaluation.module:LongContextDataModule",
     "data.SlideDataModule": "slides.module:SlideDataModule",
     "data.SlideSequences": "slides.sequences:SlideSequences",
+    "data.StreamDataModule": "text.streams:StreamDataModule",
+    "data.StreamSequences": "text.streams:StreamSequences",
     "data.StrainPairsDataModule": "genomes.strain_pairs:StrainPairsDataModule",
     "data.TextStreamDataModule": "text.text_stream:TextStreamDataModule",
     "data.Variant": "genomes.variants:Variant",
@@ -90,6 +93,7 @@ COMMANDS = {
 
 #: what the core asks of an extension by the name of the task
 HOOKS = {
+    "cuda graphs": "graphs.cuda_graphs:CudaGraphs",
     "decoder of a folder": "transformers.lm:decoder_of",
     "embed sequences": "genomes.scoring:embed",
     "free generation memory": "decoding.generation:free_memory",

@@ -1,7 +1,14 @@
 """Dilated attention: the op, its oracle, its engines and the layers around it."""
 
+from typing import TYPE_CHECKING
+
+from lightning_dilated._extensions import lazy_names
 from lightning_dilated.attention.functional import dilated_attention
 from lightning_dilated.attention.modules import DilatedAttention, MultiheadDilatedAttention
-from lightning_dilated.ext.evaluation.attention_weights import attention_weights
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.evaluation.attention_weights import attention_weights
+
+__getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "attention_weights", "dilated_attention"]

@@ -9,7 +9,6 @@ from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
 from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
 from lightning_dilated.data.text.tokens import TokenDataModule
-from lightning_dilated.ext.text.streams import StreamDataModule, StreamSequences
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
     from lightning_dilated.ext.text.chat import ChatDataModule
     from lightning_dilated.ext.text.chat_stream import ChatStreamDataModule
+    from lightning_dilated.ext.text.streams import StreamDataModule, StreamSequences
     from lightning_dilated.ext.text.text_stream import TextStreamDataModule
     from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
 

@@ -49,11 +49,17 @@ from lightning_dilated.attention.recurrent_branch import LR_SCALE, fast_paramete
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
-from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs
 from lightning_dilated.models.learning_rate import LearningRate
 from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, batches_in, each_batch
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
-from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
+from lightning_dilated.models.transformer import (
+    DilatedTransformer,
+    advice,
+    layer_bases,
+    longest,
+    position_advice,
+    stored_bases,
+)
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
@@ -519,8 +525,8 @@ class DilatedModule(Pretrained, LearningRate):
         """Show the last step's loss in the progress bar; free what only training steps need."""
         self._show(self._shown.last())
         for module in self.modules():
-            if isinstance(graphs := getattr(module, "graphs", None), CudaGraphs):
-                graphs.free()
+            if isinstance(module, DilatedTransformer) and module.graphs is not None:
+                module.graphs.free()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length; and of

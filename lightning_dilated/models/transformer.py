@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.attention.stream import ChunkLayer
-from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
@@ -221,6 +220,24 @@ def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
     return before
 
 
+class Inputs(NamedTuple):
+    """What blocks are called with.
+
+    Attributes:
+        x: hidden states (B, N, E).
+        lengths: (B,) of padded samples.
+        cu_seqlens: (D + 1,) bounds of documents packed into one row.
+        positions: (N,) or (B, N).
+        drops: factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) with documents.
+    """
+
+    x: Tensor
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    positions: Tensor | None = None
+    drops: Tensor | None = None
+
+
 class DilatedTransformer(StackMemory):
     """Blocks and a last norm; blocks with the same rotary base share a table.
 
@@ -270,8 +287,8 @@ class DilatedTransformer(StackMemory):
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
         #: of each block, None for one without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
-        #: of the blocks' training step; None: kernels are launched one by one
-        self.graphs: CudaGraphs | None = None
+        #: the CUDA graphs of the blocks' training step; None: kernels are launched one by one
+        self.graphs: Any = None
 
     def residual(self, x: Tensor) -> Tensor:
         """x in the dtype of the hidden states between blocks; callers cast x themselves, so that the wider one is freed."""

@@ -15,8 +15,8 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, real
-from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
 from lightning_dilated.models.float8 import to_float8
 from lightning_dilated.models.module import DilatedModule
@@ -301,7 +301,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         )  # fmt: skip
         if self.linear_dtype is not None:
             to_float8(transformer.blocks)
-        transformer.graphs = CudaGraphs(self.graph_padding) if self.cuda_graphs else None
+        transformer.graphs = hook("cuda graphs")(self.graph_padding) if self.cuda_graphs else None
         return transformer
 
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import lightning_dilated as ld
 from lightning_dilated._compat.torch import recording
 from lightning_dilated.ext.graphs import cuda_graphs
-from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Inputs, Recorded, padded_length
+from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Recorded, padded_length, padded_to
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.documents import Documents
-from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.models.transformer import DilatedTransformer, Inputs
 
 PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
@@ -180,10 +180,10 @@ def test_bounds_are_checked_before_a_replay(replayed):
 def test_what_the_device_holds_counts_up_to_the_tokens():
     """A record has more of them: what it reads beyond N, or below 0, is what eager kernels read."""
     x, more = torch.ones(1, 20, 4), 2**32 + 3
-    assert Inputs(x, torch.tensor([more])).padded_to(64).lengths.tolist() == [20]
-    assert Inputs(x, torch.tensor([-more])).padded_to(64).lengths.tolist() == [0]
+    assert padded_to(Inputs(x, torch.tensor([more])), 64).lengths.tolist() == [20]
+    assert padded_to(Inputs(x, torch.tensor([-more])), 64).lengths.tolist() == [0]
     bounds = torch.tensor([-1, 7, 30], dtype=torch.int32)
-    assert Inputs(x, cu_seqlens=bounds).padded_to(64).cu_seqlens.tolist() == [0, 7, 20, 20, 20]
+    assert padded_to(Inputs(x, cu_seqlens=bounds), 64).cu_seqlens.tolist() == [0, 7, 20, 20, 20]
 
 
 def test_bounds_in_a_list(replayed):

@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.resolve import check_lengths
 from lightning_dilated.memory.recompute import forget_casts
+from lightning_dilated.models.transformer import Inputs
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
@@ -53,47 +54,30 @@ SETTINGS = ("p", "pattern", "causal", "dropout", "scale", "engine")
 _log = logging.getLogger(__name__)
 
 
-class Inputs(NamedTuple):
-    """What blocks are called with.
+def documents_of(inputs: Inputs) -> int:
+    """The most documents of a record that serves these inputs; 0 without bounds."""
+    return 0 if inputs.cu_seqlens is None else 2 ** bits_of(len(inputs.cu_seqlens) - 1)
 
-    Attributes:
-        x: hidden states (B, N, E).
-        lengths: (B,) of padded samples.
-        cu_seqlens: (D + 1,) bounds of documents packed into one row.
-        positions: (N,) or (B, N).
-        drops: factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) with documents.
+
+def padded_to(inputs: Inputs, length: int) -> Inputs:
+    """The inputs on x's device, in the shapes of a record of so many tokens, but for those of x itself.
+
+    What is added to the row lies in no document, and further documents are empty. Lengths and bounds beyond 0..N count
+    as 0 and N.
     """
-
-    x: Tensor
-    lengths: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    positions: Tensor | None = None
-    drops: Tensor | None = None
-
-    @property
-    def documents(self) -> int:
-        """The most documents of a record that serves these; 0 without bounds."""
-        return 0 if self.cu_seqlens is None else 2 ** bits_of(len(self.cu_seqlens) - 1)
-
-    def padded_to(self, length: int) -> Inputs:
-        """On x's device, in the shapes of a record of so many tokens, but for those of x itself.
-
-        What is added to the row lies in no document, and further documents are empty. Lengths and bounds beyond 0..N count
-        as 0 and N.
-        """
-        device, tokens = self.x.device, self.x.shape[1]
-        lengths, bounds = (
-            None if x is None else x.clamp(0, tokens).to(torch.int32) for x in (self.lengths, self.cu_seqlens)
-        )
-        if bounds is not None:
-            bounds = torch.cat([bounds, bounds[-1:].expand(self.documents + 1 - len(bounds))])
-        lengths, bounds = (None if x is None else send(x, device) for x in (lengths, bounds))
-        positions, drops = self.positions, self.drops
-        if positions is not None:
-            positions = nn.functional.pad(send(positions, device), (0, length - tokens))
-        if drops is not None and bounds is not None:
-            drops = nn.functional.pad(drops, (0, 0, 0, length - tokens))
-        return Inputs(self.x, lengths, bounds, positions, drops)
+    device, tokens = inputs.x.device, inputs.x.shape[1]
+    lengths, bounds = (
+        None if x is None else x.clamp(0, tokens).to(torch.int32) for x in (inputs.lengths, inputs.cu_seqlens)
+    )
+    if bounds is not None:
+        bounds = torch.cat([bounds, bounds[-1:].expand(documents_of(inputs) + 1 - len(bounds))])
+    lengths, bounds = (None if x is None else send(x, device) for x in (lengths, bounds))
+    positions, drops = inputs.positions, inputs.drops
+    if positions is not None:
+        positions = nn.functional.pad(send(positions, device), (0, length - tokens))
+    if drops is not None and bounds is not None:
+        drops = nn.functional.pad(drops, (0, 0, 0, length - tokens))
+    return Inputs(inputs.x, lengths, bounds, positions, drops)
 
 
 #: the blocks, to hidden states (B, N, E)
@@ -260,7 +244,7 @@ class CudaGraphs:
         inputs = _checked(inputs)
         modules = modules_of(blocks)
         parameters = self._trained(modules)
-        x, documents = inputs.x, inputs.documents
+        x, documents = inputs.x, documents_of(inputs)
         batch, tokens = x.shape[:2]
         length = tokens if inputs.lengths is None and not documents else padded_length(tokens, self.padding)
         cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
@@ -271,7 +255,7 @@ class CudaGraphs:
         key = batch, length, documents, places, *options, *cast
         if key in self._refused:
             return compute(inputs)
-        padded = inputs.padded_to(length)
+        padded = padded_to(inputs, length)
         if new := key not in self._records:
             size = f"{batch} x {length} tokens" + (f" in up to {documents} documents" if documents else "")
             try:
