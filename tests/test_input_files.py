@@ -14,21 +14,20 @@ import pytest
 from lightning_dilated import DilatedPattern, LongNetLM, SlideEncoder
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.reader import load_file
-from lightning_dilated.cli import explain
 from lightning_dilated.cli.load_model import load_any, read_checkpoint, stored_tokenizer
 from lightning_dilated.data import ByteDataModule, Genome, SlideDataModule, TokenDataModule, read_variants
 from lightning_dilated.data.opener import Opener
 from lightning_dilated.data.text.tokenizer import load_tokenizer
 from lightning_dilated.ext.decoding.command import parsed
+from lightning_dilated.ext.export.torchscale import read_state_dict
 from lightning_dilated.ext.genomes.regions import read_bed
-from lightning_dilated.ext.planning import plan_request
+from lightning_dilated.ext.planning import explain, plan_request
 from lightning_dilated.ext.pooled import folds
 from lightning_dilated.ext.slides.files import SlideReader
 from lightning_dilated.ext.slides.heat_maps import _open_thumbnail
 from lightning_dilated.ext.slides.labels import Columns, read_rows
 from lightning_dilated.ext.text.rows import open_rows
 from lightning_dilated.ext.text.template import template_text
-from lightning_dilated.models.longnet.torchscale import read_state_dict
 from lightning_dilated.sequence.links import Links
 
 

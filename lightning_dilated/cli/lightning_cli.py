@@ -25,11 +25,11 @@ from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated.callbacks import MetricsProgressBar, PredictionWriter
 from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
-from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.ext.planning.explain import class_of, with_length
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import file_arguments, imported

@@ -17,9 +17,9 @@ from lightning_dilated.cli.parsing import class_help
 
 #: commands of the core besides LightningCLI's, each a function of its arguments; `COMMANDS` has those of `ext/`
 OTHERS = {
-    "tokenize": "lightning_dilated.cli.datasets:tokenize",
-    "explain": "lightning_dilated.cli.explain:run",
-    "consolidate": "lightning_dilated.cli.consolidate:run",
+    "tokenize": "lightning_dilated.ext.text.tokenize:tokenize",
+    "explain": "lightning_dilated.ext.planning.explain:run",
+    "consolidate": "lightning_dilated.ext.export.consolidate:run",
 }
 
 #: beginnings of warnings that are left out

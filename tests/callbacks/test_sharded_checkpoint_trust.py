@@ -20,8 +20,8 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.folder import read_tensors, read_whole
 from lightning_dilated.checkpoint.manifest import MANIFEST, file_entries, manifest_digest
 from lightning_dilated.checkpoint.reader import read_metadata
-from lightning_dilated.cli.consolidate import run as consolidate
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.ext.export.consolidate import run as consolidate
 
 from ..models import PATTERN
 from .checkpoint_runs import STEPS, run

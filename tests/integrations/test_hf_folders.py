@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.cli import consolidate
 from lightning_dilated.cli.load_model import load_any
 from lightning_dilated.data import ChatDataModule
 from lightning_dilated.ext.export import command as export
+from lightning_dilated.ext.export import consolidate
 from lightning_dilated.models.pretrained import plain_arguments
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_dilated import LongNetLM, SlideEncoder
+from lightning_dilated.ext.export import torchscale
 from lightning_dilated.ext.slides.longvit.model import LongViT
 from lightning_dilated.ext.slides.weights import to_released
-from lightning_dilated.models.longnet import torchscale
 
 from . import PATTERN
 from .images import state as longvit_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from lightning_dilated.cli.datasets import fit_arguments
+from lightning_dilated.ext.text.tokenize import fit_arguments
 from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
 
 

@@ -19,12 +19,12 @@ from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.ext.export.torchscale import convert, read_state_dict
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, check_form, mean_token, sample_documents
 from lightning_dilated.models.longnet.streamed import StreamedLosses
-from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import USUAL, init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
 from lightning_dilated.pattern import DilatedPattern
