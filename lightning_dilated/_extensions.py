@@ -81,13 +81,16 @@ _PUBLIC = {
 #: command: the function of its arguments
 COMMANDS = {
     "bench": "profiling.bench:run",
+    "consolidate": "export.consolidate:run",
     "evaluate": "evaluation.evaluate:run",
+    "explain": "planning.explain:run",
     "export": "export.command:run",
     "folds": "pooled.folds:run",
     "generate": "decoding.command:run",
     "pairs": "text.pairs:pairs",
     "plan": "planning.plan:run",
     "score": "genomes.score:run",
+    "tokenize": "text.tokenize:tokenize",
     "verify": "profiling.verify:run",
 }
 
@@ -100,6 +103,7 @@ HOOKS = {
     "generate": "decoding.generation:generate",
     "generate stream": "decoding.generation:generate_stream",
     "other strand": "genomes.strands:OtherStrand",
+    "read torchscale": "export.torchscale:read",
     "remote files": "text.remote:RemoteFiles",
     "score alleles": "genomes.scoring:score_alleles",
     "score sequences": "genomes.scoring:score",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated._extensions import COMMANDS
 from lightning_dilated.attention.backends import ENGINES
 from lightning_dilated.cli.lightning_cli import DilatedCLI
-from lightning_dilated.cli.main import OTHERS
 
 from .distributed.forked import run_ranks
 
@@ -146,7 +146,7 @@ def test_engine_table_matches_the_registry() -> None:
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^lightning-dilated (\w+)", TEXT, re.M))))
 def test_commands_exist(command: str) -> None:
-    assert command in {*DilatedCLI.subcommands(), *OTHERS}
+    assert command in {*DilatedCLI.subcommands(), *COMMANDS}
 
 
 def texts_of_the_package() -> list[str]:

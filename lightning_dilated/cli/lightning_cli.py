@@ -28,8 +28,8 @@ from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, w
 from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.cli.parsing.parser import check_texts
+from lightning_dilated.cli.recipe import class_of, with_length
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.ext.planning.explain import class_of, with_length
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import file_arguments, imported

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pkgutil
 import sys
 import warnings
 
@@ -14,13 +13,6 @@ from lightning_dilated._extensions import COMMANDS, place
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
 from lightning_dilated.cli.lightning_cli import DilatedCLI, chosen_classes, with_checkpoint, with_parts, with_recipes
 from lightning_dilated.cli.parsing import class_help
-
-#: commands of the core besides LightningCLI's, each a function of its arguments; `COMMANDS` has those of `ext/`
-OTHERS = {
-    "tokenize": "lightning_dilated.ext.text.tokenize:tokenize",
-    "explain": "lightning_dilated.ext.planning.explain:run",
-    "consolidate": "lightning_dilated.ext.export.consolidate:run",
-}
 
 #: beginnings of warnings that are left out
 NOISE = (
@@ -84,16 +76,13 @@ def main(argv: list[str] | None = None) -> None:
         print(HELP, end="")
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
-    elif argv[0] in OTHERS:
-        with one_line_errors():
-            pkgutil.resolve_name(OTHERS[argv[0]])(with_recipes(argv)[1:])
     elif argv[0] in COMMANDS:
         with one_line_errors():
             place(COMMANDS[argv[0]])(with_recipes(argv)[1:])
     else:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:
-            fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS, *COMMANDS])}.")
+            fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *COMMANDS])}.")
         expandable_segments(os.environ)
         quiet(argv[0])
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there

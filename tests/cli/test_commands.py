@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated._extensions import COMMANDS as EXTENSIONS
 from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.lightning_cli import DilatedCLI
-from lightning_dilated.cli.main import HELP, OTHERS, quiet
+from lightning_dilated.cli.main import HELP, quiet
 from lightning_dilated.ext.decoding.command import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
@@ -53,7 +54,7 @@ def test_help_fits_a_screen(cli, argv):
     result = cli(*argv)
     lines = result.out.splitlines()
     assert result.code == 0 and len(lines) <= 30 and max(map(len, lines)) <= 80
-    assert set(DilatedCLI.subcommands()) | set(OTHERS) == set(COMMANDS)
+    assert set(DilatedCLI.subcommands()) | set(EXTENSIONS) == set(COMMANDS)
     for command in COMMANDS:
         assert any(line.split()[:1] == [command] for line in lines), command
 

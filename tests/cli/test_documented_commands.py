@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from lightning_dilated.cli.main import OTHERS, main
+from lightning_dilated._extensions import COMMANDS as EXTENSIONS
+from lightning_dilated.cli.main import main
 
 pytestmark = pytest.mark.full
 
@@ -109,7 +110,7 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pattern, value in PLACES.items():
         command = re.sub(pattern, value, command)
     argv = shlex.split(command, comments=True)[1:]
-    if argv[0] in OTHERS:
+    if argv[0] in EXTENSIONS:
         stop_after_parsing(monkeypatch)
     else:
         for at in reversed([i for i, word in enumerate(argv) if word == "--ckpt_path"]):
@@ -124,7 +125,7 @@ def parse_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return
         except SystemExit as end:
             assert not end.code, text.getvalue()[-2000:]
-    assert argv[0] not in OTHERS, f"{argv[0]} ran"
+    assert argv[0] not in EXTENSIONS, f"{argv[0]} ran"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

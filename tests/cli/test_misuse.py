@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from lightning_dilated.cli.main import OTHERS
+from lightning_dilated._extensions import COMMANDS
 
 from .conftest import DATA, TINY
 
@@ -157,7 +157,7 @@ def test_a_split_that_is_left_out(cli, fitted, command, share):
 
 
 COMMANDS = {
-    "unknown": (["fitt"], ["no command 'fitt'", f"Commands: fit, predict, test, validate, {', '.join(OTHERS)}."]),
+    "unknown": (["fitt"], ["no command 'fitt'", f"Commands: fit, predict, test, validate, {', '.join(COMMANDS)}."]),
     "option first": (["--seed", "3"], ["--config"]),
     "fit without a model": (["fit"], ["fit needs a model", "--config RECIPE.yaml"]),
     "validate without a model": (["validate", *DATA], ["validate needs a model", "--ckpt_path"]),

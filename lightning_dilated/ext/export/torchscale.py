@@ -42,6 +42,18 @@ FOREIGN = (
 BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|xpos\.scale)$")
 
 
+def read(
+    source: str | Path | Mapping[str, Tensor], num_heads: int | None, scale_embedding: bool, depth: int | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the arguments of LongNetLM that follow from a decoder's tensors, and its state dict.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_state_dict` and `convert`.
+    """
+    where = "the state dict" if isinstance(source, Mapping) else source
+    return convert(read_state_dict(source), num_heads, scale_embedding, depth, where)
+
+
 def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The decoder's tensors by torchscale's names; no code in a file is run.
 
@@ -157,7 +169,7 @@ def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
         raise ValueError(f"the state dict lacks {len(missing)} tensors: {', '.join(missing[:5])}.{hint}")
     more = sorted(k for k in set(theirs) - used if not BUFFERS.search(k))
     if more:
-        warnings.warn(f"from_torchscale does not use {len(more)} tensors: {', '.join(more)}.", stacklevel=4)
+        warnings.warn(f"from_torchscale does not use {len(more)} tensors: {', '.join(more)}.", stacklevel=5)
 
 
 def _rows(x: Tensor, name: str, num_heads: int, xpos: bool) -> Tensor:

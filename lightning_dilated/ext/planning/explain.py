@@ -6,17 +6,13 @@ Shape letters: N tokens, H heads, D head dim.
 from __future__ import annotations
 
 import argparse
-import inspect
-import pkgutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from lightning_dilated._validation import text_of
-from lightning_dilated.models import DilatedModule
+from lightning_dilated.cli.recipe import made_model, seq_len_of
 from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain, sight_table
@@ -81,42 +77,6 @@ def sizes_of_recipe(path: Path) -> Sizes:
         dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
         tuple(getattr(model, "recurrences", ())),
     )  # fmt: skip
-
-
-def class_of(path: Path, class_path: Any, package: str) -> Any:
-    """The class of a class_path; names without a module are the package's."""
-    name = str(class_path)
-    try:
-        return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
-
-
-def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """A model's arguments; without `max_seq_len`, and with no base or "length", `max_seq_len` is the data's N tokens."""
-    known = isinstance(cls, type) and issubclass(cls, DilatedModule) and cls.length_from_data
-    # as a recipe's `fit` sees it: of a constructor with **options, what it does not set itself
-    takes = known and "max_seq_len" in ArgumentParser().add_class_arguments(cls, fail_untyped=False)
-    base = arguments.get("rotary_base")
-    follows = base is None or "length" in (base if isinstance(base, list) else [base])
-    named = arguments.get("max_seq_len") is not None or not follows
-    return arguments if not takes or named or seq_len is None else {**arguments, "max_seq_len": seq_len}
-
-
-def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
-    """The model of a recipe whose data have N tokens, not built, without its optimizer."""
-    cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
-    arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
-    return cls(**with_length(cls, arguments, seq_len))
-
-
-def seq_len_of(path: Path, data: Any) -> int | None:
-    """N of the recipe's data: its setting, else its class's default."""
-    data = data if isinstance(data, dict) else {}
-    cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
-    default = inspect.signature(cls).parameters.get("seq_len")
-    length = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
-    return length if isinstance(length, int) else None
 
 
 def resolve_sizes(args: argparse.Namespace) -> Sizes:

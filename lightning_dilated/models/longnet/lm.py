@@ -19,7 +19,6 @@ from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.ext.export.torchscale import convert, read_state_dict
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
@@ -443,8 +442,7 @@ class LongNetLM(StreamedLosses, TokenModel):
                 "a torchscale decoder has no recurrence: leave it out. To add one to its weights, make a LongNetLM with it, "
                 "whose gate_init is 0, and load this model's state dict into that with strict=False."
             )
-        where = "the state dict" if isinstance(source, Mapping) else source
-        sizes, state = convert(read_state_dict(source), num_heads, scale_embedding, options.get("depth"), where)
+        sizes, state = hook("read torchscale")(source, num_heads, scale_embedding, options.get("depth"))
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
         usual = {"norm": "layernorm", "ffn": "gelu", "bias": True, "rotary_base": USUAL}
         model = cls(pattern, **{**usual, **sizes, **options})
