@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lightning_dilated import callbacks, data, integrations, sequence
+from lightning_dilated import sequence
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.attention.stream_state import StreamState
@@ -13,13 +13,14 @@ from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 
 if TYPE_CHECKING:
+    from lightning_dilated import callbacks, data, integrations
     from lightning_dilated.ext.export.export import Exported, export
     from lightning_dilated.ext.pooled.classifier import LongNetClassifier
     from lightning_dilated.ext.slides.encoder import SlideEncoder
     from lightning_dilated.ext.slides.longvit.model import LongViT
     from lightning_dilated.ext.slides.mae import SlidePretrainer
 
-__getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(__name__, {x: x for x in ("callbacks", "data", "integrations")})
 
 __version__ = "0.2.0"
 

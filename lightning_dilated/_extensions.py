@@ -125,19 +125,21 @@ def hook(task: str) -> Any:
     return place(HOOKS[task])
 
 
-def lazy_names(face: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Functions `__getattr__` and `__dir__` of a face (PEP 562), for the public names that `ext/` defines.
+def lazy_names(face: str, core: dict[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Functions `__getattr__` and `__dir__` of a face (PEP 562): its public names are imported when they are first used.
 
     Args:
         face: `__name__` of the package's or a folder's `__init__.py`.
+        core: names of the core beside those of `NAMES` -> their places, below the package; of a module without an object.
     """
-    prefix = f"{face}.".removeprefix("lightning_dilated.")
-    names = {key.removeprefix(prefix): where for key, where in NAMES.items() if key.rpartition(".")[0] == prefix[:-1]}
+    prefix = face.removeprefix("lightning_dilated").removeprefix(".")
+    rows = {name: f"ext.{where}" for name, where in NAMES.items() if name.rpartition(".")[0] == prefix}
+    names = {name.rpartition(".")[2]: where for name, where in rows.items()} | (core or {})
 
     def __getattr__(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
-        value = place(names[name])
+        value = pkgutil.resolve_name(f"lightning_dilated.{names[name]}")
         setattr(sys.modules[face], name, value)
         return value
 

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 from lightning_dilated._extensions import lazy_names
-from lightning_dilated.data.files import ByteStream
-from lightning_dilated.data.module import SplitDataModule
-from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
-from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
-from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
-from lightning_dilated.data.text.tokens import TokenDataModule
 
 if TYPE_CHECKING:
+    from lightning_dilated.data.files import ByteStream
+    from lightning_dilated.data.module import SplitDataModule
+    from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+    from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
+    from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
+    from lightning_dilated.data.text.tokens import TokenDataModule
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
     from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule, ListOpsDataModule
     from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.text.text_stream import TextStreamDataModule
     from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
 
-__getattr__, __dir__ = lazy_names(__name__)
+CORE = {
+    "ByteDataModule": "data.text.bytes:ByteDataModule",
+    "ByteSequences": "data.text.bytes:ByteSequences",
+    "ByteStream": "data.files:ByteStream",
+    "EncodedFiles": "data.text.tokenizer:EncodedFiles",
+    "ResumableLoader": "data.sampler:ResumableLoader",
+    "ResumableSampler": "data.sampler:ResumableSampler",
+    "SplitDataModule": "data.module:SplitDataModule",
+    "TokenDataModule": "data.text.tokens:TokenDataModule",
+    "encode_files": "data.text.tokenizer:encode_files",
+}
+__getattr__, __dir__ = lazy_names(__name__, CORE)
 
 __all__ = [
     "AlleleWindows",
