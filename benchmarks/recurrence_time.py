@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import lightning_dilated as ld
+from lightning_dilated.ext.recurrence import op, triton_chunks
+from lightning_dilated.ext.recurrence.runs import Call, Document
 from lightning_dilated.planning import seconds_of
-from lightning_dilated.recurrence import op, triton_chunks
-from lightning_dilated.recurrence.runs import Call, Document
 
 Rows = tuple[Tensor, ...]
 FIVE = ld.DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
@@ -99,8 +99,8 @@ def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
 
 def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, launch) of each kernel of a call, forward and then backward."""
-    from lightning_dilated.kernels import gated_delta as forward
-    from lightning_dilated.kernels import gated_delta_backward as back
+    from lightning_dilated.ext.recurrence import gated_delta as forward
+    from lightning_dilated.ext.recurrence import gated_delta_backward as back
 
     tensors, grad = inputs(a, seq_len)
     q, k, v, log_decay, beta = (x.detach()[0] for x in tensors)

@@ -22,11 +22,11 @@ from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
 from lightning_dilated.attention.kv_cache import KVCache, decode_attention
-from lightning_dilated.attention.recurrent_branch import RecurrentBranch
 from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
+from lightning_dilated.ext.recurrence.branch import RecurrentBranch
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from lightning_dilated._compat.torch import backward_is_retained, saved_by_op
 from lightning_dilated._validation import one_of
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
-from lightning_dilated.attention import recurrent_chunks as _chunks  # noqa: F401 - and those of recurrences
+from lightning_dilated.ext.recurrence import chunk_op as _chunks  # noqa: F401 - and those of recurrences
 from lightning_dilated.memory.offload import Host
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_dilated.attention.recurrent_branch import names_in_fp32
 from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
+from lightning_dilated.ext.recurrence.branch import names_in_fp32
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
 

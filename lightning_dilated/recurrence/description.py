@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys, one_of, real
+from lightning_dilated.ext.recurrence.rules import KINDS, SEGMENTED
+from lightning_dilated.ext.recurrence.scan import choose, received
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
-from lightning_dilated.recurrence.rules import KINDS, SEGMENTED
-from lightning_dilated.recurrence.scan import choose, received
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from lightning_dilated._compat.lightning import (
 )
 from lightning_dilated._compat.torch import map_tensors
 from lightning_dilated._device import leave_room
-from lightning_dilated.attention.recurrent_branch import Decay
 from lightning_dilated.checkpoint.state import refuse_one_file
+from lightning_dilated.ext.recurrence.branch import Decay
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.strategy.checks import (

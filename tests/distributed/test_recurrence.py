@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.recurrence import compute, scan
-from lightning_dilated.recurrence.rules import KINDS
+from lightning_dilated.ext.recurrence import compute, scan
+from lightning_dilated.ext.recurrence.rules import KINDS
 
 from ..examples import examples
 from ..recurrence.cases import NAMES, Case, cases, compare

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dilated import Recurrence
 from lightning_dilated.attention import convolution
 from lightning_dilated.attention.convolution import ShortConvolution
-from lightning_dilated.attention.recurrent_branch import RecurrentBranch
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
+from lightning_dilated.ext.recurrence.branch import RecurrentBranch
 
 from ..attention.convolution_cases import CASES, Case, compare, drawn, without_kernels
 from ..distributed.calls import positions, sequence

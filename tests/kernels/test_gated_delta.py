@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_dilated import recurrent_attention
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.ext.planning.counting.workspace import _recurrence_held
-from lightning_dilated.recurrence import op, triton_chunks
-from lightning_dilated.recurrence.rules import oracle
+from lightning_dilated.ext.recurrence import op, triton_chunks
+from lightning_dilated.ext.recurrence.rules import oracle
 
 from ..distributed.calls import positions, sequence
 from ..recurrence.cases import NAMES, Case, compare
@@ -204,7 +204,7 @@ def test_training_after_inference(interpreter):
 def in_windows(rank, group):
     """The op in windows of 70 tokens and in one, and the torch path; the passes before a backward make no output."""
     rows = [x.detach().float() for x in gated((160,), kv_heads=1, group=2, dim=4, values=4).tensors()]
-    from lightning_dilated.kernels import gated_delta
+    from lightning_dilated.ext.recurrence import gated_delta
 
     results, states = {}, mock.Mock(wraps=gated_delta.last_states)
     for name, tokens in (("one", 1000), ("several", 70), ("torch", 1000)):
@@ -241,7 +241,7 @@ def test_windows_fit_their_memory(sizes, tokens):
 
 def held(rank, group, forward, window):
     """(bytes that the op holds beside inputs and results, what is counted for it)."""
-    from lightning_dilated.kernels import gated_delta_backward  # in a process with the interpreter
+    from lightning_dilated.ext.recurrence import gated_delta_backward  # in a process with the interpreter
 
     heads, kv_heads, dim, tokens = 4, 2, 16, 400
     launch = gated_delta_backward.launch_queries
@@ -328,7 +328,7 @@ def test_compiles_without_a_gpu(name, stored):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_dilated.kernels import gated_delta, gated_delta_backward
+    from lightning_dilated.ext.recurrence import gated_delta, gated_delta_backward
 
     kernel = getattr(gated_delta, name, None) or getattr(gated_delta_backward, name)
     kinds = {**dict.fromkeys(("rows", "items", "members"), "*i64"), "matrix": "*fp16"}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lightning_dilated as ld
-from lightning_dilated.attention.recurrent_branch import LR_SCALE, Decay, RecurrentBranch
 from lightning_dilated.ext.decoding import token_step
+from lightning_dilated.ext.recurrence.branch import LR_SCALE, Decay, RecurrentBranch
+from lightning_dilated.ext.recurrence.rules import oracle
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.recurrence.rules import oracle
 
 from ..examples import examples
 from . import PATTERN, SIZES, batch, tiny, trainer
@@ -224,7 +224,7 @@ LIMITS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
     """Windows of 7 tokens; a document begins with one, and others within; chunks of a stream are cut, too."""
-    from lightning_dilated.recurrence import op
+    from lightning_dilated.ext.recurrence import op
 
     model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
 
@@ -242,7 +242,7 @@ def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
 
 
 def test_attention_kept_computes_each_call_once(monkeypatch):
-    from lightning_dilated.recurrence import op
+    from lightning_dilated.ext.recurrence import op
 
     model, data, calls = lively(KINDS["gated_delta"]), batch(1, 29), []
     for name in ("recurrent_attention", "recur"):

@@ -16,8 +16,8 @@ from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.plan import recurrence_notes
 from lightning_dilated.ext.planning.simulating.machine import measured_rules
+from lightning_dilated.ext.recurrence import op, triton_chunks
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.recurrence import op, triton_chunks
 
 pytestmark = pytest.mark.full
 

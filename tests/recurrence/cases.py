@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dilated import RecurrentState, recurrent_attention
-from lightning_dilated.recurrence.rules import KINDS, oracle
+from lightning_dilated.ext.recurrence.rules import KINDS, oracle
 
 #: of the results' gradients
 NAMES = ("q", "k", "v", "log_decay", "beta")

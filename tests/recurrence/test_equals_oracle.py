@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.recurrence import chunks, compute
-from lightning_dilated.recurrence.rules import KINDS, oracle
+from lightning_dilated.ext.recurrence import chunks, compute
+from lightning_dilated.ext.recurrence.rules import KINDS, oracle
 
 from ..examples import examples
 from .cases import RESETS, Case, cases, compare

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.recurrence import op, triton_chunks
+from lightning_dilated.ext.recurrence import op, triton_chunks
 
 from .cases import NAMES
 

@@ -6,9 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.recurrence.op import RECURRENCE, RECURRENCE_BACKWARD, encode
-from lightning_dilated.recurrence.rules import KINDS
-from lightning_dilated.recurrence.runs import tables
+from lightning_dilated.ext.recurrence.op import RECURRENCE, RECURRENCE_BACKWARD, encode
+from lightning_dilated.ext.recurrence.rules import KINDS
+from lightning_dilated.ext.recurrence.runs import tables
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import recurrent_attention
-from lightning_dilated.recurrence.chunks import delta_transition, segment_chunks
-from lightning_dilated.recurrence.rules import KINDS, positive
-from lightning_dilated.recurrence.runs import Call, Document, tables
+from lightning_dilated.ext.recurrence.chunks import delta_transition, segment_chunks
+from lightning_dilated.ext.recurrence.rules import KINDS, positive
+from lightning_dilated.ext.recurrence.runs import Call, Document, tables
 
 from ..examples import examples
 from .cases import Case

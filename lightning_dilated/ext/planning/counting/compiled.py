@@ -24,10 +24,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.ext.planning.counting.memory_tracker import Tape
+from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.recurrence import Recurrence
-from lightning_dilated.recurrence.op import RECURRENCE
 
 #: operators that Inductor does not generate, in addition to all custom ones
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")

@@ -22,11 +22,11 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Meter, Piece,
 from lightning_dilated.ext.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
 from lightning_dilated.ext.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.ext.planning.simulating.simulation import moves_of
+from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import in_turns, segment_width
-from lightning_dilated.recurrence.op import RECURRENCE
 from lightning_dilated.sequence.exchange.row_ops import FEW
 from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_problem, plan, price
 

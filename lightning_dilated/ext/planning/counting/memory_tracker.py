@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
-from lightning_dilated.recurrence.op import RECURRENCE
+from lightning_dilated.ext.recurrence.op import RECURRENCE
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"

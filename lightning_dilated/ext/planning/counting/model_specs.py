@@ -19,6 +19,7 @@ from lightning_dilated.ext.planning.counting.dry_run import MAIN, PRECISIONS, Bl
 from lightning_dilated.ext.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.simulating.machine import measured_rules
+from lightning_dilated.ext.recurrence.triton_chunks import LARGEST
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
@@ -26,7 +27,6 @@ from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import without_starts
-from lightning_dilated.recurrence.triton_chunks import LARGEST
 
 
 def subject_of(

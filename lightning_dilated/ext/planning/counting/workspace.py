@@ -25,11 +25,11 @@ from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.views import Span
+from lightning_dilated.ext.recurrence import op, triton_chunks
+from lightning_dilated.ext.recurrence.chunks import GROUPED_FROM
+from lightning_dilated.ext.recurrence.runs import CHUNK
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, without_global
-from lightning_dilated.recurrence import op, triton_chunks
-from lightning_dilated.recurrence.chunks import GROUPED_FROM
-from lightning_dilated.recurrence.runs import CHUNK
 
 #: bytes of a log-sum-exp
 LSE = 4

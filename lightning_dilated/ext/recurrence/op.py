@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.torch import autograd_within_op, below_autograd, refuse_transforms
+from lightning_dilated.ext.recurrence import triton_chunks
+from lightning_dilated.ext.recurrence.compute import Output
+from lightning_dilated.ext.recurrence.functional import recur, recurrent_attention
+from lightning_dilated.ext.recurrence.parts import Part
 from lightning_dilated.pattern.rows import check_bounds
-from lightning_dilated.recurrence import triton_chunks
-from lightning_dilated.recurrence.compute import Output
 from lightning_dilated.recurrence.description import Recurrence
-from lightning_dilated.recurrence.functional import recur, recurrent_attention
-from lightning_dilated.recurrence.parts import Part
 from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 

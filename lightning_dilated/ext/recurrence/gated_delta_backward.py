@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dilated.kernels.gated_delta import (
+from lightning_dilated.ext.recurrence.gated_delta import (
     COLUMNS,
     EXACT,
     SLOTS,

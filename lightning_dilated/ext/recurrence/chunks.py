@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_dilated.recurrence.rules import positive, ratio, unit
-from lightning_dilated.recurrence.runs import Tables
+from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
+from lightning_dilated.ext.recurrence.runs import Tables
 
 #: chunks of a run, at least 2, from which they are passed in groups: a GPU waits for the launches of a step, not for its
 #: products

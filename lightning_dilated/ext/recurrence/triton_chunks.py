@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from lightning_dilated import kernels
 from lightning_dilated._compat.torch import real_tensors, transformed
 from lightning_dilated._device import send
-from lightning_dilated.recurrence.runs import CHUNK, Call, tables
+from lightning_dilated.ext.recurrence.runs import CHUNK, Call, tables
 
 if TYPE_CHECKING:
-    from lightning_dilated.kernels.gated_delta import Chunks, Rows
+    from lightning_dilated.ext.recurrence.gated_delta import Chunks, Rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: the largest D and E
@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 
     def on(self, device: torch.device) -> Chunks:
         """The same on a device, by one copy."""
-        from lightning_dilated.kernels.gated_delta import Chunks
+        from lightning_dilated.ext.recurrence.gated_delta import Chunks
 
         rows, runs, groups, members = send(self.table, device).split(self.sizes)
         return Chunks(rows, runs, *((groups, members) if self.sizes[2] else (None, None)))
@@ -197,7 +197,7 @@ class _GatedDelta(torch.autograd.Function):
         differentiated: bool,
         read: bool,
     ) -> tuple[Tensor, Tensor]:
-        from lightning_dilated.kernels import gated_delta as forward
+        from lightning_dilated.ext.recurrence import gated_delta as forward
 
         rows = forward.Rows(_dense(k), _dense(v), log_decay, beta)
         query, begin = None if q is None else _dense(q), begin.contiguous()
@@ -225,8 +225,8 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, last: Tensor) -> tuple[Tensor | None, ...]:
-        from lightning_dilated.kernels import gated_delta as forward
-        from lightning_dilated.kernels import gated_delta_backward as back
+        from lightning_dilated.ext.recurrence import gated_delta as forward
+        from lightning_dilated.ext.recurrence import gated_delta_backward as back
 
         query, *tensors = ctx.saved_tensors
         rows, rest = forward.Rows(*tensors[:4]), tensors[4:]

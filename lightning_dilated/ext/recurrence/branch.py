@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.kv_cache import KVCache
-from lightning_dilated.attention.recurrent_chunks import chunk_recurrence
 from lightning_dilated.attention.stream import ChunkLayer
+from lightning_dilated.ext.recurrence.chunk_op import chunk_recurrence
+from lightning_dilated.ext.recurrence.op import RECURRENCE, encode
 from lightning_dilated.recurrence import Recurrence, recurrent_attention
-from lightning_dilated.recurrence.op import RECURRENCE, encode
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
 #: factor of the learning rate of `scale`, `A_log` and `dt_bias`. Adam moves a number by about the rate at each step: at a

@@ -16,8 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.torch import below_autograd
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
-from lightning_dilated.recurrence import RecurrentState
-from lightning_dilated.recurrence.op import (
+from lightning_dilated.ext.recurrence.op import (
     RecurrenceSpec,
     Refused,
     encode,
@@ -27,7 +26,8 @@ from lightning_dilated.recurrence.op import (
     rule_flops,
     with_graph,
 )
-from lightning_dilated.recurrence.parts import Part
+from lightning_dilated.ext.recurrence.parts import Part
+from lightning_dilated.recurrence import RecurrentState
 from lightning_dilated.sequence.group import no_sequence
 
 _ARGS = (

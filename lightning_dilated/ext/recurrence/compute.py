@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_dilated._device import send
-from lightning_dilated.recurrence.chunks import (
+from lightning_dilated.ext.recurrence.chunks import (
     SegmentChunks,
     Transition,
     delta_transition,
@@ -26,11 +26,11 @@ from lightning_dilated.recurrence.chunks import (
     segment_chunks,
     take,
 )
-from lightning_dilated.recurrence.rules import positive
-from lightning_dilated.recurrence.runs import CHUNK, Call, Tables, tables
-from lightning_dilated.recurrence.scan import Scan
+from lightning_dilated.ext.recurrence.rules import positive
+from lightning_dilated.ext.recurrence.runs import CHUNK, Call, Tables, tables
+from lightning_dilated.ext.recurrence.scan import Scan
+from lightning_dilated.ext.recurrence.triton_chunks import gated_delta, layout
 from lightning_dilated.recurrence.state import RecurrentState
-from lightning_dilated.recurrence.triton_chunks import gated_delta, layout
 from lightning_dilated.sequence.collectives import sequence_sum
 from lightning_dilated.sequence.halo import sequence_halo
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dilated.recurrence.compute import Output
-from lightning_dilated.recurrence.functional import recur
+from lightning_dilated.ext.recurrence.compute import Output
+from lightning_dilated.ext.recurrence.functional import recur
 from lightning_dilated.recurrence.state import RecurrentState, empty_state
 
 #: q, k, v, log_decay and beta
