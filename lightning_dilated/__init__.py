@@ -8,7 +8,7 @@ from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttent
 from lightning_dilated.attention.stream_state import StreamState
 from lightning_dilated.models import DilatedModule, LongNetLM, LongNetMLM
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
-from lightning_dilated.recurrence import Recurrence, RecurrentState, recurrent_attention
+from lightning_dilated.recurrence import Recurrence, RecurrentState
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_dilated import callbacks, data, integrations
     from lightning_dilated.ext.export.export import Exported, export
     from lightning_dilated.ext.pooled.classifier import LongNetClassifier
+    from lightning_dilated.ext.recurrence.functional import recurrent_attention
     from lightning_dilated.ext.slides.encoder import SlideEncoder
     from lightning_dilated.ext.slides.longvit.model import LongViT
     from lightning_dilated.ext.slides.mae import SlidePretrainer

@@ -15,6 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
 from lightning_dilated.attention.cache_slots import Clock
@@ -26,7 +27,6 @@ from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
-from lightning_dilated.ext.recurrence.branch import RecurrentBranch
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
@@ -277,10 +277,11 @@ class MultiheadDilatedAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
         channels = 2 * self.num_kv_heads * self.head_dim
         self.kv_conv = None if kv_conv is None else ShortConvolution(channels, kv_conv, causal, **factory)
-        self.recurrence: RecurrentBranch | None = None
+        self.recurrence: Any = None
         if recurrence is not None:
             sizes = embed_dim, num_heads, self.num_kv_heads, self.head_dim
-            self.recurrence = RecurrentBranch(Recurrence.from_dict(recurrence), *sizes, causal, **factory)
+            branch = hook("recurrence of a layer")
+            self.recurrence = branch(Recurrence.from_dict(recurrence), *sizes, causal, **factory)
         self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()

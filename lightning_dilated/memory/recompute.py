@@ -25,8 +25,7 @@ from torch.utils.checkpoint import (
 
 from lightning_dilated._compat.torch import backward_is_retained, saved_by_op
 from lightning_dilated._validation import one_of
-from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
-from lightning_dilated.ext.recurrence import chunk_op as _chunks  # noqa: F401 - and those of recurrences
+from lightning_dilated.attention.op import ATTENTION
 from lightning_dilated.memory.offload import Host
 
 
@@ -72,6 +71,9 @@ class ForwardContext:
                 set_device_states(devices, states, device_type=kind)
             yield
 
+
+#: ops whose results "attention-kept" saves; an extension adds its own
+KEPT: list[Any] = [ATTENTION]
 
 #: "none" saves all that the backward needs; "block" the block's input only; "attention-kept" also the op's results (output,
 #: log-sum-exp and the rows received from other ranks), so that neither attention nor its exchange runs twice
@@ -120,9 +122,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
         more = {"context_fn": _contexts} if marked else {}
         return checkpoint(run, x, use_reentrant=False, **more)
     # torch.compile accepts torch's own contexts only, and retains graphs by itself
-    ops = torch.ops.lightning_dilated
-    kept = [ops.attention.default, ops.recurrence.default, ops.chunk_recurrence.default]
-    selective = partial(create_selective_checkpoint_contexts, kept)
+    selective = partial(create_selective_checkpoint_contexts, KEPT)
     context_fn = selective if torch.compiler.is_compiling() else partial(_retained_contexts, selective)
     return checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
 

@@ -48,8 +48,7 @@ from lightning_dilated._validation import check_input, integer, text_of
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
-from lightning_dilated.ext.recurrence.branch import LR_SCALE, fast_parameters
-from lightning_dilated.models.learning_rate import LearningRate
+from lightning_dilated.models.learning_rate import LR_SCALE, LearningRate, fast_parameters
 from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, batches_in, each_batch
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
 from lightning_dilated.models.transformer import (

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
-from lightning_dilated.ext.recurrence.branch import names_in_fp32
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
 
@@ -460,6 +459,12 @@ def _plain(value: Any, name: str = "") -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError
+
+
+def names_in_fp32(module: torch.nn.Module) -> set[str]:
+    """Names of the parameters that keep fp32 where the module is in 16 bits: of layers with `keeps_fp32`."""
+    wide = [(name, m) for name, m in module.named_modules() if getattr(m, "keeps_fp32", False)]
+    return {f"{name}.{each}" for name, m in wide for each, _ in m.named_parameters()}
 
 
 def library_of(name: str) -> ModuleType:

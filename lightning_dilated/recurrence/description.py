@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer, known_keys, one_of, real
-from lightning_dilated.ext.recurrence.rules import KINDS, SEGMENTED
-from lightning_dilated.ext.recurrence.scan import choose, received
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+
+KINDS = ("gated_delta", "linear", "delta")
+#: kinds whose state changes at the end of a memory segment, and not with every token
+SEGMENTED = ("linear", "delta")
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,7 @@ class Recurrence:
         values of less than a segment come on top, and with `conv` rows of its taps.
         """
         columns = {"gated_delta": 2 * head_dim, "linear": head_dim + 2, "delta": 2 * head_dim + 2}[self.kind]
-        owners = tuple(range(ranks))
-        return received(choose(owners), owners) * kv_heads * head_dim * columns * 4
+        return hook("maps of a recurrence")(ranks) * kv_heads * head_dim * columns * 4
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML, JSON and checkpoints, without fields at their defaults but for `kind`."""

@@ -37,7 +37,6 @@ from lightning_dilated._compat.lightning import (
 from lightning_dilated._compat.torch import map_tensors
 from lightning_dilated._device import leave_room
 from lightning_dilated.checkpoint.state import refuse_one_file
-from lightning_dilated.ext.recurrence.branch import Decay
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.strategy.checks import (
@@ -298,7 +297,7 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
 def _wider(layer: nn.Module) -> list[nn.Module]:
     """Modules that keep fp32 where the layer is in 16 bits: `fully_shard` takes parameters of one dtype."""
     dtypes = {p.dtype for p in layer.parameters()}
-    return [m for m in layer.modules() if isinstance(m, Decay)] if len(dtypes) > 1 else []
+    return [m for m in layer.modules() if getattr(m, "keeps_fp32", False)] if len(dtypes) > 1 else []
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from torch import nn
 
 import lightning_dilated as ld
 from lightning_dilated.ext.decoding import token_step
-from lightning_dilated.ext.recurrence.branch import LR_SCALE, Decay, RecurrentBranch
+from lightning_dilated.ext.recurrence.branch import Decay, RecurrentBranch
 from lightning_dilated.ext.recurrence.rules import oracle
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.learning_rate import LR_SCALE
 
 from ..examples import examples
 from . import PATTERN, SIZES, batch, tiny, trainer

@@ -22,9 +22,6 @@ from lightning_dilated.ext.recurrence.op import RECURRENCE, encode
 from lightning_dilated.recurrence import Recurrence, recurrent_attention
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
-#: factor of the learning rate of `scale`, `A_log` and `dt_bias`. Adam moves a number by about the rate at each step: at a
-#: usual 3e-4 a gate that starts at 0 would need 1,000 steps of one sign to get to 0.3, ten times fewer with this factor
-LR_SCALE = 10.0
 EPS = 1e-6
 
 
@@ -34,6 +31,8 @@ class Decay(nn.Module):
     The parameters stay in fp32 where a model is cast to 16 bits, `Trainer(precision="bf16-true")` included: a decay near 1
     needs digits that bf16 does not have, and updates of log-values are small.
     """
+
+    keeps_fp32 = True
 
     def __init__(self, heads: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -101,7 +100,7 @@ class RecurrentBranch(nn.Module):
         self.decay = Decay(num_kv_heads, **factory) if gated else None
 
     def fast_parameters(self) -> list[nn.Parameter]:
-        """Those that train at `LR_SCALE` times the rate, without weight decay."""
+        """Those that train at `LR_SCALE` (models/learning_rate.py) times the rate, without weight decay."""
         return [self.scale, *([] if self.decay is None else self.decay.parameters())]
 
     def forward(
@@ -205,15 +204,3 @@ class RecurrentBranch(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.description}, causal={self.causal}"
-
-
-def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The trained `RecurrentBranch.fast_parameters` of all layers of a module."""
-    branches = [m for m in module.modules() if isinstance(m, RecurrentBranch)]
-    return [p for branch in branches for p in branch.fast_parameters() if p.requires_grad]
-
-
-def names_in_fp32(module: nn.Module) -> set[str]:
-    """Names of the parameters that keep fp32 where the module is in 16 bits."""
-    decays = [(name, m) for name, m in module.named_modules() if isinstance(m, Decay)]
-    return {f"{name}.{each}" for name, m in decays for each, _ in m.named_parameters()}

@@ -27,6 +27,7 @@ from lightning_dilated.ext.recurrence.op import (
     with_graph,
 )
 from lightning_dilated.ext.recurrence.parts import Part
+from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.recurrence import RecurrentState
 from lightning_dilated.sequence.group import no_sequence
 
@@ -39,6 +40,7 @@ _LIBRARY.define(f"chunk_recurrence({_ARGS}) -> Tensor")
 _LIBRARY.define(f"chunk_recurrence_backward(Tensor grad, {_ARGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 CHUNK = torch.ops.lightning_dilated.chunk_recurrence.default
 CHUNK_BACKWARD = torch.ops.lightning_dilated.chunk_recurrence_backward.default
+KEPT.append(CHUNK)
 
 
 def chunk_recurrence(

@@ -18,10 +18,10 @@ from lightning_dilated._compat.torch import is_fake, is_traced, transformed
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Computation, Inputs, Output, pieces
-from lightning_dilated.ext.recurrence.rules import KINDS, SEGMENTED
 from lightning_dilated.ext.recurrence.runs import Call, Document
 from lightning_dilated.ext.recurrence.scan import Scan
 from lightning_dilated.pattern.rows import check_bounds
+from lightning_dilated.recurrence.description import KINDS, SEGMENTED
 from lightning_dilated.recurrence.state import RecurrentState, empty_state
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 

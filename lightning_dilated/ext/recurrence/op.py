@@ -22,6 +22,7 @@ from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Output
 from lightning_dilated.ext.recurrence.functional import recur, recurrent_attention
 from lightning_dilated.ext.recurrence.parts import Part
+from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.recurrence.state import RecurrentState
@@ -34,6 +35,7 @@ _LIBRARY.define(f"recurrence({_ROWS}, {_REST}) -> Tensor")
 _LIBRARY.define(f"recurrence_backward(Tensor grad, {_ROWS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 RECURRENCE = torch.ops.lightning_dilated.recurrence.default
 RECURRENCE_BACKWARD = torch.ops.lightning_dilated.recurrence_backward.default
+KEPT.append(RECURRENCE)
 
 
 #: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token

@@ -10,10 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-KINDS = ("gated_delta", "linear", "delta")
-#: kinds whose state changes at the end of a memory segment, and not with every token
-SEGMENTED = ("linear", "delta")
-
 
 def positive(x: Tensor) -> Tensor:
     """elu(x) + 1, the features of linear and delta; exp(x) below 0 keeps the digits that elu would round away."""

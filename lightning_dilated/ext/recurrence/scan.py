@@ -54,6 +54,12 @@ def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))
 
 
+def maps_received(ranks: int) -> int:
+    """Return the most maps of the state that a rank receives in a forward, where each rank has a piece of one sequence."""
+    owners = tuple(range(ranks))
+    return received(choose(owners), owners)
+
+
 class Scan:
     """The scans of one call.
 
