@@ -1,5 +1,5 @@
-"""Checks every file of the package without running it: who imports whom, circles, relative imports, numbers of files, and
-private names of other packages.
+"""Checks every file of the package without running it: who imports whom, circles, relative imports, the lines of the core,
+and private names of other packages.
 
 `python .ci/lint.py [FOLDER]` prints each finding as `file:line message` and exits with 1 if there is any.
 FOLDER is the package's; left out, that of this checkout.
@@ -13,25 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: a folder (or a file of the top folder) imports only from those before it; "" is the package itself
+#: a folder of the core (or a file of the top folder) imports only from those before it; "" is the package itself, and
+#: `integrations` and `planning` are faces of extensions
 ORDER = (
-    *(
-        "_compat",
-        "_device",
-        "_validation",
-        "pattern",
-        "kernels",
-        "sequence",
-        "recurrence",
-        "attention",
-        "memory",
-        "data",
-        "checkpoint",
-    ),
-    *("models", "integrations", "strategy", "planning", "callbacks", "", "cli", "__main__"),
+    *("_extensions", "_compat", "_device", "_validation", "pattern", "kernels", "sequence", "recurrence", "attention"),
+    *("memory", "data", "checkpoint", "models", "strategy", "callbacks", "integrations", "planning", "", "cli"),
+    "__main__",
 )
-#: most files in a folder (that of the commands has one for each), and in the package
-FOLDER, PACKAGE = 20, 285
+EXT = "ext"
+#: most lines of the core and of the package, and most imports of the package within functions of the core. What is reached
+#: stays: a budget that is more than `SLACK` above what there is has to fall, and is raised only by taking something out
+CORE, PACKAGE, INNER = 36_800, 69_300, 34
+SLACK = 150
+#: most files in a folder
+FOLDER = 20
 #: names that begin with an underscore, and are documented as public
 DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
 
@@ -94,18 +89,51 @@ def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, i
         yield from ((name, node.lineno) for name in sorted(names) if name.split(".")[0] == root)
 
 
-def wrong_imports(module: Module, modules: dict[str, Module]) -> Iterator[Finding]:
-    """Imports of a folder that does not lie below, and relative ones."""
+def wrong_imports(
+    module: Module, modules: dict[str, Module], may_import: dict[str, tuple[str, ...]]
+) -> Iterator[Finding]:
+    """Imports of a folder that does not lie below, of `ext/` in the core, and relative ones."""
     for node in module.imports:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield Finding(module.path, node.lineno, "relative import; write the full name")
+    if module.folder == EXT:
+        yield from _wrong_in_ext(module, modules, may_import)
+        return
     if module.folder not in ORDER:
         yield Finding(module.path, 1, f"{module.folder} is not in ORDER of .ci/lint.py; say there where it stands")
         return
     above = ORDER[ORDER.index(module.folder) + 1 :]
     for name, line in imports(module, modules):
-        if folder_of(name) in above:
+        if folder_of(name) == EXT:
+            yield Finding(module.path, line, f"imports {name}; the core reaches ext/ by the table of _extensions.py")
+        elif folder_of(name) in above:
             yield Finding(module.path, line, f"imports {name}, which stands above {module.folder} in ORDER")
+    if module.folder != "_extensions":
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and f".{EXT}." in f"{node.value}.":
+                yield Finding(module.path, node.lineno, "names a module of ext/; the table of _extensions.py does")
+
+
+def _wrong_in_ext(
+    module: Module, modules: dict[str, Module], may_import: dict[str, tuple[str, ...]]
+) -> Iterator[Finding]:
+    own = module.name.split(".")[2:3]
+    for name, line in imports(module, modules):
+        other = name.split(".")[2:3] if folder_of(name) == EXT else []
+        if own and other and own != other and other[0] not in may_import.get(own[0], ()):
+            yield Finding(
+                module.path, line, f"imports {name}, which MAY_IMPORT of ext/__init__.py does not allow {own[0]}"
+            )
+
+
+def allowed(modules: dict[str, Module]) -> dict[str, tuple[str, ...]]:
+    """`MAY_IMPORT` of `ext/__init__.py`; empty without one."""
+    for name, module in modules.items():
+        if name.count(".") == 1 and folder_of(name) == EXT:
+            for node in module.tree.body:
+                if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "MAY_IMPORT":
+                    return ast.literal_eval(node.value)
+    return {}
 
 
 def circles(modules: dict[str, Module]) -> Iterator[Finding]:
@@ -205,16 +233,45 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
     for folder, number in folders.items():
         if number > FOLDER:
             yield Finding(folder, 1, f"{number} files; a folder has at most {FOLDER}")
-    if len(modules) > PACKAGE:
-        yield Finding(next(iter(folders)), 1, f"{len(modules)} files in the package; at most {PACKAGE}")
+
+
+def reached(modules: dict[str, Module]) -> dict[str, int]:
+    """What there is of each budget."""
+    core = [module for module in modules.values() if module.folder != EXT]
+    lines = lambda of: sum(len(module.path.read_text().splitlines()) for module in of)  # noqa: E731
+    return {"CORE": lines(core), "PACKAGE": lines(modules.values()), "INNER": sum(map(inner_imports, core))}
+
+
+def inner_imports(module: Module) -> int:
+    """Imports of the package within functions."""
+    root, functions = module.name.split(".")[0], (ast.FunctionDef, ast.AsyncFunctionDef)
+    inside = {
+        node for function in ast.walk(module.tree) if isinstance(function, functions) for node in ast.walk(function)
+    }
+    own = [
+        node for node in module.imports if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{root}.")
+    ]
+    return sum(node in inside for node in own)
+
+
+def over_budget(modules: dict[str, Module], root: Path) -> Iterator[Finding]:
+    """Budgets that are passed, and those that have to fall to what is reached."""
+    for name, there in reached(modules).items():
+        budget, slack = globals()[name], 0 if name == "INNER" else SLACK
+        if there > budget:
+            yield Finding(root, 1, f"{name} is {there:,}, above its budget of {budget:,}: take something out")
+        elif there < budget - slack:
+            yield Finding(root, 1, f"{name} is {there:,}: lower its budget of {budget:,} in .ci/lint.py")
 
 
 def findings(root: Path) -> list[Finding]:
     """Everything that is wrong in a package, by file and line."""
     modules = read(root)
-    found, own = [*circles(modules), *too_many_files(modules)], own_names(modules)
+    found, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
+    if root.name == "lightning_dilated":
+        found += over_budget(modules, root)
     for module in modules.values():
-        found += wrong_imports(module, modules)
+        found += wrong_imports(module, modules, may_import)
         if module.folder != "_compat":
             found += private_names(module, own)
     return sorted(found)

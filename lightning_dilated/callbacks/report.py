@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lightning_dilated.pattern.explain import LONGEST
+
 #: metrics that are reported, by preference, before the loss
 UNITS = ("bits_per_byte", "bits_per_token")
 
@@ -54,8 +56,6 @@ class RunReport(pl.Callback):
         seen = m.explain(seq_len)
         self._console.print(str(seen), highlight=False)
         if self.pattern_picture:
-            from lightning_dilated.pattern.explain import LONGEST
-
             length = min(seq_len, LONGEST)
             for layer, pattern in enumerate(seen.patterns):
                 if pattern not in seen.patterns[:layer]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 PROG = "lightning-dilated"
@@ -33,6 +34,16 @@ def one_line_errors() -> Iterator[None]:
         if wants_traceback():
             raise
         fail(essence(str(error)))
+
+
+def check_device(name: str) -> None:
+    """Raise unless the device exists here."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; use cpu, cuda or cuda:1.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
 
 
 def essence(message: str) -> str:

@@ -1,3 +1,16 @@
-"""Extensions of the core, a folder each. `MAY_IMPORT` names the other folders that a folder of `ext/` may import."""
+"""What attaches to the core: engines of layers, domains and instruments, a folder each; `_extensions.py` names their parts.
 
-MAY_IMPORT: dict[str, tuple[str, ...]] = {}
+`MAY_IMPORT` says which other folders of `ext/` a folder imports. `.ci/lint.py` checks it.
+"""
+
+#: folder: the others that it may import; one without a row imports the core alone
+MAY_IMPORT = {
+    "decoding": ("profiling",),
+    "evaluation": ("transformers",),
+    "export": ("slides", "transformers"),
+    "genomes": ("decoding", "evaluation", "text"),
+    "planning": ("recurrence", "slides"),
+    "profiling": ("planning",),
+    "slides": ("pooled", "text"),
+    "transformers": ("decoding",),
+}

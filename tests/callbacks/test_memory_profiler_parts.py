@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dilated.ext.planning import host
 from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
-from lightning_dilated.ext.profiling.memory import probe
+from lightning_dilated.ext.planning.host import host_memory
 from lightning_dilated.ext.profiling.memory.phases import (
     BACKWARD,
     FORWARD,
@@ -23,7 +24,7 @@ from lightning_dilated.ext.profiling.memory.phases import (
     states,
     tensors_of,
 )
-from lightning_dilated.ext.profiling.memory.probe import Measured, Span, host_memory
+from lightning_dilated.ext.profiling.memory.probe import Measured, Span
 from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
 from lightning_dilated.ext.profiling.memory.report import (
     metrics,
@@ -189,9 +190,9 @@ def test_host_memory(tmp_path, monkeypatch):
     elsewhere = host_memory(tmp_path / "none")
     assert elsewhere["host"] is None and elsewhere["host_peak"] > 10**7
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(probe.torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 77}, raising=False)
+    monkeypatch.setattr(host.torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 77}, raising=False)
     assert host_memory(status)["pinned"] == 77
-    monkeypatch.setattr(probe, "pinned_bytes", lambda: 23)  # of offloaded block inputs
+    monkeypatch.setattr(host, "pinned_bytes", lambda: 23)  # of offloaded block inputs
     assert host_memory(status)["pinned"] == 100
 
 

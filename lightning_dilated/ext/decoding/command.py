@@ -17,6 +17,7 @@ import yaml
 
 from lightning_dilated._compat.cpython import option_actions
 from lightning_dilated._validation import integer, text_of
+from lightning_dilated.cli.errors import check_device
 from lightning_dilated.cli.load_model import load_language_model, stored_tokenizer
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.ext.decoding.sampling import check_sampling
@@ -105,16 +106,6 @@ def _typed(config: Path, action: argparse.Action, value: object) -> object:
         return kind(value)
     except (TypeError, ValueError):
         raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.") from None
-
-
-def check_device(name: str) -> None:
-    """Raise unless the device exists here."""
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise ValueError(f"--device {name}: torch knows no such device; use cpu, cuda or cuda:1.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
 
 
 def unescaped(text: str) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from lightning_dilated._validation import integer
+from lightning_dilated.cli.errors import check_device
 from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.cli.main import quiet
 from lightning_dilated.data import LongContextDataModule
 from lightning_dilated.data.text.tokenizer_files import MAIN, write_files
-from lightning_dilated.ext.decoding.command import check_device
 from lightning_dilated.ext.evaluation.by_depth import NAME, AccuracyByDepth, check_fits
 from lightning_dilated.ext.transformers import HFCausalLM
 from lightning_dilated.models import LongNetLM

@@ -34,7 +34,7 @@ from lightning_dilated._device import expandable_segments
 from lightning_dilated._validation import integer
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.ext.planning.counting.model_specs import example_of
-from lightning_dilated.ext.profiling.memory.probe import host_memory
+from lightning_dilated.ext.planning.host import host_memory
 from lightning_dilated.models import DilatedModule
 
 GIB = 2**30

@@ -21,7 +21,7 @@ import torch
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.backends import Request, choose, engine_names
-from lightning_dilated.ext.decoding.command import check_device
+from lightning_dilated.cli.errors import check_device
 from lightning_dilated.ext.planning import dense_yardstick, peak_memory, seconds_of
 from lightning_dilated.ext.profiling import bench_links
 from lightning_dilated.pattern import DilatedPattern, Window

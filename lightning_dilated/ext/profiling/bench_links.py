@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dilated._validation import integer, real
-from lightning_dilated.ext.decoding.command import check_device
+from lightning_dilated.cli.errors import check_device
 from lightning_dilated.ext.planning.gpus import on_gpu
 from lightning_dilated.ext.profiling.verify import RanksFailed, run_ranks
 from lightning_dilated.sequence.exchange.transport import Wire

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from lightning_dilated._compat.lightning import logged_step
 from lightning_dilated._validation import flag, integer
+from lightning_dilated.ext.planning.advice import advise as planned
+from lightning_dilated.ext.planning.host import host_memory
 from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Watch
 from lightning_dilated.ext.profiling.memory.probe import (
     CpuProbe,
@@ -28,7 +30,6 @@ from lightning_dilated.ext.profiling.memory.probe import (
     Snapshots,
     check_steps,
     held_now,
-    host_memory,
 )
 from lightning_dilated.ext.profiling.memory.report import Row, Top, draw, metrics, numbers, rows_of, show, top_of
 from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
@@ -148,10 +149,6 @@ def _missing(short: Shortage) -> str:
 
 def advise(trainer: Any, pl_module: Any) -> str | None:
     """What the planner would change about this run; None where it has nothing to say."""
-    try:
-        from lightning_dilated.ext.planning.advice import advise as planned
-    except ImportError:
-        return None
     try:
         return planned(trainer, pl_module)
     except Exception as error:  # the run is ending already: its own error is the one to show
