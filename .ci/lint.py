@@ -21,6 +21,7 @@ ORDER = (
     "__main__",
 )
 EXT = "ext"
+PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
 #: most lines of the core and of the package, and most imports of the package within functions of the core. What is reached
 #: stays: a budget that is more than `SLACK` above what there is has to fall, and is raised only by taking something out
 CORE, PACKAGE, INNER = 36_800, 69_300, 34
@@ -268,7 +269,7 @@ def findings(root: Path) -> list[Finding]:
     """Everything that is wrong in a package, by file and line."""
     modules = read(root)
     found, own, may_import = [*circles(modules), *too_many_files(modules)], own_names(modules), allowed(modules)
-    if root.name == "lightning_dilated":
+    if root == PACKAGE_FOLDER:
         found += over_budget(modules, root)
     for module in modules.values():
         found += wrong_imports(module, modules, may_import)
@@ -279,8 +280,7 @@ def findings(root: Path) -> list[Finding]:
 
 def main() -> int:
     """The exit status."""
-    here = Path(__file__).resolve().parent.parent / "lightning_dilated"
-    found = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else here)
+    found = findings(Path(sys.argv[1]).resolve() if sys.argv[1:] else PACKAGE_FOLDER)
     for path, line, message in found:
         print(f"{path}:{line} {message}")
     return 1 if found else 0

@@ -3,7 +3,8 @@
 import importlib
 import inspect
 import os
-import re
+import pkgutil
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dilated as ld
+from lightning_dilated._extensions import public_path
 
 ROOT = Path(ld.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -52,11 +54,19 @@ PLANTED = {
     "strategy/__init__.py": "",
     "strategy/private.py": PRIVATE,
     **{f"kernels/{i}.py": "" for i in range(21)},
+    "ext/__init__.py": 'MAY_IMPORT = {"b": ("a",)}\n',
+    "ext/a/__init__.py": "from lightning_dilated.ext.c import x\nfrom lightning_dilated import models\n",
+    "ext/c/__init__.py": "",
+    "ext/b/__init__.py": "from lightning_dilated.ext.a import x\n",
+    "models/down.py": "def f():\n    from lightning_dilated.ext.a import x\ng = 'lightning_dilated.ext.a:x'\n",
 }
 FOUND = """\
 __init__.py:1 imports lightning_dilated.cli, which stands above
 elsewhere/__init__.py:1 elsewhere is not in ORDER
+ext/a/__init__.py:1 imports lightning_dilated.ext.c, which MAY_IMPORT
 kernels:1 21 files; a folder has at most 20
+models/down.py:2 imports lightning_dilated.ext.a; the core reaches ext/ by the table
+models/down.py:3 names a module of ext/
 pattern/first.py:1 circle of imports: lightning_dilated.pattern.first <- lightning_dilated.pattern.second
 pattern/near.py:1 relative import
 pattern/up.py:2 imports lightning_dilated.models, which stands above pattern
@@ -86,34 +96,40 @@ def test_lint_finds_planted_faults(tmp_path):
         assert line.startswith(want)
 
 
+@pytest.mark.parametrize("name, there", [("CORE", -1), ("PACKAGE", -1), ("INNER", -1), ("CORE", 1_000), ("INNER", 1)])
+def test_lint_holds_budgets(name, there):
+    """A budget that is passed is a fault, and so is one above what was reached."""
+    path = ROOT.parent / ".ci" / "lint.py"
+    if not path.exists():
+        pytest.skip("no checkout: a source archive has no .ci")
+    lint = runpy.run_path(str(path))
+    modules = lint["read"](ROOT)
+    assert list(lint["over_budget"](modules, ROOT)) == []
+    lint["over_budget"].__globals__[name] = lint["reached"](modules)[name] + there
+    (found,) = lint["over_budget"](modules, ROOT)
+    assert name in found.message and ("above its budget" if there < 0 else "lower its budget") in found.message
+
+
 # -- the public face ---------------------------------------------------------------------------------------------------
-FACE = {
-    "lightning_dilated": (
-        *("Branch", "DilatedPattern", "dilated_attention", "DilatedAttention", "MultiheadDilatedAttention"),
-        *("recurrent_attention", "RecurrentState"),
-        *("RingDilatedStrategy", "RingDilatedFSDPStrategy", "DilatedModule"),
-        *("LongNetLM", "LongNetMLM", "LongNetClassifier", "SlideEncoder", "data", "callbacks"),
-    ),
-    "lightning_dilated.callbacks": (
-        *("MemoryProfiler", "ActivationRecompute", "ShardedCheckpoint", "ThroughputMonitor", "CommunicationProfiler"),
-        *("RunReport", "PredictionWriter"),
-    ),
-    "lightning_dilated.models": ("DilatedModule", "LongNetLM", "WarmupCosine"),
-    "lightning_dilated.data": ("ByteDataModule",),
-    "lightning_dilated.ext.transformers": ("HFCausalLM", "register", "set_pattern"),
-}
+#: public name, and the module and name of what it is
+PINNED = dict(line.split() for line in (Path(__file__).parent / "public_names.txt").read_text().splitlines())
 
 
-def exists(name):
-    """Whether some module defines it, or a folder is called so."""
-    return (ROOT / name).is_dir() or any(re.search(rf"^(class|def) {name}\b", p.read_text(), re.M) for p in FILES)
+def test_public_names_are_what_they_were():
+    """Recipes, checkpoints and programs of users have these names."""
+    for name, where in PINNED.items():
+        module, _, attribute = name.rpartition(".")
+        face = importlib.import_module(module)
+        assert getattr(face, attribute) is pkgutil.resolve_name(where), name
+        assert attribute in face.__all__ and attribute in dir(face), name
 
 
-def test_public_names():
-    for module, names in FACE.items():
-        found = importlib.import_module(module)
-        for name in filter(exists, names):
-            assert name in found.__all__ and getattr(found, name) is not None, f"{module}.{name}"
+def test_a_public_class_is_written_by_its_public_name():
+    moved = {where.replace(":", "."): name for name, where in PINNED.items() if ".ext." in where}
+    assert len(moved) > 40
+    for where in moved:
+        public = public_path(where)
+        assert ".ext." not in public and pkgutil.resolve_name(public) is pkgutil.resolve_name(where)
 
 
 def test_all_names_exist():
@@ -121,8 +137,8 @@ def test_all_names_exist():
     assert len(folders) > 10
     for folder in folders:
         found = importlib.import_module(".".join(folder.parts))
-        assert [name for name in found.__all__ if not hasattr(found, name)] == [], folder
-        assert len(set(found.__all__)) == len(found.__all__), folder
+        assert [name for name in getattr(found, "__all__", ()) if not hasattr(found, name)] == [], folder
+        assert len(set(getattr(found, "__all__", ()))) == len(getattr(found, "__all__", ())), folder
 
 
 SIGNATURES = {
@@ -176,6 +192,8 @@ torch.cuda.is_available = lambda: False
 import lightning.pytorch
 lightnings = set(sys.modules)  # its torchmetrics imports transformers, where that is installed
 import lightning_dilated as ld
+loaded = [name for name in sys.modules if name.split(".")[0] == "lightning_dilated"]
+assert len(loaded) <= 125 and not [name for name in loaded if ".ext" in name], len(loaded)
 q = torch.randn(1, 16, 4, 8, requires_grad=True)
 ld.dilated_attention(q, q, q, ld.DilatedPattern.longnet([4, 8], [1, 2])).sum().backward()
 assert q.grad.isfinite().all() and "triton" not in sys.modules

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
+import lightning_dilated
 from lightning_dilated import callbacks
 from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated.callbacks import MetricsProgressBar, PredictionWriter
@@ -289,6 +290,13 @@ class Trainer(pl.Trainer):
         super().__init__(num_nodes=launched_nodes() if num_nodes == "auto" else num_nodes, **kwargs)
 
 
+def import_public_classes() -> None:
+    """Import the models, data and callbacks of this package, which a parser finds by their short names only then."""
+    for face in (callbacks, lightning_dilated.data, lightning_dilated):
+        for name in face.__all__:
+            getattr(face, name)
+
+
 class DilatedCLI(LightningCLI):
     """LightningCLI whose model is any DilatedModule and whose data any LightningDataModule, both by `class_path`.
 
@@ -297,6 +305,7 @@ class DilatedCLI(LightningCLI):
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        import_public_classes()
         super().__init__(
             model_class=DilatedModule,
             datamodule_class=pl.LightningDataModule,

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated._extensions import NAMES, place
 from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
@@ -158,7 +159,13 @@ def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
 
 
 def imported(path: str) -> Any:
-    """What a dotted name means in a module that is imported already; None without. No module makes it on demand."""
+    """What a dotted name means: a public name of this package, or one in a module that is imported already; else None.
+
+    No other module makes it on demand.
+    """
+    public = path.removeprefix(f"{PACKAGE}.")
+    if public != path and public in NAMES:
+        return place(NAMES[public])
     module, _, name = path.rpartition(".")
     return vars(sys.modules.get(module, object)).get(name)
 

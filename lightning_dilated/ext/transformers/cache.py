@@ -8,7 +8,7 @@ Shape letters: B batch, n new tokens, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class DilatedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(layer.rows.nbytes for layer in self.layers)
+        return sum(cast(_Layer, layer).rows.nbytes for layer in self.layers)
 
 
 class _Layer(CacheLayerMixin):
