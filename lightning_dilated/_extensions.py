@@ -74,11 +74,8 @@ NAMES = {
     "models.image_patches": "slides.longvit.image_patches:image_patches",
 }
 
-#: where a class is defined: its public name, the shortest
-_PUBLIC = {
-    f"lightning_dilated.ext.{where.replace(':', '.')}": f"lightning_dilated.{name}"
-    for name, where in sorted(NAMES.items(), key=lambda row: -len(row[0]))
-}
+#: where a name is defined: its public name, the shortest
+_PUBLIC = {where: name for name, where in sorted(NAMES.items(), key=lambda row: -len(row[0]))}
 
 #: command: the function of its arguments
 COMMANDS = {
@@ -115,8 +112,13 @@ HOOKS = {
 
 
 def public_path(path: str) -> str:
-    """Return the public name of a class in `ext/`, which files hold; other dotted names as they are."""
-    return _PUBLIC.get(path, path)
+    """The public name of a class that a dotted name of `ext/` reaches, which files hold; other names as they are."""
+    module, _, name = path.removeprefix("lightning_dilated.ext.").rpartition(".")
+    for where, public in _PUBLIC.items() if path.startswith("lightning_dilated.ext.") else ():
+        inside, _, defined = where.partition(":")
+        if name == defined and f"{inside}.".startswith(f"{module}."):
+            return f"lightning_dilated.{public}"
+    return path
 
 
 def place(where: str) -> Any:

@@ -82,11 +82,11 @@ def _texts(value: Any, within: bool) -> Iterator[str]:
 
 def with_public_names(value: Any) -> Any:
     """Return a configuration in which every `class_path` is the public name of the class."""
-    if isinstance(value, Namespace):
-        return Namespace(**{key: with_public_names(x) for key, x in vars(value).items()})
-    if isinstance(value, dict):
-        value = {key: with_public_names(x) for key, x in value.items()}
-        return {**value, "class_path": public_path(value["class_path"])} if "class_path" in value else value
+    if isinstance(value, (Namespace, dict)):
+        values = {key: with_public_names(x) for key, x in (value if isinstance(value, dict) else vars(value)).items()}
+        if isinstance(path := values.get("class_path"), str):
+            values["class_path"] = public_path(path)
+        return values if isinstance(value, dict) else Namespace(**values)
     return [with_public_names(x) for x in value] if isinstance(value, list) else value
 
 
