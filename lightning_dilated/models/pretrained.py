@@ -460,7 +460,9 @@ def _plain(value: Any, name: str = "") -> Any:
     if isinstance(value, (DilatedPattern, Path)):
         return value.to_dict() if isinstance(value, DilatedPattern) else str(value)
     if isinstance(value, Mapping) and all(type(k) is str or (type(k) is int and name in _NUMBERED) for k in value):
-        return {str(k): _plain(v, k) for k, v in value.items()}
+        plain = {str(k): _plain(v, str(k)) for k, v in value.items()}
+        if len(plain) == len(value):
+            return plain
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):

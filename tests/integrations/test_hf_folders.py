@@ -116,11 +116,15 @@ def test_consolidate_takes_every_decoder(tmp_path, kind):
         HFCausalLM(folder)
 
 
-def test_keys_that_json_would_join_are_refused():
-    assert plain_arguments({"names": {0: "a", "b": {1: [2]}}}, "Model") == {"names": {"0": "a", "b": {"1": [2]}}}
+def test_keys_that_json_would_change_are_refused():
+    """But for those of a config that transformers reads as numbers again."""
+    config = {"id2label": {0: "a", 5: "b"}, "pruned_heads": {1: [2]}}
+    want = {"id2label": {"0": "a", "5": "b"}, "pruned_heads": {"1": [2]}}
+    assert plain_arguments({"model": config}, "Model") == {"model": want}
     for names in ({1: "a", "1": "b"}, {1.5: "a"}, {None: "a"}, {True: "a"}):
-        with pytest.raises(TypeError, match=r"names=.* cannot be written"):
-            plain_arguments({"names": names}, "Model")
+        for config in (names, {"id2label": names}):
+            with pytest.raises(TypeError, match=r"model=.* cannot be written"):
+                plain_arguments({"model": config}, "Model")
 
 
 @pytest.mark.parametrize("kind", KINDS)
