@@ -50,5 +50,8 @@ def test_folders_stand_in_the_order_of_the_lint():
     if not lint.exists():
         pytest.skip("no checkout: a source archive has no .ci")
     names = re.findall(r'"(\w+)"', re.search(r"ORDER = \((.*?)\n\)", lint.read_text(), re.S)[1])
-    rows = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?) \|", TEXT, re.M)]
+    core, _, extensions = TEXT.partition("| folder of `ext/` |")
+    rows = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?) \|", core, re.M)]
     assert [name for row in rows for name in row if name in names] == [name for name in names if name != "__main__"]
+    listed = re.findall(r"^\| `(\w+)/` \|", extensions, re.M)
+    assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "ext").glob("*/__init__.py"))
