@@ -1,14 +1,13 @@
 """Where memory runs out: what is told, by whom, and that nobody is asked."""
 
-import sys
 import warnings
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from lightning_dilated.ext.profiling.memory import probe
+from lightning_dilated.ext.profiling.memory import profiler as memory_profiler
 from lightning_dilated.ext.profiling.memory.profiler import (
     GENERAL,
     MemoryProfiler,
@@ -110,12 +109,9 @@ def test_which_error():
 
 
 def test_advice(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning_dilated.ext.planning.advice", None)
-    assert advise(1, 2) is None
-    stand_in = SimpleNamespace(advise=lambda trainer, module: f"Set {trainer} and {module}.")
-    monkeypatch.setitem(sys.modules, "lightning_dilated.ext.planning.advice", stand_in)
+    monkeypatch.setattr(memory_profiler, "planned", lambda trainer, module: f"Set {trainer} and {module}.")
     assert advise(1, 2) == "Set 1 and 2."
-    stand_in.advise = lambda trainer, module: 1 / 0
+    monkeypatch.setattr(memory_profiler, "planned", lambda trainer, module: 1 / 0)
     assert advise(1, 2).startswith(GENERAL) and "ZeroDivisionError: division by zero" in advise(1, 2)
 
 
@@ -173,8 +169,7 @@ def fails(folder, profiler, where, block=1, steps=4, **options):
 @pytest.mark.parametrize("every", [1, 50])
 def test_in_the_forward(tmp_path, monkeypatch, every):
     """In the third step: measured, or not."""
-    stand_in = SimpleNamespace(advise=lambda trainer, module: f"{type(module).__name__} needs less.")
-    monkeypatch.setitem(sys.modules, "lightning_dilated.ext.planning.advice", stand_in)
+    monkeypatch.setattr(memory_profiler, "planned", lambda trainer, module: f"{type(module).__name__} needs less.")
     said = fails(tmp_path, MemoryProfiler(every), Forward(2))
     assert "rank 0 ran out of memory in step 2, forward of block 2 of 2: an allocation of 20.00 GiB failed" in said
     known = "Held by parameters 512 bytes, gradients 512 bytes, optimizer states 512 bytes, "
@@ -184,7 +179,7 @@ def test_in_the_forward(tmp_path, monkeypatch, every):
 
 
 def test_in_the_backward(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lightning_dilated.ext.planning.advice", None)
+    monkeypatch.setattr(memory_profiler, "planned", lambda trainer, module: None)
     said = fails(tmp_path, MemoryProfiler(1), Backward(1), block=0)
     assert "in step 1, backward of block 1 of 2: " in said and said.endswith(GENERAL)
     assert "Held by parameters 512 bytes, gradients 256 bytes, optimizer states 512 bytes, batch 128 bytes" in said
