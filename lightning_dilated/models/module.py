@@ -152,6 +152,8 @@ class DilatedModule(Pretrained, LearningRate):
     sequence_spec: SequenceSpec | None = None
     #: entries of a batch that stay on the CPU, where their values are read: reading from a device would wait for it
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
+    #: attributes besides hyperparameters that config.json has, each a string or a list of strings
+    also_in_config: tuple[str, ...] = ()
     #: whether a batch has a `label` to predict, and whether the prediction is the next token
     predicts_label = False
     predicts_next_token = False

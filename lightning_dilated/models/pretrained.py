@@ -200,18 +200,6 @@ def _inside(value: str) -> list[Any]:
     return [x for x in values if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
 
 
-def missing_file(path: str | Path, what: str) -> str:
-    """The message for a missing file; for the name of a Hugging Face repository, how to download it."""
-    name = str(path).removeprefix("hf_hub:").removeprefix("hf-hub:")
-    if name == str(path) and not re.fullmatch(r"[\w-]+/[\w-]+", name):
-        return f"{path}: no such file of {what}."
-    return (
-        f"{path} is not a file of {what}, and nothing is downloaded. Download it first (for GigaPath: accept the terms on "
-        "huggingface.co/prov-gigapath/prov-gigapath, then huggingface_hub.hf_hub_download("
-        '"prov-gigapath/prov-gigapath", "slide_encoder.pth")), and pass its path.'
-    )
-
-
 def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
     """Raise ValueError for tensors whose names are not strings, and for tensors without values."""
     wrong = next((name for name in state if not isinstance(name, str)), None)
@@ -394,10 +382,10 @@ def made_of(
     stored = {k: made_values(v) for k, v in config["init_args"].items() if open_ended or k in names}
     model = which(**{**stored, **changes})
     _load(model, tensors, wrong)
-    if config.get("classes") is not None:
-        model.classes = [str(x) for x in config["classes"]]
-    if isinstance(config.get("tile_order"), str):
-        model.tile_order = config["tile_order"]
+    for name in getattr(model, "also_in_config", ()):
+        value = config.get(name)
+        if isinstance(value, (str, list)):
+            setattr(model, name, value if isinstance(value, str) else [str(x) for x in value])
     return model
 
 
@@ -422,7 +410,7 @@ def current_class_path(path: str) -> str:
 def config_of(model: Any) -> dict[str, Any]:
     """The contents of a model's config.json."""
     config = {"class_path": class_path(model), "init_args": plain_hparams(model)}
-    for name in ("classes", "tile_order"):
+    for name in getattr(model, "also_in_config", ()):
         if getattr(model, name, None) is not None:
             config[name] = getattr(model, name)
     return config

@@ -108,6 +108,7 @@ class PooledModule(TransformerModel):
     `quadratic_kappa`, or `mse` and `r2`, or `concordance` (Harrell's), each with the stage's name in front.
     """
 
+    also_in_config = ("classes", "tile_order")
     predicts_label = predicts_rows = True
     #: first parts of the names of the parameters below the first block
     input_layers: tuple[str, ...] = ()

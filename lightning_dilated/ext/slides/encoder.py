@@ -27,6 +27,7 @@ from lightning_dilated.ext.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.ext.slides.weights import (
     PUBLISHED,
     load_backbone,
+    missing_file,
     own_weights,
     read_file,
     read_weights,
@@ -34,7 +35,7 @@ from lightning_dilated.ext.slides.weights import (
     to_released,
 )
 from lightning_dilated.models.documents import Documents, mean_token
-from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values, missing_file
+from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.sequence import SequenceSpec, active_sequence

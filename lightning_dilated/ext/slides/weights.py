@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.ext.slides.backbone import GridPositions, released_pattern
-from lightning_dilated.models.pretrained import check_finite, check_layer_shapes, check_names, layers_of, missing_file
+from lightning_dilated.models.pretrained import check_finite, check_layer_shapes, check_names, layers_of
 from lightning_dilated.pattern.layers import read_patterns
 
 #: (release, ours) of a layer's parameters; q, k and v become one
@@ -36,6 +36,18 @@ _LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
 _OWN_LAYERS = re.compile(r"transformer\.blocks\.([0-9]+)\.")
 #: layers of GigaPath's published slide encoders, by features and width
 PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12}
+
+
+def missing_file(path: str | Path, what: str) -> str:
+    """The message for a missing file; for the name of a Hugging Face repository, how to download it."""
+    name = str(path).removeprefix("hf_hub:").removeprefix("hf-hub:")
+    if name == str(path) and not re.fullmatch(r"[\w-]+/[\w-]+", name):
+        return f"{path}: no such file of {what}."
+    return (
+        f"{path} is not a file of {what}, and nothing is downloaded. Download it first (for GigaPath: accept the terms on "
+        "huggingface.co/prov-gigapath/prov-gigapath, then huggingface_hub.hf_hub_download("
+        '"prov-gigapath/prov-gigapath", "slide_encoder.pth")), and pass its path.'
+    )
 
 
 def read_file(path: str | Path) -> Any:
