@@ -16,8 +16,8 @@ from lightning_dilated.callbacks import AttentionWriter, PredictionWriter
 from lightning_dilated.data import ByteDataModule, SlideDataModule, TokenDataModule, write_synthetic_slides
 from lightning_dilated.data.files import plain_field
 
+from ..ext.slides.slides import encoder
 from ..models import PATTERN, SIZES, batch, loader, text, tiny, trainer
-from ..models.slides import encoder
 
 
 def rows(path):

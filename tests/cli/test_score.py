@@ -8,8 +8,8 @@ import torch
 
 import lightning_dilated as ld
 
-from ..data.test_fasta import made, write
-from ..data.test_variants import vcf
+from ..ext.genomes.test_fasta import made, write
+from ..ext.genomes.test_variants import vcf
 
 pytestmark = pytest.mark.full
 

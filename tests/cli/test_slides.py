@@ -12,7 +12,7 @@ import torch
 from lightning_dilated import SlideEncoder
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 
-from ..models.slides import encoder
+from ..ext.slides.slides import encoder
 
 pytestmark = pytest.mark.full
 

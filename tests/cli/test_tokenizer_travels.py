@@ -10,7 +10,7 @@ from lightning_dilated.cli.load_model import stored_tokenizer
 from lightning_dilated.data import TokenDataModule
 from lightning_dilated.data.text.tokenizer_files import checked_files, read_files, write_files
 
-from ..data.chats import CHATML, TAGGED, chats, tokenizer_json, write
+from ..ext.text.chats import CHATML, TAGGED, chats, tokenizer_json, write
 from .conftest import run_in
 
 pytest.importorskip("tokenizers")

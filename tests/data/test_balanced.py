@@ -12,8 +12,8 @@ from lightning_dilated.data import ResumableLoader, ResumableSampler, SlideDataM
 from lightning_dilated.data.packing import PackedSamples, PackingSampler
 
 from ..examples import examples
+from ..ext.slides.test_slides import grid, table, write
 from .test_sampler import Numbers
-from .test_slides import grid, table, write
 
 
 def sampler(classes, replicas=1, rank=0, **options) -> ResumableSampler:

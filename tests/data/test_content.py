@@ -16,7 +16,7 @@ from lightning_dilated.data import ByteDataModule, GenomeDataModule, SlideDataMo
 from lightning_dilated.data.files import BLOCK, BLOCKS, MARK, block_starts, files_digest, spread
 from lightning_dilated.data.module import SplitDataModule
 
-from .test_slides import grid, write
+from ..ext.slides.test_slides import grid, write
 
 OPTIONS = {"val_fraction": 0, "test_fraction": 0}
 

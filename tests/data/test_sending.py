@@ -14,7 +14,7 @@ from lightning_dilated.data.module import SendableCollate, detached
 from lightning_dilated.sequence.shard import Place, SequenceSpec
 from lightning_dilated.strategy.loader import Loaders
 
-from .test_slides import grid
+from ..ext.slides.test_slides import grid
 
 pytestmark = pytest.mark.full
 

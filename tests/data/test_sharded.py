@@ -20,8 +20,8 @@ from lightning_dilated.data import (
 from lightning_dilated.sequence import SequenceSpec, loss_share
 
 from ..distributed.pool import Pool
+from ..ext.genomes.strains import made, mutated, write_strain
 from ..strategy.runs import Record, launched, trainer
-from .strains import made, mutated, write_strain
 
 pytestmark = pytest.mark.full
 

@@ -7,9 +7,9 @@ from lightning_dilated import LongNetClassifier, LongNetLM, LongNetMLM, SlidePre
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, loss_share, loss_sum
 
+from ..ext.slides.slides import batch as slide_batch
+from ..ext.slides.slides import encoder
 from ..models.rows import packed, slides, texts
-from ..models.slides import batch as slide_batch
-from ..models.slides import encoder
 from .calls import sequence
 from .strategies import LAYOUTS
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lightning_dilated import recurrent_attention
 from lightning_dilated.ext.recurrence import compute, scan
-from lightning_dilated.ext.recurrence.rules import KINDS
+from lightning_dilated.recurrence.description import KINDS
 
 from ..examples import examples
-from ..recurrence.cases import NAMES, Case, cases, compare
+from ..ext.recurrence.cases import NAMES, Case, cases, compare
 from .calls import positions, sequence
 from .strategies import DTYPES
 

@@ -13,7 +13,7 @@ from lightning_dilated.ext.decoding import token_step
 
 from ..attention.test_decode import shaped_patterns
 from ..examples import examples
-from ..models.test_generation import lively
+from ..ext.decoding.test_generation import lively
 
 TOL = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no products of bfloat16
 

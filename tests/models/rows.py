@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .slides import batch
+from ..ext.slides.slides import batch
 
 ALONG = ("features", "coords", "tokens", "labels")
 

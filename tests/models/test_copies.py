@@ -11,9 +11,9 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.memory.offload import Host
 
+from ..ext.slides.slides import SIZES as SLIDES
+from ..ext.slides.slides import batch as slides
 from . import loader, trainer
-from .slides import SIZES as SLIDES
-from .slides import batch as slides
 
 PATTERN = ld.DilatedPattern.longnet([4, 16], [1, 2])
 SIZES = {"vocab_size": 11, "dim": 16, "depth": 2, "num_heads": 4}

@@ -472,7 +472,7 @@ def test_from_pretrained(evil):
 
 
 def test_from_pretrained_mae(calls, tmp_path):
-    from .slides import SIZES, encoder
+    from ..ext.slides.slides import SIZES, encoder
 
     model = encoder()
     more = {"optimizer": call("os.system"), "_instantiator": INSTANTIATOR}

@@ -10,8 +10,8 @@ from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.transformer import DilatedTransformer, step_flops
 from lightning_dilated.pattern import DilatedPattern
 
+from ..ext.slides.slides import SIZES, batch, encoder
 from . import loader, trainer
-from .slides import SIZES, batch, encoder
 
 TASK = {"task": "classification", "num_classes": 2}
 

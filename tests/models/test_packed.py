@@ -10,9 +10,9 @@ from lightning_dilated.ext.slides.longvit.model import LongViT
 from lightning_dilated.memory.block_memory import set_memory
 from lightning_dilated.memory.settings import MemorySettings
 
+from ..ext.slides.slides import batch, encoder
 from . import loader, trainer
 from .rows import packed, slides, texts
-from .slides import batch, encoder
 
 PATTERN = DilatedPattern.longnet([4, 8, 32], [1, 2, 4])
 SLIDES = {"task": "classification", "num_classes": 2}

@@ -10,9 +10,9 @@ from lightning_dilated.ext.export import torchscale
 from lightning_dilated.ext.slides.longvit.model import LongViT
 from lightning_dilated.ext.slides.weights import to_released
 
+from ..ext.slides.images import state as longvit_state
+from ..ext.slides.slides import SIZES, encoder
 from . import PATTERN
-from .images import state as longvit_state
-from .slides import SIZES, encoder
 
 
 def slide_state():

@@ -5,7 +5,7 @@ import torch
 
 from lightning_dilated import LongNetClassifier, LongNetLM
 
-from .slides import batch, encoder, slides
+from ..ext.slides.slides import batch, encoder, slides
 
 pytestmark = pytest.mark.full
 

@@ -11,7 +11,7 @@ from lightning_dilated import LongViT, RingDilatedFSDPStrategy, RingDilatedStrat
 from lightning_dilated.data.sampler import ResumableSampler
 from lightning_dilated.ext.slides.longvit.image_patches import image_patches
 
-from ..models.images import SIZES, pixels
+from ..ext.slides.images import SIZES, pixels
 from .runs import Record, full, launched, trainer
 
 pytestmark = pytest.mark.full

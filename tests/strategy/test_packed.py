@@ -13,7 +13,7 @@ from lightning_dilated.data.packing import PackedSamples, PackingSampler
 from lightning_dilated.ext.slides.module import collate_slides
 from lightning_dilated.strategy.checks import _first_documents
 
-from ..models.slides import SIZES
+from ..ext.slides.slides import SIZES
 from .runs import Record, launched, trainer
 
 pytestmark = pytest.mark.full

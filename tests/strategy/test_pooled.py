@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy, SlideEncoder
 from lightning_dilated.data.sampler import ResumableSampler
 
-from ..models.slides import SIZES, batch
+from ..ext.slides.slides import SIZES, batch
 from .runs import Record, full, launched, trainer
 
 pytestmark = pytest.mark.full

@@ -11,7 +11,7 @@ from lightning_dilated import RingDilatedStrategy
 from lightning_dilated.callbacks import AttentionWriter, PredictionWriter
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 
-from ..models.slides import encoder
+from ..ext.slides.slides import encoder
 from .runs import launched, trainer
 
 pytestmark = pytest.mark.full

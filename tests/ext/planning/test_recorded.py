@@ -1,0 +1,145 @@
+"""The plan, and the simulated step, beside rows that GPUs have left in benchmarks/results."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.ext.planning.estimate import Case
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.simulating.machine import Machine
+from lightning_dilated.ext.planning.simulating.simulation import simulate
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.longnet.lm import TokenModel
+from lightning_dilated.pattern import DilatedPattern
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+
+#: number of benchmarks/memory_points.py: (GPUs, GiB, seconds) of 2026-11-22_h200_longest.md and 2026-11-23_h200_longest.md
+LONGEST = {13: (1, 129.2, 14.79)}
+LATER = {
+    **{15: (1, 120.1, 48.44), 16: (1, 130.9, 39.03), 18: (1, 132.1, 48.85), 20: (1, 81.2, 105.79)},
+    **{22: (2, 67.0, 60.12), 24: (2, 131.2, 53.06)},
+}
+
+
+def hidden(model, tokens, **options):
+    """`TokenModel._hidden` of the code that these rows were taken with: the embedding's wider output was held throughout."""
+    return model.transformer(model.dropout(model.embedding(tokens)), normed=False, **options)
+
+
+@mock.patch.object(TokenModel, "_hidden", hidden)
+@pytest.mark.parametrize("number", [*LONGEST, *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)])
+def test_longest(number):
+    """Wanted: memory within 10 %, time within 25 %; told: within 0.2 and 17 %."""
+    gpus, gib, seconds = {**LONGEST, **LATER}[number]
+    script = ROOT / "benchmarks" / "memory_points.py"
+    with mock.patch.object(sys, "argv", [script.name, "--gpus", str(gpus), "--host", "240"]):
+        points = runpy.run_path(str(script))
+        args = points["options"]()
+    point = points["POINTS"][number]
+    case, tokens = points["case_of"](point, args), points["tokens_of"](point, args)
+    assert case.memory(point.settings, tokens).peak / GIB == pytest.approx(gib, rel=0.005)
+    assert case.time(point.settings, tokens).seconds == pytest.approx(seconds, rel=0.2)
+
+
+FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+STREAM, KEPT = 1 << 20, "attention-kept"
+SMALL = {"dim": 384, "depth": 6, "num_heads": 6}
+RECUR = {"recurrence": [None, None, None, {"kind": "gated_delta"}]}
+SECONDS = {
+    # 2026-11-22_h200_speed.md, 2026-11-25_h200_speed.md and 2026-11-26_h200.md
+    "five branches": ("H200", FIVE, {}, MemorySettings(), 262144, 0.498),
+    "dense": ("H200", DilatedPattern.dense(), {}, MemorySettings(), 262144, 10.65),
+    "hybrid of 4": ("H200", DilatedPattern.hybrid(12, 12, global_every=4), {}, MemorySettings(), 262144, 0.60),
+    "hybrid of 6": ("H200", DilatedPattern.hybrid(12, 12, global_every=6), {}, MemorySettings(KEPT), STREAM, 4.24),
+    "hybrid of 12": ("H200", DilatedPattern.hybrid(12, 12, global_every=12), {}, MemorySettings(KEPT), STREAM, 3.05),
+    # 2026-11-26_h100_recurrence.md
+    "H100": ("H100", FIVE, {}, MemorySettings(KEPT), 262144, 0.609),
+    "three recurrences": ("H100", FIVE, RECUR, MemorySettings(KEPT), 262144, 0.667),
+    # 2026-11-26_h200_streams.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
+    "kept stream": ("H200", None, {}, MemorySettings(stream=STREAM // 4), 64 * STREAM, 174.6),
+    "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
+    "hybrid stream of 4M": (
+        *("H100", DilatedPattern.hybrid(12, 12, global_every=12), {}),
+        *(MemorySettings(KEPT, stream=STREAM // 2), 4 * STREAM, 32.0),
+    ),
+}
+
+
+#: GiB of them, of the same files
+PEAKS = {"H100": 17.4, "three recurrences": 19.4, "kept stream": 85.6}
+
+
+def case_of(name, pattern, sizes, tokens):
+    """A LongNetLM on one GPU."""
+    pattern, gpu = pattern or DilatedPattern.geometric(2048, 1 << (tokens - 1).bit_length()), find_gpu(name)
+    options = {"dim": 768, "depth": 12, "num_heads": 12, **sizes}
+    model = ld.LongNetLM(pattern, 256, max_seq_len=tokens, residual_dtype="bfloat16", **options)
+    subject = subject_of(model, "bf16-mixed", None, True, gpu.capability)
+    return Case(subject, Facts.of(model, subject), Setup("single", 1), gpu, host=128)
+
+
+@pytest.mark.parametrize("row", SECONDS)
+def test_seconds(row):
+    """Wanted: within 12 %, and memory within 5 %; the time of pairs among many keys is a published one, checked with
+    "dense"."""
+    name, pattern, sizes, settings, tokens, seconds = SECONDS[row]
+    case = case_of(name, pattern, sizes, tokens)
+    assert case.time(settings, tokens).seconds == pytest.approx(
+        seconds, rel=0.03 if row == "hybrid stream of 4M" else 0.12
+    )
+    if row in PEAKS:
+        assert case.memory(settings, tokens).peak / GIB == pytest.approx(PEAKS[row], rel=0.025)
+
+
+STREAMS = (ROOT / "benchmarks" / "results" / "2026-11-26_streams.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("line", STREAMS)
+def test_streams(line):
+    """Chunks of 1,048,576 tokens; wanted: seconds within 10 %, memory within 5 %; the plan's memory is within 0.5 %."""
+    row = json.loads(line)
+    depth, dim = map(int, row["model"].split(" x "))
+    tokens = row["tokens"]
+    case = case_of(row["gpu"], None, {"dim": dim, "depth": depth, "num_heads": dim // 64}, tokens)
+    settings = MemorySettings(KEPT, stream=STREAM)
+    assert case.time(settings, tokens).seconds == pytest.approx(row["seconds"], rel=0.1)
+    assert case.memory(settings, tokens).peak / GIB == pytest.approx(row["gib"], rel=0.005)
+
+
+#: (file's day, recompute): tokens of each: ms by GPUs; rows of one machine, or of four GPUs' first day. Not those of 65,536
+#: tokens on two GPUs whose hosts were slower than they (up to 19 % more than simulated: the host is not)
+STEPS = {
+    ("22", "none"): {65536: {1: 140.6, 2: 147.4, 4: 173.4}, 262144: {1: 533.7, 2: 545.0, 4: 554.8}},
+    ("22", "attention-kept"): {1 << 20: {1: 2336.4, 4: 2418.6}},
+    ("23", "none"): {65536: {1: 137.0, 2: 147.1}, 262144: {1: 520.0, 2: 541.5}},
+    ("23", "attention-kept"): {1 << 20: {1: 2327.5, 2: 2370.1}},
+}
+
+
+def seconds_of(tokens, ranks, recompute, beyond=0.0):
+    machine = Machine.load(ROOT / "benchmarks" / "results" / "2026-11-22_h200_machine.json")
+    pattern = DilatedPattern.geometric(2048, tokens * ranks)
+    return simulate(machine, pattern, tokens, ranks, recompute=recompute, overhead=beyond).seconds
+
+
+@pytest.mark.parametrize("day, recompute", STEPS)
+def test_steps(day, recompute):
+    """Wanted: within 15 %, from the parts of one GPU and what its whole step took beyond them; told: within 3 %, but for the
+    shortest step of four."""
+    for tokens, rows in STEPS[day, recompute].items():
+        beyond, several = rows[1] / 1e3 - seconds_of(tokens, 1, recompute), {n: ms for n, ms in rows.items() if n > 1}
+        assert beyond >= 0 and several
+        for ranks, ms in several.items():
+            within = 0.15 if (ranks, tokens) == (4, 65536) else 0.035
+            assert seconds_of(tokens, ranks, recompute, beyond) * 1e3 == pytest.approx(ms, rel=within), (tokens, ranks)

@@ -1,0 +1,311 @@
+"""Slide pretraining and LongViT in the plan: exact against full steps, beside real steps on the CPU, and in time."""
+
+import functools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+
+import lightning_dilated as ld
+from lightning_dilated.ext.planning.counting.footprint import _lengths, footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import EXCHANGE, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.workspace import workspace
+from lightning_dilated.ext.planning.estimate import Case, Facts, estimate, scaled
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, _decoder_away, _exchange, memory
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
+
+from .test_memory import SETTINGS, check
+
+pytestmark = pytest.mark.full
+
+SIZES = {"dim": 64, "depth": 4, "num_heads": 4, "segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+
+
+def mae(**sizes):
+    return ld.SlidePretrainer(
+        **{**SIZES, "decoder_dim": 32, "decoder_depth": 3, "feature_dim": 96, "grid": 100, **sizes}
+    )
+
+
+def vit(**sizes):
+    return ld.LongViT(
+        **{**SIZES, "patch_size": 4, "image_size": 64, "task": "classification", "num_classes": 2, **sizes}
+    )
+
+
+MODELS = {"mae": mae, "vit": vit}
+
+
+@functools.cache
+def counted(precision="32-true", settings=None, decoder_depth=3):
+    """The footprint of `mae`, made once for the tests that ask for it."""
+    return footprint(
+        subject_of(mae(decoder_depth=decoder_depth), precision, settings or SETTINGS["none"]), (1024, 2048)
+    )
+
+
+# -- exact -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind, name, depth, precision, compiled", [
+    pytest.param("mae", "none", 5, "bf16-mixed", False, marks=pytest.mark.slow),
+    ("mae", "block", 5, "32-true", False),
+    ("vit", "none", 5, "bf16-true", False),
+    pytest.param("vit", "tiles", 4, "bf16-mixed", False, marks=pytest.mark.slow),
+    ("vit", "block", 4, "bf16-mixed", True),
+    pytest.param("mae", "tiles", 4, "bf16-mixed", True, marks=pytest.mark.slow),
+    pytest.param("mae", "attention-kept", 5, "bf16-mixed", True, marks=pytest.mark.slow),
+    pytest.param("mae", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
+    pytest.param("vit", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_depth_and_length_are_exact(kind, name, depth, precision, compiled):
+    """Beside a direct count of the full model; the decoder has three blocks whatever the depth."""
+    check(subject_of(MODELS[kind](), precision, SETTINGS[name], compile_blocks=compiled), depth, 5120)
+
+
+def test_a_decoder_like_the_encoder_has_its_own_graphs():
+    """Its blocks take tensors of the same shapes, but drop nothing."""
+    check(subject_of(mae(decoder_dim=64, decoder_depth=1, dropout=0.1), "32-true", compile_blocks=True), 3, 5120)
+
+
+# -- beside real steps -------------------------------------------------------------------------------------------------
+def slide(tiles):
+    at = torch.arange(tiles)
+    coords = torch.cat([torch.full((1, 2), -1), torch.stack([at % 100, at // 100], 1) * 256])[None]
+    lengths, index = torch.tensor([tiles + 1]), torch.zeros(1, dtype=torch.int64)
+    return {"features": torch.randn(1, tiles + 1, 96), "coords": coords, "lengths": lengths, "index": index}
+
+
+def image(rows, columns):
+    grid, label = torch.tensor([[rows, columns]]), torch.zeros(1, dtype=torch.int64)
+    return {"patches": torch.randn(1, rows * columns, 48), "grid": grid, "label": label}
+
+
+@pytest.mark.parametrize("model, batch, tokens, tolerance", [
+    (mae, lambda: slide(3999), 4000, 0.002),  # which tiles are hidden is drawn
+    (vit, lambda: image(40, 100), 4000, 0.002),
+    (vit, lambda: image(64, 64), 4096, 0.002),
+    (lambda: vit(image_size=256), lambda: image(64, 64), 4096, 0.012),  # positions that are the table's own keep less
+])  # fmt: skip
+def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
+    """With true masks and grids: bytes that live when the forward has ended, by a meter over real tensors."""
+    found = footprint(subject_of(model(), "32-true"), (3072, 5120))
+    (between,) = (m for m in found.moments if m.part == ("between",))
+    made, data = model().train(), batch()
+    made.configure_model()
+    with Meter() as meter:
+        parameters = meter.track(made.parameters(), PARAMETERS)
+        loss, _ = made.token_mean(data)
+        kept = meter.live - parameters
+    assert loss.requires_grad and parameters == found.parameters(4)
+    assert kept == pytest.approx(found.held(between, 4, tokens), rel=tolerance)
+
+
+def test_hidden_states_by_stack():
+    found = counted("bf16-mixed")
+    assert (found.hidden, found.inner) == (64 * 4, 32 * 2)  # what the decoder's projection gives is autocast's
+
+
+@pytest.mark.parametrize("offload", [0.5, 1.0])
+def test_host_memory_is_what_training_takes(offload):
+    settings = MemorySettings("block", offload=offload)
+    model = mae()
+    model.configure_model()
+    for stack in (model.transformer, model.decoder):
+        stack.memory = settings
+    model.token_mean(slide(255))[0].backward()
+    found = counted(settings=MemorySettings("block"))
+    found = replace(found, subject=replace(found.subject, memory=settings))
+    assert memory(found, 4, 256).host == model.transformer._host.bytes + model.decoder._host.bytes
+
+
+def lives(settings):
+    """Bytes beside host memory when each block of the decoder begins, in the forward and last in the backward."""
+    model = mae(decoder_depth=5)
+    model.configure_model()
+    for stack in (model.transformer, model.decoder):
+        stack.memory = settings
+    found, meter, phase = {}, Meter(), ["forward"]
+
+    def note(number, attention, given):
+        away = model.transformer._host.bytes + model.decoder._host.bytes
+        found[phase[0], number] = meter.live - away
+
+    for i, block in enumerate(model.decoder.blocks):
+        block.attention.register_forward_pre_hook(partial(note, i))
+    torch.manual_seed(0)
+    data = slide(999)
+    with meter:
+        loss, _ = model.token_mean(data)
+        phase[0] = "between"
+        note(0, None, None)
+        phase[0] = "backward"
+        loss.backward()
+    return found
+
+
+@pytest.mark.parametrize(
+    "offload, every",
+    [(1.0, 1), (0.6, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.2, 1), (0.4, 2), (1.0, 2)))],
+)
+def test_the_decoders_inputs_are_where_training_has_them(offload, every):
+    """On the host or on the device, block by block, beside a real step; the encoder's are away, and where all were sent the
+    last one is on both."""
+    settings = MemorySettings("block", every, offload)
+    here, away = lives(MemorySettings("block", every)), lives(settings)
+    found = counted(settings=MemorySettings("block", every), decoder_depth=5)
+    found = replace(found, subject=replace(found.subject, memory=settings))
+    sizes, planned = (1000 * 64 * 4, 1000 * 32 * 4), {}
+    for m in found.moments:
+        if (m.decoding and len(m.part) > 2) or m.part == ("between",):
+            planned[m.part[1:] or ("between", 0)] = _decoder_away(found, m, 1000)
+    groups = -(-4 // every)
+    sent = round(offload * groups)
+    encoder = (sent - (sent == groups)) * sizes[0]
+    saved = {key: here[key] - away[key] - encoder for key in here}
+    assert len(saved) == 11 and saved == {key: planned[key] for key in saved}
+    if offload == 1 and every == 1:
+        assert [saved["backward", i] // sizes[1] for i in range(5)] == [0, 0, 1, 2, 3]
+        assert [saved["forward", i] // sizes[1] for i in range(5)] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_features_are_in_the_dtype_of_the_precision(kind, precision):
+    batch = subject_of(MODELS[kind](), precision).batch(2048)
+    name = {"mae": "features", "vit": "patches"}[kind]
+    want = HalfPrecision("bf16-true").convert_input({"x": torch.zeros(1)})["x"].dtype
+    assert batch[name].dtype == (want if precision == "bf16-true" else torch.float32)
+    assert batch[name].shape[1] == 2048
+
+
+@pytest.mark.parametrize("tile, image_size", [(1000, 64), (1024, 64), (16384, 4096)])
+def test_images_are_counted_at_whole_rows_and_tiles(tile, image_size):
+    """And never at the table's own size, which is another way."""
+    subject = subject_of(vit(image_size=image_size), memory=MemorySettings("block", tile=tile))
+    low, high = _lengths(subject.memory)  # what `footprint` counts at
+    assert tile != 1000 or footprint(subject).sizes == (low, high)
+    assert low % tile == high % tile == 0 and 4 * low == 3 * high
+    for tokens in (low, high):
+        ((rows, columns),) = subject.batch(tokens)["grid"].tolist()
+        assert rows * columns == tokens and (rows, columns) != (image_size // 4, image_size // 4)
+
+
+# -- what ranks hold ---------------------------------------------------------------------------------------------------
+WIDE = {"segment_lengths": [64, 256, 1024, 4096], "dilation_rates": [1, 2, 4, 8]}
+
+
+def test_exchanged_rows_of_both_stacks():
+    found = footprint(subject_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
+    x = memory(found, 4, 4096, Setup("ring_dilated", 4, 4))
+    rows, inner = x.exchange, x.exchange.decoder
+    assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads are half as wide
+    taken = {(*x.moment.part, x.moment.piece.op): _exchange(found, x, 4, rows) for x in found.places(4)}
+    both = 4 * rows.kept + 3 * inner.kept
+    assert taken["head", ""] == both
+    assert taken["decoder", "forward", 2, "forward"] == both + inner.forward
+    assert taken["decoder", "backward", 2, "backward"] == both + inner.backward
+    assert taken["backward", "last", 0, "backward"] == 4 * rows.kept + rows.backward
+    assert taken["forward", "first", 0, "forward"] == rows.kept + rows.forward
+
+
+def test_the_ops_room_is_that_of_its_stack():
+    found = counted("bf16-mixed")
+    call, inner = replace(found.subject.call, tokens=4096), replace(found.subject.decoder.call, tokens=4096)
+    assert (call.head_dim, inner.head_dim) == (16, 8) and inner.heads == 4
+    backward = {m.decoding: m for m in found.moments if m.piece.op == "backward"}
+    assert found.room(backward[True], inner) == workspace(inner)[1] < found.room(backward[False], call)
+
+
+def test_fsdp_deals_both_stacks():
+    found = counted()
+    real, built = found.parameters(4), mae()
+    built.configure_model()
+    block, inner = (sum(p.nbytes for p in s.blocks[0].parameters()) for s in (built.transformer, built.decoder))
+    assert found.subject.decoder.parameters * 4 == inner
+    x = memory(found, 4, 4096, Setup("ring_dilated_fsdp", 4, 4))
+    assert x.kinds[PARAMETERS] == -(-real // 4) + 2 * block + real - 4 * block - 3 * inner
+    assert x.kinds[OPTIMIZER] == -(-2 * real // 4)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+def facts(model):
+    return Facts.of(model, subject_of(model))
+
+
+PATTERN = DilatedPattern.longnet([64, 128], [1, 2])
+COUNTED = {
+    **MODELS,
+    "vit, own table": lambda: vit(image_size=256),
+    "lm": lambda: ld.LongNetLM(PATTERN, dim=64, depth=3, num_heads=4),
+    "lm, tied": lambda: ld.LongNetLM(PATTERN, dim=64, depth=3, num_heads=4, tie_embeddings=True),
+    "mlm": lambda: ld.LongNetMLM(PATTERN, vocab_size=8, mask_token=7, dim=64, depth=3, num_heads=4),
+    "encoder": lambda: ld.SlideEncoder(**SIZES, feature_dim=96, task="classification", num_classes=2),
+    "classifier": lambda: ld.LongNetClassifier(PATTERN, feature_dim=8, task="regression", dim=64, num_heads=4),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_parameters_are_the_models(kind):
+    model = COUNTED[kind]()
+    assert facts(model).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["none", "block"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_time_counts_both_stacks(policy, ranks):
+    """A decoder like the encoder takes as long as so many blocks more, and exchanges as much."""
+    setup = Setup("ring_dilated", ranks, ranks)
+    both = facts(mae(**WIDE, decoder_dim=64))
+    alone = facts(mae(**WIDE, depth=7, decoder_depth=1)).stacks[0]
+    two, one = (estimate(x, MemorySettings(policy), 4096, setup, GPUS["H200"]) for x in (both, alone))
+    for kind in ("attention", "rest"):
+        assert two.step.compute[kind] == pytest.approx(one.step.compute[kind]), kind
+    assert two.step.bytes("forward", "again", "backward") == pytest.approx(
+        one.step.bytes("forward", "again", "backward")
+    )
+    assert two.seconds > one.seconds and two.step.compute["edge"] > one.step.compute["edge"]
+
+
+def test_settings_cost_of_both_stacks():
+    of = facts(mae(decoder_dim=64, decoder_depth=4))
+    seconds = [
+        estimate(of, x, 1 << 18, Setup(), GPUS["H200"]).seconds
+        for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
+    ]
+    assert sorted(seconds) == seconds
+    again = seconds[2] - seconds[0]  # of all blocks once; of groups of two, half of them once more, as a whole forward
+    whole = 0.0
+    for machine in (scaled(x, GPUS["H200"]) for x in of.stacks):
+        whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2
+    assert whole > 0 and seconds[3] - seconds[2] == pytest.approx(again / 2 + whole)
+
+
+def test_patches_cost_their_projection():
+    few, many = (facts(vit(patch_size=p, image_size=512)) for p in (4, 32))
+    assert (few.vocab, many.vocab) == (48, 3072)
+    few, many = (estimate(x, MemorySettings(), 1 << 17, Setup(), GPUS["H200"]) for x in (few, many))
+    assert many.flops - few.flops == pytest.approx(6 * (1 << 17) * (3072 - 48) * 64) and many.seconds > few.seconds
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_longest_fits_and_no_more(kind):
+    model = MODELS[kind]()
+    subject = subject_of(model, "bf16-mixed")
+    case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 2, 2), GPUS["H200"])
+    longest = case.longest(MemorySettings("block"))
+    assert longest % 2048 == 0 and case.fits(MemorySettings("block"), longest)
+    assert not case.fits(MemorySettings("block"), longest + 2048)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("model, says", [
+    (lambda: vit(task=None, num_classes=None), "this LongViT has no task"),
+    (lambda: vit(freeze_encoder=True), "the blocks of this LongViT are frozen.* Leave freeze_encoder out"),
+])  # fmt: skip
+def test_models_that_cannot_be_counted(model, says):
+    with pytest.raises(ValueError, match=says):
+        subject_of(model())

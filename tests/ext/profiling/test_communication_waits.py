@@ -1,0 +1,44 @@
+"""CommunicationProfiler where a rank is long elsewhere: its words wait as long as the strategy, and for no validation."""
+
+import time
+from datetime import timedelta
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_dilated.callbacks import CommunicationProfiler
+from lightning_dilated.ext.profiling import communication
+
+from ...strategy.runs import Run, launched, make
+
+pytestmark = pytest.mark.full
+
+
+class Slow(pl.Callback):
+    """A validation that takes longer than ranks wait for each other in training."""
+
+    def on_validation_batch_start(self, trainer, *args):
+        time.sleep(0.8)
+
+
+def fit(rank, group, timeout):
+    """(timeout of the profiler's words, batches it logged, steps)."""
+    profiler, seen = CommunicationProfiler(warmup=0, table=False), []
+    start = lambda trainer, module: seen.append(profiler._quiet.backend.backend.options._timeout)  # noqa: E731
+    slow = Slow()
+    slow.on_train_start = start
+    run = Run(steps=2, strategy={"timeout": timeout})
+    limits = {"limit_val_batches": 6, "val_check_interval": 1}
+    built, model, data, _ = make(run, launched(rank), callbacks=[profiler, slow], **limits)
+    late = lambda clock: rank > 0  # noqa: E731 - the first rank's GPU is behind
+    with mock.patch.object(communication, "reached", late):
+        built.fit(model, data)
+    return seen, profiler.steps, built.global_step
+
+
+@pytest.mark.slow
+def test_a_validation_longer_than_the_timeout(pool):
+    """Two of five seconds each, where what a rank said alone would be lost after four."""
+    for found in pool.run(2, fit, 4):
+        assert found == ([timedelta(seconds=4)], 2, 2)

@@ -1,0 +1,289 @@
+"""MemoryProfiler in fits on the CPU: bytes known by hand, steps of several batches and optimizers, logs, table, pictures."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.ext.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    BATCH,
+    EXCHANGE,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+)
+from lightning_dilated.ext.profiling.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase
+from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
+
+from ...models import batch, loader, text, tiny
+from ...models import trainer as quiet
+from .stacks import ACTIVATION, SCALARS, WEIGHT, Block, Kept, Losses, Stack, batches
+
+pytestmark = pytest.mark.full
+
+
+def fit(folder, module, steps=2, profiler=None, data=None, **options):
+    """(the profiler, what its logger got)."""
+    profiler, kept = profiler or MemoryProfiler(1), Kept()
+    extra = options.pop("callbacks", [])
+    trainer = quiet(max_steps=steps, callbacks=[profiler, *extra], logger=kept, default_root_dir=folder, **options)
+    trainer.fit(module, loader(*(data or batches(8))), loader(*batches(1)))
+    return profiler, kept.steps
+
+
+def highest(measured):
+    """Each phase's highest span."""
+    found = {}
+    for x in measured.spans:
+        assert sum(x.kinds.values()) == x.allocated and x.stop >= x.start
+        if x.phase not in found or x.allocated > found[x.phase].allocated:
+            found[x.phase] = x
+    return found
+
+
+def but_scalars(found):
+    """(kinds, their sum) without the loss's scalars, which count as activations or temporary."""
+    whole = {kind: n // 128 * 128 for kind, n in found.kinds.items() if n >= 128}
+    assert 0 <= found.allocated - sum(whole.values()) < SCALARS
+    return whole, sum(whole.values())
+
+
+def test_by_hand(tmp_path):
+    """The second step of two blocks: weights, gradients and momenta are 512 bytes each, the batch 128."""
+    profiler, steps = fit(tmp_path, Stack(), check_val_every_n_epoch=None)
+    found = highest(profiler.measured)
+    always = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128}
+    # in a block the Linear's output lives beside the Tanh's, and is gone after it
+    first, second = found[Phase(FORWARD, 0)], found[Phase(FORWARD, 1)]
+    assert first.kinds == {**always, ACTIVATIONS: 128, TEMPORARY: 128} and first.allocated == 1920
+    assert second.kinds == {**always, ACTIVATIONS: 256, TEMPORARY: 128} and second.allocated == 2048
+    assert but_scalars(found[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
+    # the last step's gradients are gone; each block's arrive with its backward
+    rest = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
+    assert but_scalars(found[Phase(BACKWARD)])[1] <= 1664
+    # of the second: what the first saved, its own weight's gradient, those before and behind its Linear
+    expected = {**rest, ACTIVATIONS: 128, GRADIENTS: 256, TEMPORARY: 256}
+    assert but_scalars(found[Phase(BACKWARD, 1)]) == (expected, 1792)
+    # of the first: what it saved, the gradients of its output and behind its Linear
+    assert but_scalars(found[Phase(BACKWARD, 0)]) == (expected, 1792)
+    assert but_scalars(found[Phase(OPTIMIZING)]) == (always, 1664)
+    assert but_scalars(found[Phase(REST)])[1] == 1664
+    assert (
+        profiler.measured.top.phase == Phase(FORWARD, 1) and profiler.top.allocated == profiler.peak_allocated == 2048
+    )
+    assert (profiler.top.step, profiler.top.rank, profiler.steps, profiler.peak_reserved) == (1, 0, 2, None)
+    logged = steps[1]
+    assert logged["memory/peak_mb"] == logged["memory/forward_block_2_mb"] == logged["memory/forward_mb"] == 0.002048
+    assert logged["memory/forward_block_1_mb"] == logged["memory/forward_block_1_min_mb"] == 0.00192
+    assert logged["memory/at_peak/saved_activations_mb"] == 0.000256 and logged["memory/host_mb"] > 10
+    # in the first step there are no gradients and no momenta before the backward
+    assert steps[0]["memory/forward_block_2_mb"] == 0.001024 and set(steps[0]) == set(logged)
+    rows = {x.phase: x for x in profiler.rows}
+    assert rows[Phase(FORWARD, 1)].allocated == rows[Phase(FORWARD, 1)].least == 2048
+    assert rows[Phase(FORWARD, 1)].reserved is None and len(rows) == len(profiler.rows) == 8
+
+
+@pytest.mark.parametrize("again", ["reentrant", "other"])
+def test_recomputed_by_the_module(tmp_path, again):
+    """Between passes a block's input lives alone; the backward of a block makes its activations again."""
+    profiler, _ = fit(tmp_path, Stack(3, again))
+    found = highest(profiler.measured)
+    assert but_scalars(found[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # each input but the batch
+    for i in range(3):
+        kinds = found[Phase(BACKWARD, i)].kinds
+        assert kinds[GRADIENTS] in ((2 - i) * WEIGHT, (3 - i) * WEIGHT)  # of later blocks; or its own, too
+        assert kinds[ACTIVATIONS] // ACTIVATION == i  # the inputs of this one and those before it, but the batch
+        assert kinds[TEMPORARY] >= 2 * ACTIVATION  # recomputed, and gradients
+
+
+def test_recomputed_blocks(tmp_path):
+    """ActivationRecompute keeps a block's input; its Linear outputs and the rest come again."""
+    found = {}
+    for policy in ("none", "attention-kept", "block"):
+        model = tiny(dtype=torch.float32, depth=3, dim=64).train()
+        profiler, _ = fit(
+            tmp_path, model, data=[batch(2, 64)] * 2, callbacks=[ActivationRecompute(policy)], limit_val_batches=0
+        )
+        peaks = highest(profiler.measured)
+        found[policy] = peaks[Phase(FORWARD)].kinds[ACTIVATIONS], peaks[Phase(BACKWARD, 0)].kinds[TEMPORARY]
+    x = 2 * 64 * 64 * 4
+    assert found["none"][0] > found["attention-kept"][0] > found["block"][0]
+    # a block's op keeps q, k, v (not with this policy), out, lse; its input is kept either way
+    lse = 2 * 4 * 64 * 4
+    assert found["attention-kept"][0] - found["block"][0] == 3 * (x + lse)
+    assert found["block"][1] > found["none"][1]
+
+
+def test_losses_do_not_change(tmp_path):
+    """Bit for bit, also with recomputation and dropout."""
+    found = []
+    for profilers in ([], [MemoryProfiler(1)], [MemoryProfiler(2, timeline=False)]):
+        for policy in ("none", "block"):
+            pl.seed_everything(5)
+            model, losses = tiny(dtype=torch.float32, dropout=0.1).train(), Losses()
+            callbacks = [*profilers, losses, ActivationRecompute(policy)]
+            data = [batch(2, 24) for _ in range(4)]
+            quiet(max_steps=4, callbacks=callbacks, default_root_dir=tmp_path).fit(model, loader(*data))
+            weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+            found.append((losses.losses, weights))
+    assert all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in zip(found[2:], found[:2] * 2, strict=True))
+
+
+def test_the_most_of_all_steps(tmp_path):
+    """The second of three steps has twice the rows."""
+    profiler, steps = fit(tmp_path, Stack(), 3, data=[*batches(1), *batches(1, 8), *batches(1)])
+    most = 2048 + 4 * ACTIVATION  # the batch, two saved, one in the block
+    row = next(x for x in profiler.rows if x.phase == Phase(FORWARD, 1))
+    assert row.allocated == row.least == profiler.top.allocated == profiler.peak_allocated == most
+    assert (
+        profiler.top.step == 1 and steps[1]["memory/peak_mb"] == most / 1e6 and profiler.measured.top.allocated == 2048
+    )
+
+
+def test_some_steps(tmp_path):
+    """With every_n_steps=3 the second and the fifth of seven."""
+    profiler, steps = fit(tmp_path, Stack(), 7, MemoryProfiler(3))
+    assert list(steps) == [1, 4] and profiler.steps == 2
+    every = fit(tmp_path, Stack(), 7)[1]
+    assert list(every) == list(range(7))
+    same = lambda x: {k: v for k, v in x.items() if "host" not in k}  # noqa: E731
+    assert [same(every[i]) for i in steps] == [same(x) for x in steps.values()]
+
+
+def test_several_batches_a_step(tmp_path):
+    """The gradients of the first are there in the forward of the second; the optimizer's phase belongs to both."""
+    profiler, steps = fit(tmp_path, Stack(), 2, accumulate_grad_batches=2)
+    assert list(steps) == [0, 1] and profiler.steps == 2
+    spans = [x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1)]
+    kinds = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128, ACTIVATIONS: 256, TEMPORARY: 128}
+    assert len(spans) == 2 and spans[0].kinds == kinds
+    # the first batch is alive too, as Lightning fetches ahead; it has the place of nothing else
+    assert spans[1].kinds[GRADIENTS] == 512 and spans[1].kinds[ACTIVATIONS] // 128 == 2
+    assert [x.phase.stage for x in profiler.measured.spans].count(OPTIMIZING) == 1
+    skipping = fit(tmp_path, Stack(), 4, MemoryProfiler(2), accumulate_grad_batches=2)[1]
+    assert list(skipping) == [1, 3] and all("memory/optimizer_mb" in x for x in skipping.values())
+
+
+def test_validation_is_not_counted(tmp_path):
+    """Its batches are a thousand times as large; gradients stay meanwhile, see `Stack`."""
+    plain, _ = fit(tmp_path, Stack(), 4, limit_val_batches=0)
+    checked, _ = fit(tmp_path, Stack(), 4, val_check_interval=1)
+    assert plain.rows == checked.rows and plain.peak_allocated == checked.peak_allocated == 2048
+
+
+class Two(pl.LightningModule):
+    """Two blocks with an optimizer each, stepped one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.automatic_optimization = nn.ModuleList([Block(), Block()]), False
+
+    def training_step(self, batch, batch_idx):
+        for layer, optimizer in zip(self.layers, self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch).sum())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(layer.parameters()) for layer in self.layers]
+
+
+def test_several_optimizers(tmp_path):
+    profiler, steps = fit(tmp_path, Two(), 4)  # Lightning counts each optimizer's
+    assert list(steps) == [0, 1]
+    names = [x.phase for x in profiler.measured.spans if x.phase != Phase(FORWARD)]
+    one = lambda i: [Phase(FORWARD, i), Phase(BACKWARD), Phase(BACKWARD, i)]  # noqa: E731
+    assert [x for x in names if x != Phase(BACKWARD) and x.stage != OPTIMIZING] == [
+        x for i in (0, 1) for x in one(i)[::2]
+    ]
+    assert names.count(Phase(OPTIMIZING)) == 2
+    forward = next(x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1))
+    # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just let go
+    expected = {PARAMETERS: 512, GRADIENTS: 256, OPTIMIZER: 4 * 256 + 8, BATCH: 128, ACTIVATIONS: 128}
+    assert {k: n for k, n in forward.kinds.items() if k in expected and k != ACTIVATIONS} == {
+        k: n for k, n in expected.items() if k != ACTIVATIONS
+    }
+    assert forward.kinds[ACTIVATIONS] // 128 == 1
+
+
+def test_a_broken_batch_is_forgotten(tmp_path):
+    class Break(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            return -1 if trainer.global_step == 2 and trainer.current_epoch == 0 else None
+
+    profiler, steps = fit(tmp_path, Stack(), 4, callbacks=[Break()])
+    assert list(steps) == [0, 1, 2, 3] and profiler.top.allocated == 2048
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+def test_pictures_and_table(tmp_path, capsys):
+    folder = tmp_path / "new"
+    fit(tmp_path, Stack(), 2, MemoryProfiler(1, folder=folder))
+    assert (folder / "memory_timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    page = (folder / "memory_timeline.html").read_text()
+    assert "http" not in page and "<script" not in page and "src=" not in page
+    tree = ET.fromstring(re.sub(r"<!DOCTYPE html>|<meta charset='utf-8'>|<br>", "", page))
+    told = [x.text for x in tree.iter("title")][1:]
+    assert "forward of block 2 of 2: peak 2.048 kB\ntemporary: 0.128 kB\nsaved activations: 0.256 kB" in told[3]
+    assert page.count("<path") >= 6 and "peak of 2.048 kB in forward of block 2 of 2" in page
+    said = " ".join(capsys.readouterr().out.split())
+    assert "forward of block 2 of 2 │ 2.048 │ 0 │ 2.048 │" in said and "reserved" not in said
+    assert (
+        "The highest peak: 2.048 kB on rank 0 in step 1, forward of block 2 of 2. It is made of parameters 0.512 kB"
+        in said
+    )
+
+
+def test_nothing_measured(tmp_path, capsys):
+    profiler, steps = fit(tmp_path, Stack(), 1, MemoryProfiler())
+    assert steps == {} and profiler.rows == [] and "No training step was measured" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_another_logger_and_no_timeline(tmp_path):
+    logger = CSVLogger(tmp_path)
+    trainer = quiet(max_steps=2, callbacks=[MemoryProfiler(1, timeline=False)], logger=logger)
+    trainer.fit(Stack(), loader(*batches(2)))
+    logger.save()
+    assert "memory/backward_block_2_mb" in (next(tmp_path.rglob("metrics.csv"))).read_text().splitlines()[0]
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_a_module_without_blocks(tmp_path):
+    class Plain(Stack):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(Block(), Block())
+
+    profiler, steps = fit(tmp_path, Plain())
+    assert [x.phase for x in profiler.rows] == [Phase(x) for x in (FORWARD, BACKWARD, OPTIMIZING, REST)]
+    assert profiler.top.allocated == 2048 and "memory/forward_other_mb" not in steps[1]
+
+
+def test_a_second_fit_begins_anew(tmp_path):
+    profiler = MemoryProfiler(1)
+    fit(tmp_path, Stack(), 3, profiler)
+    fit(tmp_path, Stack(1), 2, profiler)
+    assert profiler.steps == 2 and profiler.top.allocated < 2048 and len(profiler.rows) == 6
+    module = Stack()
+    fit(tmp_path, module, 1, profiler)
+    assert all("_compiled_call_impl" not in x.__dict__ for x in module.layers)
+
+
+def test_a_language_model(tmp_path):
+    """On one rank nothing is exchanged, and gradients are there once."""
+    profiler = MemoryProfiler(1, folder=tmp_path)
+    trainer = quiet(max_steps=2, callbacks=[profiler], strategy="ring_dilated", devices=1)
+    model = tiny(dtype=torch.float32, vocab_size=256).train()
+    trainer.fit(model, datamodule=text(tmp_path))
+    assert profiler.top.kinds[EXCHANGE] == 0 and len(profiler.rows) == 8
+    assert max(x.kinds.get(GRADIENTS, 0) for x in profiler.measured.spans) == sum(
+        4 * p.numel() for p in model.parameters()
+    )

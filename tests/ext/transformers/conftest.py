@@ -1,0 +1,22 @@
+"""Pools of one to four gloo ranks for the folder; a Trainer takes all ranks of its process group."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ...distributed.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """pools(2) are two ranks, started when first asked for."""
+    made: dict[int, Pool] = {}
+
+    def get(ranks: int) -> Pool:
+        if ranks not in made:
+            made[ranks] = Pool(ranks)
+        return made[ranks]
+
+    yield get
+    for pool in made.values():
+        pool.close()

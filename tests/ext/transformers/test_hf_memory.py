@@ -1,0 +1,162 @@
+"""Memory settings of HFCausalLM: gradients stay as they are, also on ranks; what does not apply is refused by name."""
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
+from lightning_dilated.memory.settings import MemorySettings
+
+from ...strategy.runs import Run
+
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+import transformers
+
+from .decoders import close, config, decoder, tokens
+from .test_hf_causal_lm import HYBRID, Small, batch, check
+
+HFCausalLM = ld.integrations.transformers.HFCausalLM
+LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+SETTINGS = {
+    "block": MemorySettings("block"),
+    "attention-kept": MemorySettings("attention-kept"),
+    "groups": MemorySettings("block", every=2),
+    "offloaded": MemorySettings("block", offload=1.0),
+    "offloaded, kept": MemorySettings("attention-kept", offload=0.5),
+    "tiles": MemorySettings(tile=7),
+    "all": MemorySettings("block", every=2, offload=0.5, tile=5),
+}
+
+
+def gradients(settings=None, lora=None, family="llama", pattern=None):
+    """Loss and gradients of a step in float64, and how often each layer ran."""
+    torch.manual_seed(2)
+    model = HFCausalLM(config(family, num_hidden_layers=3), pattern, lora=lora).double().train()
+    if settings is not None:
+        model.transformer.memory = settings
+    runs = []
+    for i, layer in enumerate(model.transformer.blocks):
+        layer.self_attn.register_forward_hook(lambda *_, i=i: runs.append(i))
+    total, _ = model.loss_terms(batch(2))
+    total.backward()
+    return {"loss": total.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}, runs
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_stay(name, lora):
+    if lora is not None:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    settings = SETTINGS[name]
+    for family, pattern in (("llama", None), ("gemma3", HYBRID), ("phi", HYBRID)):
+        targets = {} if lora is None or family != "phi" else {"target_modules": ["q_proj", "fc2"]}
+        asked = None if lora is None else {**lora, **targets}
+        want, once = gradients(None, asked, family, pattern)
+        got, runs = gradients(settings, asked, family, pattern)
+        close(got, want, 1e-12 if family != "gemma3" else 1e-6)  # whose norms are fp32 within
+        times = 1 + (settings.policy != "none")
+        in_group = settings.every > 1  # the first layer of the first group runs for its second one's input, too
+        assert sorted(once) == [0, 1, 2] and sorted(runs) == sorted([0, 1, 2] * times + [0] * in_group)
+
+
+def test_names_stay():
+    plain, changed = (HFCausalLM(config("llama")) for _ in range(2))
+    changed.configure_model()
+    changed.transformer.memory = SETTINGS["all"]
+    changed.train().loss_terms(batch())[0].backward()
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in changed.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def test_what_is_saved_is_less():
+    """Bytes that live when the forward has ended."""
+    saved = {}
+    for name, settings in {"none": MemorySettings(), **SETTINGS}.items():
+        torch.manual_seed(2)
+        model = HFCausalLM(config("llama", num_hidden_layers=4)).train()
+        model.configure_model()
+        model.transformer.memory = settings
+        with Meter() as meter:
+            total, _ = model.loss_terms(batch(2))
+            saved[name] = meter.live + 0 * total.ndim
+    assert saved["groups"] < saved["block"] < saved["attention-kept"] < saved["none"]
+    assert saved["tiles"] < saved["none"]
+
+
+@pytest.mark.parametrize("intermediate", [64, 688])
+def test_no_more_memory_than_with_sdpa(intermediate):
+    """The most bytes at once while layers are computed again under autocast, whose rotary tables turn q and k to fp32; with
+    narrow feed-forwards attention takes most."""
+    peaks = {}
+    sizes = {"hidden_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    for implementation in ("ring_dilated", "sdpa"):
+        model = decoder("llama", implementation, torch.float32, intermediate_size=intermediate, **sizes).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.model(tokens(1, 1024))[0].square().mean()
+        with Meter() as meter:
+            meter.track(model.parameters(), PARAMETERS)
+            loss.backward()
+        peaks[implementation] = meter.peak
+    assert peaks["ring_dilated"] <= peaks["sdpa"]
+
+
+@pytest.mark.full
+def test_the_callback(tmp_path):
+    trained = HFCausalLM(config("llama"))
+    seen = []
+
+    class Look(ActivationRecompute):
+        def on_train_batch_start(self, trainer, module, *_):
+            seen.append(module.transformer.memory)
+
+    import lightning.pytorch as pl
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[Look(every=2, offload=1.0, tile=8)],
+    )  # fmt: skip
+    trainer.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
+    assert seen == [MemorySettings("block", 2, 1.0, 8)] and trained.transformer.memory == MemorySettings()
+
+
+RUNS = {
+    "groups": Run(cls=Small, memory={"every": 2, "tile": 7}, steps=2),
+    "attention-kept": Run(cls=Small, memory={"policy": "attention-kept"}, model={"own": HYBRID}, steps=2),
+    "sharded, in groups": Run(
+        cls=Small, fsdp=True, double=True, memory={"every": 2, "offload": 1.0}, model={"tile": None}, steps=2
+    ),
+    "sharded, tiles": Run(cls=Small, fsdp=True, double=True, memory={"policy": "attention-kept", "tile": 5}, steps=2),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_train_as_one(pools, name):
+    check(pools, RUNS[name])
+
+
+@pytest.mark.parametrize("settings, message, family", [
+    ({"head_chunks": 2}, "head_chunks=2 is not offered for LlamaDecoderLayer", "llama"),
+    ({"stream": 8}, "stream=8 computes a sequence chunk by chunk, and HFCausalLM cannot", "llama"),
+    ({"tile": 4}, "tile=4 needs a feed-forward `mlp`.*GraniteDecoderLayer", "GraniteConfig"),
+], ids=str)  # fmt: skip
+def test_refused(settings, message, family):
+    from lightning_dilated.memory.block_memory import set_memory
+
+    model = HFCausalLM(config(family))
+    model.configure_model()
+    with pytest.raises(ValueError, match=message):
+        set_memory(model, MemorySettings(**settings))
+    assert model.transformer.memory == MemorySettings()
+
+
+def test_layers_that_transformers_cannot_recompute():
+    from lightning_dilated.memory.block_memory import set_memory
+
+    model = HFCausalLM(config("llama"))
+    model.configure_model()
+    del model.transformer
+    with pytest.raises(ValueError, match="HFCausalLM has none"):
+        set_memory(model, MemorySettings("block"))
+    assert isinstance(model.decoder, transformers.LlamaForCausalLM)

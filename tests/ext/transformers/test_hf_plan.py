@@ -1,0 +1,374 @@
+"""`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
+
+import argparse
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning import LightningModule, Trainer
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning_dilated as ld
+from lightning_dilated._device import NAMES
+from lightning_dilated.ext.planning.advice import Question, _pickled, answer
+from lightning_dilated.ext.planning.counting import dry_run
+from lightning_dilated.ext.planning.counting.dry_run import BlockWork
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
+from lightning_dilated.ext.planning.estimate import Case, Facts, estimate
+from lightning_dilated.ext.planning.find_max import Trials
+from lightning_dilated.ext.planning.gpus import GPUS
+from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.plan import run
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.transformer import step_flops
+
+from ..planning.test_memory import SETTINGS, check
+
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+from .decoders import config
+from .test_hf_causal_lm import HYBRID
+
+pytestmark = pytest.mark.full
+
+HFCausalLM = ld.integrations.transformers.HFCausalLM
+LORA = {"r": 2, "target_modules": "all-linear"}
+H200 = GPUS["H200"]
+
+
+def model(family="llama", lora=None, pattern=None, tile=None, depth=4, **sizes):
+    if lora is not None:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    options = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth, **sizes}
+    options |= {"layer_types": None} if family == "gemma3" else {}
+    return HFCausalLM(config(family, **options), pattern, lora=lora, tile=tile)
+
+
+def numbers(model, trained=False):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family, lora, pattern, name, depth, precision", [
+    ("llama", None, HYBRID, "none", 5, "bf16-mixed"),
+    pytest.param("mistral", LORA, None, "attention-kept", 5, "bf16-true", marks=pytest.mark.slow),
+    pytest.param("gemma3", None, None, "block", 12, "32-true", marks=pytest.mark.slow),
+    pytest.param("qwen3", LORA, HYBRID, "none", 6, "bf16-mixed", marks=pytest.mark.slow),
+    pytest.param("phi", LORA, HYBRID, "tiles", 4, "bf16-mixed", marks=pytest.mark.slow),
+    pytest.param("llama", LORA, None, "groups", 8, "bf16-mixed", marks=pytest.mark.slow),
+    pytest.param("qwen2", None, None, "tiles, all kept", 5, "32-true", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_depth_and_length_are_exact(family, lora, pattern, name, depth, precision):
+    check(subject_of(model(family, lora, pattern, depth=depth), precision, SETTINGS[name]), depth, 5120)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_checkpointed_decoder_is_counted_so(checkpointed):
+    decoder = HFCausalLM(config("llama"), gradient_checkpointing=checkpointed)
+    assert subject_of(decoder).memory == MemorySettings("block" if checkpointed else "none")
+
+
+@pytest.mark.parametrize("family, lora, tile, policy", [
+    ("llama", None, None, "none"),
+    ("llama", LORA, None, "none"),
+    ("llama", LORA, None, "attention-kept"),
+    ("qwen3", None, 512, "block"),
+    pytest.param("gemma3", LORA, 512, "none", marks=pytest.mark.slow),
+    pytest.param("gemma3", LORA, 512, "attention-kept", marks=pytest.mark.slow),
+    pytest.param("gemma3", None, None, "block", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
+    """Bytes that live when the forward has ended, and of gradients when the backward has, by a meter over real tensors."""
+    settings, tokens = MemorySettings(policy), 2000
+    planned = model(family, lora, tile=tile)
+    counted = footprint(subject_of(planned, "32-true", settings), (1024, 2048))
+    between = next(m for m in counted.moments if m.part == ("between",))
+    real, data = model(family, lora, tile=tile), example_of(planned, tokens)
+    real.configure_model()
+    real.transformer.memory = settings
+    real.train()
+    with Meter() as meter:
+        parameters = meter.track(real.parameters(), PARAMETERS)
+        meter.track(real.buffers(), PARAMETERS)
+        buffers = meter.live - parameters
+        loss, _ = real.token_mean(data)
+        kept = meter.live - parameters - buffers
+    loss.backward()
+    gradients = sum(p.grad.nbytes for p in real.parameters() if p.grad is not None)
+    assert parameters == counted.parameters(4) and gradients == counted.trained(4)
+    assert kept == pytest.approx(counted.held(between, 4, tokens), rel=0.002)
+
+
+def test_states_and_buckets_are_of_what_is_trained():
+    planned = model(lora=LORA)
+    counted = footprint(subject_of(planned, "32-true", MemorySettings("block")), (1024, 2048))
+    own = 4 * numbers(model(lora=LORA), True)
+    one, two = (memory(counted, 4, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
+    assert one.kinds[OPTIMIZER] == 2 * own and own < 0.5 * counted.parameters(4)
+    assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
+    assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", 4, 4)).kinds[OPTIMIZER] == -(-2 * own // 4)
+
+
+def test_states_on_the_host_are_of_what_is_trained():
+    counted, real = footprint(subject_of(model(lora=LORA), "32-true"), (1024, 2048)), model(lora=LORA)
+    locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
+    want = sum(locked(p) * (1 + p.requires_grad) for p in real.parameters()) + 8 * numbers(real, True)
+    assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+def facts(planned):
+    return Facts.of(planned, subject_of(planned))
+
+
+@pytest.mark.parametrize(
+    "family, lora",
+    [
+        ("llama", LORA),
+        ("mistral", None),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("llama", None), ("mistral", LORA))),
+    ],
+)
+def test_flops_are_what_torch_counts(family, lora):
+    """But for norms; of a vocabulary whose projection takes half of them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
+    real = model(family, lora, **sizes)
+    real.train()
+    data = example_of(real, 1024)
+    with FlopCounterMode(display=False) as counter:
+        real.token_mean(data)[0].backward()
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        real.token_mean(data)
+    got = estimate(facts(model(family, lora, **sizes)), MemorySettings(), 1024, Setup(), H200)
+    assert got.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert step_flops(real, 1024, [1024]) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert step_flops(real, 1024, [1024], training=False) == pytest.approx(forward.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # the latter's head is its embedding
+def test_numbers(family, lora):
+    real, of = model(family, lora), facts(model(family, lora))
+    real.configure_model()
+    assert (of.parameters, of.trained_parameters) == (numbers(real), numbers(real, True))
+    assert of.whole == (lora is None) and of.logits
+    assert (of.dim, of.depth, of.hidden, of.vocab) == (64, 4, 96, real.config.vocab_size)
+    assert (of.call.heads, of.call.kv_heads) == (4, 2) and of.windows == 1
+
+
+def test_own_attention_and_patterns_are_counted():
+    """Windows cost less than dense attention, and a pattern takes their place."""
+    seconds = {}
+    for name, planned in {
+        "dense": model("mistral, dense"), "windows": model("mistral"), "hybrid": model("mistral", pattern=HYBRID),
+    }.items():  # fmt: skip
+        case = Case(subject_of(planned), facts(planned), Setup(), H200)
+        seconds[name] = case.time(MemorySettings(), 1 << 20).step.compute["attention"]
+        assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 18
+        assert not planned._built
+    assert seconds["windows"] < seconds["hybrid"] < seconds["dense"]
+
+
+def test_work_of_a_layer():
+    """Products are counted as the layer's weights have them; a recomputed layer leaves out the last; what updates add waits
+    for memory; and what is not compiled takes longer."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "depth": 3}
+    subjects = (subject_of(model(lora=x, **sizes), "bf16-true") for x in (None, LORA))
+    of, updated = (BlockWork.of(x.make, x.batch, x.precision) for x in subjects)
+    layer = model(**sizes)
+    layer.configure_model()
+    block = layer.transformer.blocks[0]
+    weights = sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    down = block.mlp.down_proj.weight.numel()
+    assert of.forward.flops == 2 * weights and of.backward.flops == 4 * weights
+    assert of.again.flops == 2 * (weights - down) and 0.8 * of.forward.moved < of.again.moved <= of.forward.moved
+    assert (
+        updated.forward.flops == updated.backward.flops == 2 * weights and updated.forward.moved > 2 * of.forward.moved
+    )
+    seconds = [
+        Facts.of(planned, subject_of(planned, "bf16-true", None, compiled)).work is None
+        for planned, compiled in ((model(**sizes), True), (model(**sizes), False))
+    ]
+    assert seconds == [True, False]
+
+
+@pytest.mark.parametrize(
+    "policy, tile",
+    [
+        ("none", None),
+        ("block", 1024),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("none", 1024), ("block", None))),
+    ],
+)
+def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
+    """Products of a step."""
+    monkeypatch.setattr(dry_run, "RIDGE", 0)
+    sizes, tokens, depth = {"hidden_size": 32, "intermediate_size": 128, "depth": 2}, 4096, 2
+    real = model(**sizes)
+    real.configure_model()
+    real.transformer.memory = MemorySettings(policy, tile=tile)
+    real.train()
+    data = example_of(real, tokens)
+    with FlopCounterMode(display=False) as counter:
+        real.token_mean(data)[0].backward()
+    ran = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).endswith("mm"))
+    of = subject_of(real, "32-true")
+    work = BlockWork.of(of.make, of.batch, of.precision, tile)
+    flops = work.forward.flops + work.backward.flops + (work.again.flops if policy == "block" else 0)
+    assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
+
+
+def test_tiles_take_the_time_of_what_they_run():
+    """In tiles a feed-forward of 0.8 of a layer's products runs forward once more, and where layers are recomputed its last
+    product, too."""
+    planned = model(hidden_size=1024, intermediate_size=4096)
+    subject = subject_of(planned, "bf16-true")
+    case = Case(subject, Facts.of(planned, subject), Setup(), H200)
+    seconds = lambda *x: case.time(MemorySettings(*x), 1 << 17).step.compute["rest"]  # noqa: E731
+    whole, tiles = seconds("none"), seconds("none", 1, 0, 8192)
+    assert seconds("none", 1, 0, 1 << 17) == whole
+    assert 0.2 < tiles / whole - 1 < 0.8 / 3  # other kernels wait for memory, of which tiles move less
+    again, in_tiles = seconds("block") - whole, seconds("block", 1, 0, 8192) - tiles
+    assert 1.1 < in_tiles / again < 1 / (1 - 0.8 / 3)
+
+
+#: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: in another order than
+#: the Trainer's, which an H200 has. 56.2: less 0.5 of a second copy of the output, which is gone
+DECODERS = [
+    ("H100", "1.3B", None, 32768, None, "dense", 1943, None),
+    ("H100", "1.3B", None, 32768, None, "hybrid", 1174, None),
+    ("H100", "1.3B", None, 131072, None, "dense", 18345, 56.2),
+    ("H100", "1.3B", None, 131072, None, "hybrid", 4756, 56.2),
+    ("H100", "8B", 16, 32768, None, "dense", 7507, 35.8),
+    pytest.param("H100", "8B", 16, 32768, None, "hybrid", 5453, 35.8, marks=pytest.mark.slow),
+    pytest.param("H100", "8B", 16, 131072, 8192, "dense", 62888, 73.1, marks=pytest.mark.slow),
+    ("H100", "8B", 16, 131072, 8192, "hybrid", 27200, 73.1),
+    ("H200", "1.3B", None, 32768, None, "dense", 1814, 30.0),
+    ("H200", "1.3B", None, 32768, None, "hybrid", 1040, 30.0),
+    ("H200", "1.3B", None, 192512, None, "dense", 36200, 75.2),
+    ("H200", "1.3B", None, 192512, None, "hybrid", 6388, 75.2),
+]
+
+
+@pytest.fixture(scope="module")
+def script():
+    """benchmarks/decoder_step.py, by names."""
+    return runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "decoder_step.py"))
+
+
+@pytest.mark.parametrize("gpu, size, lora, tokens, tile, way, ms, gib", DECODERS)
+def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
+    """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %; of hybrids on an H200 the plan says
+    12 % too few seconds."""
+    if lora is not None:
+        pytest.importorskip("peft", reason="needs the extra lora")
+    a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)
+    planned, gpu = script["ours"](a, way), GPUS[gpu]
+    subject = subject_of(planned, "bf16-true" if lora else "bf16-mixed", script["settings"](a), False, gpu.capability)
+    case = Case(subject, Facts.of(planned, subject), Setup(), gpu)
+    within = 0.13 if (gpu.name, way) == ("H200", "hybrid") else 0.10
+    assert case.time(subject.memory, tokens).seconds * 1e3 == pytest.approx(ms, rel=within)
+    if gib is not None:
+        assert case.memory(subject.memory, tokens).peak / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+class Steps(LightningModule):
+    """Notes in which order a step runs: whether there is a gradient, and whether autocast is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.notes = torch.nn.Parameter(torch.ones(2)), []
+
+    def note(self, when):
+        self.notes.append((when, self.weight.grad is not None, torch.is_autocast_enabled("cpu")))
+
+    def training_step(self, batch=None):
+        self.note("forward")
+        out = self.weight * 1
+        out.register_hook(lambda grad: self.note("backward"))
+        return out.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_the_script_runs_steps_as_the_trainer_does(script, tmp_path):
+    want, got = Steps(), Steps()
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = Trainer(accelerator="cpu", max_steps=2, precision="bf16-mixed", default_root_dir=tmp_path,
+                      enable_checkpointing=False, **options)  # fmt: skip
+    trainer.fit(want, torch.utils.data.DataLoader([0, 1]))
+    optimizer = got.configure_optimizers()
+    for _ in range(2):
+        script["train_step"](got.training_step, optimizer, torch.autocast("cpu", torch.bfloat16))
+    assert want.notes[2:] == [("forward", True, True), ("backward", False, False)]
+    assert got.notes == want.notes
+
+
+def test_the_script_has_segments_in_one_piece(script, monkeypatch, capsys):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # is put back
+        monkeypatch.delenv(name)
+    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--warm", "0", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
+    script["main"]()
+    assert os.environ[NAMES[0]] == "expandable_segments:True"
+    assert "| tiny | 64 | sdpa-flash | " in capsys.readouterr().out
+
+
+def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
+    message = "CUDA out of memory. Tried to allocate 1.47 GiB. GPU 0 has a total capacity of 79.10 GiB."
+
+    def too_long(*_):
+        raise torch.OutOfMemoryError(message)
+
+    monkeypatch.setitem(script["main"].__globals__, "row", too_long)
+    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
+    script["main"]()
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "sdpa-flash" in x)
+    assert line.startswith("| tiny | 64 | sdpa-flash | out of memory | ")
+    assert " of " in line and ", asked for 1.47 GiB |" in line
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "decoder.yaml"
+    values = {k: v for k, v in config("llama", num_hidden_layers=3).to_dict().items() if v is not None}
+    name = "lightning_dilated.integrations.transformers.HFCausalLM"
+    arguments = {"model": values, "tile": 1024}
+    path.write_text(
+        yaml.safe_dump({"model": {"class_path": name, "init_args": arguments}, "trainer": {"accelerator": "cpu"}})
+    )
+    return path
+
+
+def test_the_command_plans_a_decoder(capsys, recipe):
+    run(["--config", str(recipe), "--tokens", "64K", "--gpus", "4", "--policy", "block"])
+    out = capsys.readouterr().out
+    assert "model: HFCausalLM, " in out and "3 blocks of 32, 4 heads (2 kv) of 8" in out
+    assert "not compiled" in out and "policy" not in out.partition("in the recipe")[0]
+
+
+@pytest.mark.slow
+def test_find_max_trains_a_decoder(recipe):
+    outcome = Trials(["--config", str(recipe)], 1, timeout=240)(512)
+    assert outcome.fits and outcome.line == HFCausalLM.length_setting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_advice_after_a_run_without_memory(lora):
+    """Of a built model, sent to another process."""
+    import pickle
+
+    built = model(lora=lora)
+    built.configure_model()
+    question = Question(built, 1 << 24, "bf16-mixed", False, MemorySettings(), GPUS["A100-80GB"], Setup())
+    text = answer(pickle.loads(_pickled(question)))
+    assert "planned: 16,777,216 tokens on 1 GPU(s)" in text and "ActivationRecompute(" in text
