@@ -75,7 +75,7 @@ def test_only_the_blocks_of_a_range_are_fetched(store: str, opener: Opener, monk
     assert fetched.requests == [("/a.bin", 4 * BLOCK, 6 * BLOCK)]  # neighbours in one request
     assert fetched.count() == opener.bytes_fetched == 2 * BLOCK
     opener.remote.read(url, 4 * BLOCK, 6 * BLOCK)
-    pickle.loads(pickle.dumps(opener)).read(url, 4 * BLOCK, 6 * BLOCK)  # from the disk
+    pickle.loads(pickle.dumps(opener)).remote.read(url, 4 * BLOCK, 6 * BLOCK)  # from the disk
     assert fetched.count() == 0
     assert opener.remote.read(url, 0, len(data)).tobytes() == data
     assert fetched.requests == [("/a.bin", 0, 4 * BLOCK), ("/a.bin", 6 * BLOCK, len(data))]
@@ -104,7 +104,7 @@ def test_a_damaged_block_is_fetched_again(store: str, opener: Opener, tmp_path: 
     opener.remote.read(url, 0, BLOCK)
     (file,) = (x for x in (tmp_path / "cache" / "blocks").rglob("*") if x.is_file())
     file.write_bytes(bytes(BLOCK))
-    assert pickle.loads(pickle.dumps(opener)).read(url, 0, BLOCK).tobytes() == data
+    assert pickle.loads(pickle.dumps(opener)).remote.read(url, 0, BLOCK).tobytes() == data
 
 
 def test_a_file_is_sought_in(store: str, opener: Opener) -> None:
@@ -190,13 +190,13 @@ def test_a_changed_file_is_noticed(store: str, opener: Opener) -> None:
         stream.read(BLOCK, BLOCK + 10)
     # who looks it up now reads the new one, also where the old one is in the cache
     again = Opener(str(Path(opener.remote.cache.folder)))
-    assert again.read(url, 0, 10).tobytes() == content(3 * BLOCK, seed=1)[:10]
+    assert again.remote.read(url, 0, 10).tobytes() == content(3 * BLOCK, seed=1)[:10]
     put("a.bin", content(10))
     with pytest.raises(ValueError, match="keep the data unchanged"):
-        again.read(url, 2 * BLOCK, 3 * BLOCK)
+        again.remote.read(url, 2 * BLOCK, 3 * BLOCK)
     fsspec.filesystem("memory").rm("/a.bin")
     with pytest.raises(FileNotFoundError, match=r"a\.bin is no file .* must stay while it is in use"):
-        again.read(url, 2 * BLOCK, 3 * BLOCK)
+        again.remote.read(url, 2 * BLOCK, 3 * BLOCK)
 
 
 class Failing:
@@ -232,7 +232,7 @@ def test_requests_that_fail_are_tried_again(
     with pytest.raises(
         ConnectionError, match=rf"memory:///a\.bin could not be read in {TRIES} tries .*last checkpoint"
     ):
-        fresh.read(url, 0, 100)
+        fresh.remote.read(url, 0, 100)
     assert failing.left == 0 and len(waits) == 2 * (TRIES - 1)
 
 
@@ -295,8 +295,8 @@ def entries(address: str, folder: Path) -> dict[str, Callable[[], Any]]:
         "look_up": lambda: opener.look_up([address]),
         "size": lambda: opener.size(address),
         "open": lambda: opener.open(address),
-        "read": lambda: opener.read(address, 0, 1),
-        "prefetch": lambda: opener.prefetch([address]),
+        "read": lambda: opener.remote.read(address, 0, 1),
+        "prefetch": lambda: opener.remote.prefetch([address]),
         "bytes": lambda: ByteDataModule(address, 8, cache_dir=cache).check(),
         "tokens": lambda: TokenDataModule(address, 8, 256, cache_dir=cache).check(),
         "slides": lambda: SlideDataModule(address, cache_dir=cache).check(),
