@@ -8,14 +8,14 @@ Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from lightning_dilated._compat.torch import below_autograd, is_fake, refuse_transforms
+from lightning_dilated._compat.torch import is_fake
+from lightning_dilated._ops import Op
 from lightning_dilated.attention.resolve import chunk_part, resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
@@ -23,18 +23,6 @@ from lightning_dilated.pattern.rows import blocks, pairs
 from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
 from lightning_dilated.sequence.requirements import Problem, piece_requests
-
-#: all that the forward takes but its tensors of rows
-_REST = "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, str spec, Tensor? place=None"
-#: `torch.library.custom_op` defines the same, at three times the host's time for a call
-_LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
-_LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? received, "
-    f"Tensor? number, {_REST}) -> (Tensor, Tensor, Tensor)"
-)
-ATTENTION = torch.ops.lightning_dilated.attention.default
-ATTENTION_BACKWARD = torch.ops.lightning_dilated.attention_backward.default
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -85,16 +73,8 @@ def run_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-# the names are looked up at each call, so that tests can watch them
-_LIBRARY.impl("attention", torch.compiler.disable(lambda *args: run_forward(*args)), "CompositeExplicitAutograd")
-_LIBRARY.impl(
-    "attention_backward", torch.compiler.disable(lambda *args: run_backward(*args)), "CompositeExplicitAutograd"
-)
-
-
 # -- shapes, for tracing -----------------------------------------------------------------------------------------------
-@torch.library.register_fake("lightning_dilated::attention", lib=_LIBRARY)
-def _(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
+def _fake_forward(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
     batch, seq_len, heads, head_dim = q.shape
     lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
     received, number = q.new_empty(0), q.new_empty(0)
@@ -104,28 +84,20 @@ def _(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse, received, number
 
 
-@torch.library.register_fake("lightning_dilated::attention_backward", lib=_LIBRARY)
-def _(grad, q, k, v, *others):
+def _fake_backward(grad, q, k, v, *others):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, lengths, cu_seqlens, seed, spec, place=None):
-        ctx.set_materialize_grads(False)
-        out, lse, *received = results = below_autograd(ATTENTION, q, k, v, lengths, cu_seqlens, seed, spec, place)
-        ctx.spec = spec
-        ctx.save_for_backward(q, k, v, out, lse, *to_save(received, spec), lengths, cu_seqlens, seed, place)
-        return results
+def _saves(args: Sequence[Any], results: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], str]:
+    q, k, v, lengths, cu_seqlens, seed, spec, place = args if len(args) == 8 else (*args, None)
+    out, lse, *received = results
+    return (q, k, v, out, lse, *to_save(received, spec), lengths, cu_seqlens, seed, place), spec
 
-    @staticmethod
-    def backward(ctx, grad, *others):
-        nothing = (None,) * (len(ctx.needs_input_grad) - 3)
-        if grad is None:
-            return None, None, None, *nothing
-        *saved, place = ctx.saved_tensors
-        return *ATTENTION_BACKWARD(grad, *saved, ctx.spec, place), *nothing
+
+def _arguments(grad: Tensor, saved: Sequence[Tensor | None], spec: str) -> tuple[Any, ...]:
+    *tensors, place = saved
+    return grad, *tensors, spec, place
 
 
 def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
@@ -133,46 +105,12 @@ def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
     return received if decode(spec).sequence else [None, None]
 
 
-class _Backward(torch.autograd.Function):
-    """The backward, as a node whose own gradient is refused."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        return below_autograd(ATTENTION_BACKWARD, *args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "dilated_attention has no double backward: its gradient was asked to be differentiated again. "
-            "Leave out create_graph=True, or take lightning_dilated.attention.oracle.oracle for short sequences."
-        )
-
-
-def _with_graph(op: Any, function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The op for autograd: the function where a tensor requires a gradient, else the op alone."""
-
-    def call(*args: Any) -> Any:
-        refuse_transforms("dilated_attention", *args)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            return function.apply(*args)
-        return below_autograd(op, *args)
-
-    return torch.compiler.disable(call)
-
-
-_LIBRARY.impl("attention", _with_graph(ATTENTION, _Attention), "Autograd")
-_LIBRARY.impl("attention_backward", _with_graph(ATTENTION_BACKWARD, _Backward), "Autograd")
-
-
 # -- FLOPs -------------------------------------------------------------------------------------------------------------
-@register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
-def _forward_flops(q, k, v, lengths, cu_seqlens, seed, spec, place=None, *, out_val: Any = None, **options: Any) -> int:
+def _forward_flops(q, k, v, lengths, cu_seqlens, seed, spec, place=None) -> int:
     return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, place, decode(spec))
 
 
-@register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
-def _backward_flops(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec, place=None, *,
-                    out_val: Any = None, **options: Any) -> int:  # fmt: skip
+def _backward_flops(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec, place=None) -> int:
     return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, place, decode(spec))
 
 
@@ -211,3 +149,24 @@ def _pairs_of(spec: CallSpec, problem: Problem, local: Sequence[Span], heads: in
         for span in local
         for block in blocks(spec.pattern, span.document, heads, kv_heads, span.part, problem.heads)
     )
+
+
+#: all that the forward takes but its tensors of rows
+_REST = "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, str spec, Tensor? place=None"
+_OP = Op(
+    "attention",
+    schemas=(
+        f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor, Tensor)",
+        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? received, Tensor? number, "
+        f"{_REST}) -> (Tensor, Tensor, Tensor)",
+    ),
+    caller="dilated_attention",
+    remedy="Leave out create_graph=True, or take lightning_dilated.attention.oracle.oracle for short sequences.",
+    # the names are looked up at each call, so that tests can watch them
+    run=(lambda *args: run_forward(*args), lambda *args: run_backward(*args)),
+    fake=(_fake_forward, _fake_backward),
+    saves=_saves,
+    arguments=_arguments,
+    flops=(_forward_flops, _backward_flops),
+)
+ATTENTION, ATTENTION_BACKWARD = _OP.forward, _OP.backward

@@ -10,37 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from lightning_dilated._compat.torch import below_autograd
+from lightning_dilated._ops import Op
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
 from lightning_dilated.ext.recurrence.op import (
+    CALLER,
+    GRADIENTS,
+    REMEDY,
+    ROWS,
     RecurrenceSpec,
-    Refused,
     encode,
-    like_inputs,
+    fake_backward,
+    fake_forward,
     part_backward,
     part_forward,
     rule_flops,
-    with_graph,
+    twice_rule_flops,
 )
 from lightning_dilated.ext.recurrence.parts import Part
 from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.recurrence import RecurrentState
 from lightning_dilated.sequence.group import no_sequence
-
-_ARGS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta, Tensor? lengths, Tensor? cu_seqlens, Tensor place, "
-    "str stream, str spec"
-)
-_LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
-_LIBRARY.define(f"chunk_recurrence({_ARGS}) -> Tensor")
-_LIBRARY.define(f"chunk_recurrence_backward(Tensor grad, {_ARGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-CHUNK = torch.ops.lightning_dilated.chunk_recurrence.default
-CHUNK_BACKWARD = torch.ops.lightning_dilated.chunk_recurrence_backward.default
-KEPT.append(CHUNK)
 
 
 def chunk_recurrence(
@@ -113,47 +104,17 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return results
 
 
-for _name, _run in (("chunk_recurrence", run_forward), ("chunk_recurrence_backward", run_backward)):
-    _LIBRARY.impl(_name, torch.compiler.disable(_run), "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("lightning_dilated::chunk_recurrence", lib=_LIBRARY)
-def _(q, k, v, *others):
-    return v.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@torch.library.register_fake("lightning_dilated::chunk_recurrence_backward", lib=_LIBRARY)
-def _(grad, q, k, v, log_decay, beta, *others):
-    return like_inputs(q, k, v, log_decay, beta)
-
-
-class _Recurrence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        *tensors, ctx.stream, ctx.spec = args
-        ctx.save_for_backward(*tensors)
-        return below_autograd(CHUNK, *args)
-
-    @staticmethod
-    def backward(ctx, grad):
-        saved = ctx.saved_tensors
-        grads = CHUNK_BACKWARD(grad, *saved, ctx.stream, ctx.spec)
-        return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), *[None] * 5
-
-
-_LIBRARY.impl("chunk_recurrence", with_graph(CHUNK, _Recurrence.apply), "Autograd")
-_LIBRARY.impl(
-    "chunk_recurrence_backward",
-    with_graph(CHUNK_BACKWARD, lambda *args: Refused.apply(CHUNK_BACKWARD, *args)),
-    "Autograd",
+_REST = "Tensor place, str stream, str spec"
+_OP = Op(
+    "chunk_recurrence",
+    schemas=(f"({ROWS}, {_REST}) -> Tensor", f"(Tensor grad, {ROWS}, {_REST}) -> {GRADIENTS}"),
+    caller=CALLER,
+    remedy=REMEDY,
+    run=(run_forward, run_backward),
+    fake=(fake_forward, fake_backward),
+    saves=lambda args, out: (args[:-2], args[-2:]),
+    arguments=lambda grad, saved, rest: (grad, *saved, *rest),
+    flops=(rule_flops, twice_rule_flops),
 )
-
-
-@register_flop_formula(torch.ops.lightning_dilated.chunk_recurrence, get_raw=True)
-def _forward_flops(q, k, *args, out_val: Any = None, **options: Any) -> int:
-    return rule_flops(q, k, args[-1])
-
-
-@register_flop_formula(torch.ops.lightning_dilated.chunk_recurrence_backward, get_raw=True)
-def _backward_flops(grad, q, k, *args, out_val: Any = None, **options: Any) -> int:
-    return 2 * rule_flops(q, k, args[-1])
+CHUNK, CHUNK_BACKWARD = _OP.forward, _OP.backward
+KEPT.append(CHUNK)

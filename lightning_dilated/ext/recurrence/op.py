@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from lightning_dilated._compat.torch import autograd_within_op, below_autograd, refuse_transforms
+from lightning_dilated._compat.torch import autograd_within_op
+from lightning_dilated._ops import Op
 from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Output
 from lightning_dilated.ext.recurrence.functional import recur, recurrent_attention
@@ -27,16 +27,6 @@ from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.group import find_sequence, no_sequence
-
-_ROWS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta"
-_REST = "Tensor? lengths, Tensor? cu_seqlens, str spec"
-_LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
-_LIBRARY.define(f"recurrence({_ROWS}, {_REST}) -> Tensor")
-_LIBRARY.define(f"recurrence_backward(Tensor grad, {_ROWS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-RECURRENCE = torch.ops.lightning_dilated.recurrence.default
-RECURRENCE_BACKWARD = torch.ops.lightning_dilated.recurrence_backward.default
-KEPT.append(RECURRENCE)
-
 
 #: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token
 #: forward, and 90 backward, with 12 heads of 64
@@ -218,11 +208,7 @@ def _long(
     return Part(range(length), starts, None if lengths is None else lengths.tolist())
 
 
-for _name, _run in (("recurrence", run_forward), ("recurrence_backward", run_backward)):
-    _LIBRARY.impl(_name, torch.compiler.disable(_run), "CompositeExplicitAutograd")
-
-
-# -- shapes, for tracing -----------------------------------------------------------------------------------------------
+# -- what torch asks of an op ------------------------------------------------------------------------------------------
 def like_inputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     """What gradients of q, k, v, log_decay and beta look like."""
     q = tensors[0]
@@ -230,79 +216,39 @@ def like_inputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in tensors)
 
 
-@torch.library.register_fake("lightning_dilated::recurrence", lib=_LIBRARY)
-def _(q, k, v, *others):
+def fake_forward(q, k, v, *others):
     return v.new_empty((*q.shape[:3], v.shape[3]))
 
 
-@torch.library.register_fake("lightning_dilated::recurrence_backward", lib=_LIBRARY)
-def _(grad, q, k, v, log_decay, beta, *others):
+def fake_backward(grad, q, k, v, log_decay, beta, *others):
     return like_inputs(q, k, v, log_decay, beta)
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------
-class _Recurrence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        *tensors, ctx.spec = args
-        ctx.save_for_backward(*tensors)
-        return below_autograd(RECURRENCE, *args)
-
-    @staticmethod
-    def backward(ctx, grad):
-        saved = ctx.saved_tensors
-        grads = RECURRENCE_BACKWARD(grad, *saved, ctx.spec)
-        return *(None if x is None else g for x, g in zip(saved[:5], grads, strict=True)), None, None, None
-
-
-class Refused(torch.autograd.Function):
-    """A backward as a node whose own gradient is refused: `Refused.apply(op, *args)`."""
-
-    @staticmethod
-    def forward(ctx, op, *args):
-        return below_autograd(op, *args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError(
-            "a layer's recurrence has no double backward: its gradient was asked to be differentiated again. Leave out "
-            "create_graph=True, or call ld.recurrent_attention itself, in float64 or on a CPU."
-        )
-
-
-def with_graph(op: Any, graph: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of an op for autograd: graph(*args) where a tensor requires a gradient, else the op alone."""
-
-    def call(*args: Any) -> Any:
-        refuse_transforms("a layer's recurrence", *args)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            return graph(*args)
-        return below_autograd(op, *args)
-
-    return torch.compiler.disable(call)
-
-
-_LIBRARY.impl("recurrence", with_graph(RECURRENCE, _Recurrence.apply), "Autograd")
-_LIBRARY.impl(
-    "recurrence_backward",
-    with_graph(RECURRENCE_BACKWARD, lambda *args: Refused.apply(RECURRENCE_BACKWARD, *args)),
-    "Autograd",
-)
-
-
-# -- FLOPs -------------------------------------------------------------------------------------------------------------
-def rule_flops(q: Tensor, k: Tensor, spec: str) -> int:
-    """Of a call, forward: padding is counted."""
-    kind, segment, *_ = RecurrenceSpec.decode(spec)
+def rule_flops(q: Tensor, k: Tensor, *others: Any) -> int:
+    """Of a call, forward, whose last argument is the spec: padding is counted."""
+    kind, segment, *_ = RecurrenceSpec.decode(others[-1])
     return q.shape[0] * q.shape[1] * Recurrence(kind, segment).flops(q.shape[2], k.shape[2], q.shape[3])
 
 
-@register_flop_formula(torch.ops.lightning_dilated.recurrence, get_raw=True)
-def _forward_flops(q, k, v, log_decay, beta, lengths, cu_seqlens, spec, *, out_val: Any = None, **options: Any) -> int:
-    return rule_flops(q, k, spec)
+def twice_rule_flops(grad: Tensor, *args: Any) -> int:
+    return 2 * rule_flops(*args)
 
 
-@register_flop_formula(torch.ops.lightning_dilated.recurrence_backward, get_raw=True)
-def _backward_flops(grad, q, k, v, log_decay, beta, lengths, cu_seqlens, spec, *, out_val: Any = None,
-                    **options: Any) -> int:  # fmt: skip
-    return 2 * rule_flops(q, k, spec)
+CALLER = "a layer's recurrence"
+REMEDY = "Leave out create_graph=True, or call ld.recurrent_attention itself, in float64 or on a CPU."
+ROWS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta, Tensor? lengths, Tensor? cu_seqlens"
+GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+_OP = Op(
+    "recurrence",
+    schemas=(f"({ROWS}, str spec) -> Tensor", f"(Tensor grad, {ROWS}, str spec) -> {GRADIENTS}"),
+    caller=CALLER,
+    remedy=REMEDY,
+    run=(run_forward, run_backward),
+    fake=(fake_forward, fake_backward),
+    saves=lambda args, out: (args[:-1], args[-1]),
+    arguments=lambda grad, saved, spec: (grad, *saved, spec),
+    flops=(rule_flops, twice_rule_flops),
+)
+RECURRENCE, RECURRENCE_BACKWARD = _OP.forward, _OP.backward
+KEPT.append(RECURRENCE)
