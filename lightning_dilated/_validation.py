@@ -20,7 +20,7 @@ _CHAIN = "interpret what it reads: name the file itself, by one address"
 
 
 def is_address(path: object) -> bool:
-    """Whether a path names a store, as s3://bucket/key does."""
+    """Return whether a path names a store, as s3://bucket/key does."""
     return isinstance(path, str) and _ADDRESS.match(path) is not None
 
 

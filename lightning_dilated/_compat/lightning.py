@@ -130,7 +130,7 @@ def _keep_batches(prepare: Callable[..., Any], dataloader: Any, shuffle: bool, m
 
 
 def combined_loaders(trainer: Any) -> Any:
-    """The loaders whose batches come together, nested as the batches are; None where batches come from one loader each.
+    """Return the loaders that each give a part of a batch, nested as the batch is; None if a batch comes from one loader.
 
     Uses `_evaluation_loop`, its `_combined_loader` and `_is_sequential`.
     """
@@ -271,7 +271,7 @@ def end_runs(strategy: Any) -> None:
 
 
 def is_over(trainer: Any) -> bool:
-    """Whether no hook of a run comes after `Strategy.teardown`: an exception ended it, or Lightning's Tuner did."""
+    """Return whether no hook of a run comes after `Strategy.teardown`: an exception ended it, or Lightning's Tuner did."""
     tuned = isinstance(sys.exc_info()[1], _TunerExitException)
     return tuned or trainer.state.status == TrainerStatus.INTERRUPTED
 

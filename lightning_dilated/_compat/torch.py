@@ -132,7 +132,7 @@ def in_backward() -> bool:
 
 
 class ThreadStack(threading.local):
-    """A stack of values of which each thread has its own; a backward sees the stack of the thread that called it.
+    """A stack of values; each thread has its own. A backward sees the stack of the thread that called it.
 
     Autograd runs the backward of a GPU in threads of its own. Torch stores the caller's `contextvars` for them under
     "context" (`torch._C._get_obj_in_tls`). `values` serves torch.compile, which cannot read a ContextVar. Holds for torch
@@ -148,7 +148,7 @@ class ThreadStack(threading.local):
 
     @contextlib.contextmanager
     def with_top(self, value: Any) -> Iterator[None]:
-        """Within, a value is on top of this thread's stack."""
+        """Put a value on top of this thread's stack for the time of the context."""
         before = self.values
         self._set((*before, value))
         try:
@@ -586,7 +586,7 @@ def autograd_within_op() -> Iterator[None]:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func runs: `torch._C._functorch.peek_interpreter_stack`; 2.11 to 2.13."""
+    """Return whether a transform of torch.func runs: `torch._C._functorch.peek_interpreter_stack`; 2.11 to 2.13."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -22,7 +22,7 @@ def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:
 
 @contextlib.contextmanager
 def templates_compiled_in(environment: type[Any]) -> Iterator[None]:
-    """Within, chat templates are compiled in a subclass of Jinja's ImmutableSandboxedEnvironment.
+    """Let chat templates be compiled in a subclass of Jinja's ImmutableSandboxedEnvironment.
 
     Replaces `_compile_jinja_template` and `ImmutableSandboxedEnvironment` of `transformers.utils.chat_template_utils`.
     Known to hold for transformers 5.24.

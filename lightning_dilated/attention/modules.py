@@ -64,7 +64,7 @@ MASKS = (
 
 
 def is_causal_mask(mask: Any, shape: tuple[int, ...]) -> bool:
-    """Whether an `attn_mask` of torch, (N, N) or of `shape` (B H, N, N), is exactly the causal one.
+    """Return whether an `attn_mask` of torch, (N, N) or of `shape` (B H, N, N), is exactly the causal mask.
 
     It is bool, True at the keys behind a query; or float, -inf there and 0 elsewhere, as
     `nn.Transformer.generate_square_subsequent_mask` makes it.

@@ -99,7 +99,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def say_when(writer: pl.Callback, trainer: pl.Trainer) -> None:
-    """Say that a writer of predictions writes in `predict` only; nothing in a fit, whose recipe may serve `predict`, too."""
+    """Say that a writer writes in `predict` only; say nothing in a fit: its recipe may serve `predict`, too."""
     if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         command = trainer.state.fn.value
         rank_zero_info(f"{type(writer).__name__} writes nothing in `{command}`: run `predict` in place of it")

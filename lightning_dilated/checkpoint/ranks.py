@@ -124,7 +124,7 @@ def failure(text: str, known_to_all: bool = True) -> OSError:
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Whether all ranks raise an error, as one of `failure`."""
+    """Return whether all ranks raise an error, as `failure` makes one."""
     return getattr(error, "known_to_all", False)
 
 

@@ -1,4 +1,4 @@
-"""What a recipe says of its model and data, before either is made."""
+"""Read the model and the data of a recipe before either is made."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What attaches to the core: engines of layers, domains and instruments, a folder each; `_extensions.py` names their parts.
+"""Extensions attach to the core: engines of layers, domains and instruments. Each has a folder; `_extensions.py` names it.
 
 `MAY_IMPORT` says which other folders of `ext/` a folder imports. `.ci/lint.py` checks it.
 """
 
-#: folder: the others that it may import; one without a row imports the core alone
+#: folder: the other folders that it may import; a folder without a row imports the core alone
 MAY_IMPORT = {
     "decoding": ("profiling",),
     "evaluation": ("transformers",),

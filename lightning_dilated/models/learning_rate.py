@@ -19,7 +19,7 @@ LR_SCALE = 10.0
 
 
 def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that train at `LR_SCALE` times the rate: those of layers with a method `fast_parameters`."""
+    """Return the trained parameters that layers name by `fast_parameters`: they train at `LR_SCALE` times the rate."""
     layers = [m for m in module.modules() if m is not module and callable(getattr(m, "fast_parameters", None))]
     return [p for layer in layers for p in layer.fast_parameters() if p.requires_grad]  # type: ignore[operator]
 

@@ -406,7 +406,7 @@ class DilatedModule(Pretrained, LearningRate):
         return None if trainer is None else combined_loaders(trainer)
 
     def _are_several(self, batch: Any) -> bool:
-        """Whether a batch is made of the batches of several loaders."""
+        """Return whether a batch is made of the batches of several loaders."""
         parts = batches_in(batch, self._loaders())
         return len(parts) != 1 or parts[0] is not batch
 

@@ -113,9 +113,9 @@ class _Checked:
 
 
 def _is_value(path: Any) -> bool:
-    """Whether a class_path names a class of `VALUES`."""
-    package, _, rest = path.partition(".") if isinstance(path, str) else ("", "", "")
-    return package == PACKAGE and rest.rpartition(".")[2] in VALUES
+    """Return whether a class_path names a class of `VALUES`."""
+    package, _, name = path.partition(".") if isinstance(path, str) else ("", "", "")
+    return package == PACKAGE and name.rpartition(".")[2] in VALUES
 
 
 def _remedy(name: str) -> str:
@@ -159,9 +159,9 @@ def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
 
 
 def imported(path: str) -> Any:
-    """What a dotted name means: a public name of this package, or one in a module that is imported already; else None.
+    """Return the object of a dotted name: a public name of this package, or a name in a module that is imported; else None.
 
-    No other module makes it on demand.
+    No other module is asked to make the object.
     """
     public = path.removeprefix(f"{PACKAGE}.")
     if public != path and public in NAMES:
@@ -459,7 +459,7 @@ def _plain(value: Any, name: str = "") -> Any:
 
 
 def names_in_fp32(module: torch.nn.Module) -> set[str]:
-    """Names of the parameters that keep fp32 where the module is in 16 bits: of layers with `keeps_fp32`."""
+    """Return the names of the parameters that keep fp32 where the module is in 16 bits: their layers have `keeps_fp32`."""
     wide = [(name, m) for name, m in module.named_modules() if getattr(m, "keeps_fp32", False)]
     return {f"{name}.{each}" for name, m in wide for each, _ in m.named_parameters()}
 

@@ -221,7 +221,7 @@ def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
 
 
 class Inputs(NamedTuple):
-    """What blocks are called with.
+    """The arguments of a stack of blocks.
 
     Attributes:
         x: hidden states (B, N, E).

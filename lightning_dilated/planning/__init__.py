@@ -1,4 +1,4 @@
-"""What a machine can do, measured; what many would do, simulated; and what fits, counted."""
+"""Measure what a machine can do, simulate what many machines would do, and count what fits."""
 
 from typing import TYPE_CHECKING
 

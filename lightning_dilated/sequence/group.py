@@ -130,7 +130,7 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:
-        """Within, `dilated_attention` without `sequence=` computes over this group; in this thread alone.
+        """Let `dilated_attention` without `sequence=` compute over this group within the context, in this thread alone.
 
         With recomputation the backward has to run within, too, since it calls `dilated_attention` again.
         """
@@ -316,7 +316,7 @@ def active_sequence() -> SequenceGroup | None:
 
 @contextlib.contextmanager
 def no_sequence() -> Iterator[None]:
-    """Within, no sequence is active in this thread, as for what a rank computes alone."""
+    """Let no sequence be active in this thread within the context: a rank then computes alone."""
     with _active.with_top(None):
         yield
 

@@ -155,7 +155,7 @@ class RunGroups:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Within, new process groups of this process are those of the run."""
+        """Let process groups that this process makes within the context end with the run."""
         before = process_groups()
         try:
             yield
@@ -167,7 +167,7 @@ class RunGroups:
         self.groups += groups
 
     def hold(self, names: set[str]) -> bool:
-        """Whether a group of these names is among those of the run; then all of them last, but not the connections."""
+        """Return whether a group of the run has one of these names; all groups then last, but not the connections."""
         if not any(group.group_name in names for group in self.groups):
             return False
         _left.append(forget_connections(self._before, ()))

@@ -249,7 +249,7 @@ def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
 
 
 def make_replicas(strategy: SequenceStrategy) -> Replicas | None:
-    """What compares the parameters of a region's ranks in a fit; None where no other rank holds them."""
+    """Make the comparison of the parameters of a region's ranks in a fit; None if no other rank holds them."""
     if not strategy._fitting or strategy.sizes.region_size == 1:
         return None
     return Replicas(strategy.lightning_module, strategy._check_replicas, strategy._region_group or dist.group.WORLD)

@@ -111,7 +111,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @property
     def _compared_options(self) -> dict[str, Any]:
-        """Those that have to be equal on all ranks; each call of attention compares the speeds of links itself."""
+        """Return the options that have to be equal on all ranks; each call of attention compares the speeds of links."""
         return {
             "class": type(self),
             "sizes": [self._regions, *self._requested_sizes],

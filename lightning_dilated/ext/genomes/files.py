@@ -73,7 +73,7 @@ def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
 
 
 def _is_unclean(first: bytes) -> bool:
-    """Whether a file that begins so has a byte order mark, or lines that end in CR alone."""
+    """Return whether a file with this beginning has a byte order mark, or lines that end in CR alone."""
     return first.startswith(codecs.BOM_UTF8) or b"\r" in first[:-1].replace(b"\r\n", b"")
 
 

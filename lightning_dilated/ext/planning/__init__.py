@@ -1,4 +1,4 @@
-"""What a machine can do, measured; what many would do, simulated; and what fits, counted."""
+"""Measure what a machine can do, simulate what many machines would do, and count what fits."""
 
 from lightning_dilated.ext.planning.counting import Meter
 from lightning_dilated.ext.planning.gpus import dense_yardstick, peak_memory, seconds_of

@@ -165,17 +165,17 @@ def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Te
 
 
 def _without_values(x: Tensor) -> bool:
-    """Whether a tensor has a shape alone."""
+    """Return whether a tensor has a shape and no values."""
     return x.is_meta or is_fake(x)
 
 
 def _readable(x: Tensor) -> bool:
-    """Whether values may be read on the host: not while a graph is made, nor within torch.func."""
+    """Return whether the host may read values: not while a graph is made, nor within torch.func."""
     return not (is_fake(x) or is_traced() or transformed())
 
 
 def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
-    """What a call of tensors without values returns, on one rank or many: tensors without values, with a gradient."""
+    """Return the results of a call of tensors without values: tensors without values, with a gradient."""
     q, k, v = checked.inputs.all[:3]
     anchor = torch.stack([x.sum().to(checked.dtype) for x in checked.tensors()]).sum()
     out = (v.new_zeros(*q.shape[:3], v.shape[3], dtype=checked.dtype) + anchor).to(v.dtype)

@@ -57,7 +57,7 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message may be learned: neither its `weight` nor its `train` is 0 or false."""
+    """Return whether a message may be learned: neither its `weight` nor its `train` is 0 or false."""
     return all(message.get(name, 1) for name in _SWITCHES)
 
 
@@ -96,14 +96,14 @@ def _message(value: Any, where: str) -> dict[str, Any]:
 
 
 def _is_text(content: Any) -> bool:
-    """Whether a content is a text, or a list of parts that are texts."""
+    """Return whether a content is a text, or a list of parts that are texts."""
     if not isinstance(content, list):
         return isinstance(content, str)
     return all(isinstance(x, Mapping) and x.get("type") == "text" and isinstance(x.get("text"), str) for x in content)
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """A list of objects, of which each, or all, may be JSON as text; None for none. Raises: ValueError for anything else."""
+    """Return a list of objects, None for none; each object, or the list, may be JSON as text. Raises: ValueError."""
     read = _from_json(value, what)
     several = [read] if isinstance(read, Mapping) else read or []
     objects = [_from_json(x, what) for x in several] if isinstance(several, list) else [None]
@@ -113,7 +113,7 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
 
 
 def _from_json(value: Any, what: str) -> Any:
-    """What a text says in JSON; anything else as it is."""
+    """Return the value of a text in JSON; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -307,7 +307,7 @@ _MULTIPLY = {"replace", "join", "indent", "wordwrap", "expandtabs", "translate",
 
 
 class _Left:
-    """What a text may still take."""
+    """The steps, characters and seconds that are left for a text."""
 
     def __init__(self) -> None:
         self.steps, self.characters, self.end = STEPS, CHARACTERS, time.thread_time() + SECONDS

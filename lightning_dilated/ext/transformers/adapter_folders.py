@@ -34,7 +34,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def check_plain(folder: str | Path) -> None:
-    """Refuse options of adapters that name a module, which peft would import; transformers reads those of any folder.
+    """Refuse options of adapters that name a module, which peft would import; transformers reads the options of any folder.
 
     Raises:
         ValueError: naming the option.

@@ -91,7 +91,7 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
 
 
 def is_of_package(folder: str | Path) -> bool:
-    """Whether a folder is one that `consolidate` or `save_pretrained` of this package wrote, not transformers."""
+    """Return whether a folder is one that `consolidate` or `save_pretrained` of this package wrote, not transformers."""
     try:
         return "class_path" in json.loads(text_of(Path(folder) / "config.json"))
     except (OSError, ValueError, TypeError):
