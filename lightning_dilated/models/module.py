@@ -47,7 +47,6 @@ from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import check_input, integer, text_of
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
-from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models.learning_rate import LR_SCALE, LearningRate, fast_parameters
 from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, batches_in, each_batch
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
@@ -178,8 +177,6 @@ class DilatedModule(Pretrained, LearningRate):
                 raise TypeError(f"{name} must be a function of parameters, such as torch.optim.AdamW; got {value!r}.")
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
-        #: files of the tokenizer that the weights belong to, by name: those of a checkpoint or folder; None without
-        self.tokenizer_files: dict[str, str] | None = None
         self._shown = Newest()
         self._suffix = ""  # of the names of metrics that are logged
         self._loader_states = {stage: LoaderStates() for stage in STAGES}
@@ -421,32 +418,24 @@ class DilatedModule(Pretrained, LearningRate):
         """An attribute of the Trainer's datamodule, if there are both."""
         return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
 
-    def current_tokenizer(self) -> dict[str, str] | None:
-        """The files of the tokenizer of the Trainer's data, or else `tokenizer_files`."""
-        of_data = self._data_setting("tokenizer_files")
-        return (of_data() if callable(of_data) else None) or self.tokenizer_files
-
     def _optimizer_step(self) -> int:
         """The Trainer's, 0 without one."""
         return getattr(attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write patterns among the hyperparameters as plain mappings, so that the file loads with `weights_only=True`, the
-        name of the module's class, and the tokenizer of the data."""
+        """Write patterns among the hyperparameters as plain mappings, so that the file loads with `weights_only=True`, and
+        the name of the module's class."""
         checkpoint["class_path"] = class_path(self)
-        if (tokenizer := self.current_tokenizer()) is not None:
-            checkpoint["tokenizer"] = tokenizer
         hparams = checkpoint.get("hyper_parameters", {})
         if hparams:
             checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the layers attend as the trained ones did, which weights do not show; keep the tokenizer.
+        """Check that the layers attend as the trained ones did, which weights do not show.
 
         Raises:
-            ValueError: in a Trainer's run, for other rotary bases or recurrences. Another pattern or tokenizer is reported.
+            ValueError: in a Trainer's run, for other rotary bases or recurrences. Another pattern is reported.
         """
-        self._keep_tokenizer(checked_files(checkpoint.get("tokenizer"), "the checkpoint"))
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
         if attached_trainer(self) is None or not bases:  # outside of a run the caller chose them
@@ -479,15 +468,6 @@ class DilatedModule(Pretrained, LearningRate):
             raise ValueError(
                 f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has "
                 f"{plain_recurrences(ours)!r}, with which it would compute something else. Set recurrence to the former."
-            )
-
-    def _keep_tokenizer(self, files: dict[str, str] | None) -> None:
-        self.tokenizer_files = files
-        of_data = self.current_tokenizer()
-        if files is not None and of_data is not None and of_data[MAIN] != files[MAIN]:
-            rank_zero_warn(
-                "the checkpoint was trained with another tokenizer than the data has now (their tokenizer.json differ): "
-                "equal tokens may mean something else. Set data.tokenizer to that of the checkpoint."
             )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:

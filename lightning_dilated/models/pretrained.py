@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated._extensions import NAMES, place
-from lightning_dilated.data.text.tokenizer_files import PATTERNS, read_files, write_files
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
 
@@ -301,9 +300,18 @@ class Pretrained:
     libraries are imported on use.
     """
 
+    #: patterns of the files besides these two that a subclass writes and reads
+    hub_files: tuple[str, ...] = ()
+
+    def write_hub_files(self, folder: Path) -> None:
+        """Write the files besides these two."""
+
+    def read_hub_files(self, folder: Path) -> None:
+        """Read them into a new model."""
+
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors into `folder`, which is created, and the files of the tokenizer of the
-        data, if there is one; the optimizer is left out.
+        """Write config.json and model.safetensors into `folder`, which is created, and a language model's tokenizer; the
+        optimizer is left out.
 
         On several ranks, only one calls it.
 
@@ -312,7 +320,7 @@ class Pretrained:
             ValueError: for parameters that are sharded over ranks.
         """
         path = write_folder(Path(folder), config_of(self), tensors_of(self))
-        write_files(path, self.current_tokenizer())  # type: ignore[attr-defined]  # of DilatedModule
+        self.write_hub_files(path)
         return path
 
     @classmethod
@@ -337,12 +345,12 @@ class Pretrained:
             FileNotFoundError: for a missing folder or repository, or one without the two files.
             ValueError: for a broken file, another class, or weights that do not fit.
         """
-        folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
+        folder = _folder(path_or_repo, cls.hub_files, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
         which = class_in_file(cls, config["class_path"], folder, "from_pretrained")
         config["init_args"] = file_arguments(config["init_args"], folder / CONFIG, changes)
         model = made_of(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
-        model.tokenizer_files = read_files(folder)
+        model.read_hub_files(folder)
         return model
 
     def push_to_hub(
@@ -491,8 +499,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: x.detach().contiguous() for name, x in state.items() if alias.get(name, name) == name}
 
 
-def _folder(path: str | Path, **options: Any) -> Path:
-    """The local folder of a path, or of a snapshot of a repository."""
+def _folder(path: str | Path, also: tuple[str, ...], **options: Any) -> Path:
+    """The local folder of a path, or of a snapshot of a repository, with the files of the patterns `also`."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists():
@@ -501,7 +509,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
         raise FileNotFoundError(f"{path}: no such folder, and not the name of a repository (owner/name).")
     download = library_of("huggingface_hub").snapshot_download
     try:
-        return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
+        return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *also], **options))
     except Exception as error:  # offline, or no such repository or revision, or no access
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(

@@ -6,7 +6,7 @@ Shape letters: B batch, L tokens of this rank, E features, V vocabulary.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_dilated.data import LongContextDataModule
-from lightning_dilated.ext.transformers import HFCausalLM
 from lightning_dilated.memory.chunked_loss import IGNORE
-from lightning_dilated.models import LongNetLM
 
 NAME = "accuracy_by_depth"
 FIELDS = (
@@ -61,14 +59,12 @@ class AccuracyByDepth(pl.Callback):
         self.table, self.picture = table, picture
         self.rows: list[dict[str, Any]] = []
         self._counts: Tensor | None = None
-        self._batch: Mapping[str, Any] = {}
-        self._watch: DecoderWatch | None = None
         self._where = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check model and data; find the folder, which takes all ranks."""
         data = _data(trainer)
-        if not isinstance(pl_module, (LongNetLM, HFCausalLM)):
+        if not hasattr(pl_module, "watch_predictions"):
             raise TypeError(
                 "AccuracyByDepth needs a causal language model, a LongNetLM or HFCausalLM; got "
                 f"{type(pl_module).__name__}. Remove the callback."
@@ -87,12 +83,6 @@ class AccuracyByDepth(pl.Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer, pl_module, "test")
-
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
-        self._batch = batch
-
-    def on_test_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
-        self._batch = batch
 
     def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
         """Add a batch's predictions (B, L) at this rank's positions."""
@@ -119,24 +109,12 @@ class AccuracyByDepth(pl.Callback):
         # one number for each sample: ranks that share a sample, or have samples of their own, need only be summed
         samples = _data(trainer).sizes[split]
         self._counts = torch.zeros(2, samples, dtype=torch.int64, device=pl_module.device)
-        if isinstance(pl_module, LongNetLM):
-            pl_module.watch_predictions = self.add
-        else:
-            self._watch = DecoderWatch(pl_module.decoder, self._labels, self._add_current)
-
-    def _labels(self) -> Tensor:
-        return self._batch["labels"]
-
-    def _add_current(self, predictions: Tensor) -> None:
-        self.add(self._batch, predictions)
+        pl_module.watch_predictions = self.add
 
     def _end(self, pl_module: Any) -> Tensor | None:
         """Detach from the model and return the counts."""
-        if isinstance(pl_module, LongNetLM):
-            pl_module.watch_predictions = None
-        if self._watch is not None:
-            self._watch.remove()
-        counts, self._counts, self._batch, self._watch = self._counts, None, {}, None
+        pl_module.watch_predictions = None
+        counts, self._counts = self._counts, None
         return counts
 
     def _report(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
@@ -174,23 +152,17 @@ def _data(trainer: pl.Trainer) -> Any:
     return getattr(trainer, "datamodule", None)
 
 
-def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> None:
+def check_fits(model: Any, data: LongContextDataModule) -> None:
     """Raise ValueError where tokens or positions of the data are not in the model; warn above the length it is made for."""
-    longest = max(data.lengths)
-    if isinstance(model, LongNetLM):
-        size, most, rotary = model.vocab_size, model.max_seq_len, True
-    else:
-        text = model.config.get_text_config(decoder=True)
-        size, most = text.vocab_size, getattr(text, "max_position_embeddings", None)
-        rotary = getattr(text, "rope_parameters", None) is not None
-    if data.vocab_size > size:
+    longest, most = max(data.lengths), model.max_seq_len
+    if data.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the model has {size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the tokenizer that "
+            f"the model has {model.vocab_size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the tokenizer that "
             "the model was trained with, or train the model with a vocabulary of at least that size."
         )
     if most is None or longest <= most:
         return
-    if not rotary:
+    if model.learns_positions:
         raise ValueError(
             f"the lengths go up to {longest:,}, but the model has positions for {most:,} tokens: leave out longer ones."
         )
@@ -198,52 +170,6 @@ def check_fits(model: LongNetLM | HFCausalLM, data: LongContextDataModule) -> No
         f"the lengths go up to {longest:,}, above the {most:,} tokens that the model is made for: expect wrong answers "
         "there."
     )
-
-
-class DecoderWatch:
-    """Calls `add` with the likeliest tokens (B, L) at each forward of a decoder, -100 where there is no label.
-
-    Where logits are computed in tiles the decoder's layers are called without its head; the logits of tokens with a label
-    are then computed once more.
-
-    Args:
-        decoder: of transformers.
-        labels: gives the labels (B, L) of the batch under way.
-        add: takes the tokens.
-    """
-
-    def __init__(self, decoder: Any, labels: Callable[[], Tensor], add: Callable[[Tensor], None]) -> None:
-        self.labels, self.add, self.head = labels, add, decoder.get_output_embeddings()
-        self._whole = False
-        self._hooks = (
-            decoder.register_forward_pre_hook(self._begin),
-            decoder.register_forward_hook(self._from_logits),
-            decoder.base_model.register_forward_hook(self._from_states),
-        )
-
-    def remove(self) -> None:
-        """Detach from the decoder."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, *args: Any) -> None:
-        self._whole = True
-
-    def _from_logits(self, module: Any, inputs: Any, output: Any) -> None:
-        self._whole = False
-        counted = self.labels() != IGNORE
-        self._add(counted, output.logits[counted])
-
-    @torch.no_grad()
-    def _from_states(self, module: Any, inputs: Any, output: Any) -> None:
-        if self._whole:
-            return
-        counted = self.labels() != IGNORE
-        self._add(counted, self.head(output.last_hidden_state[counted]))
-
-    def _add(self, counted: Tensor, logits: Tensor) -> None:
-        tokens = torch.full(counted.shape, IGNORE, device=counted.device)
-        self.add(tokens.masked_scatter_(counted, logits.argmax(-1)))
 
 
 def rows_of(

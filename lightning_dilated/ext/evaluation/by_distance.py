@@ -19,8 +19,6 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.ext.transformers import HFCausalLM
-from lightning_dilated.models.longnet.lm import LongNetLM
 from lightning_dilated.sequence import active_sequence
 
 #: octaves of positions up to 2^48 tokens
@@ -57,7 +55,7 @@ class LossByPosition(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that each token has a loss and a position in its sequence; find the folder, which takes all ranks."""
-        if not isinstance(pl_module, (LongNetLM, HFCausalLM)):
+        if not hasattr(pl_module, "watch_losses"):
             raise TypeError(
                 "LossByPosition needs a causal language model, a LongNetLM or HFCausalLM, whose tokens each have a loss; "
                 f"got {type(pl_module).__name__}. Remove the callback."
@@ -172,7 +170,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 class RecallByDistance(pl.Callback):
     """Share of right answers in validation and test, in all and by octave of the distance, summed over all ranks.
 
-    For a LongNetLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and which has
+    For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and which has
     `distances(split, index)`: (N,) integers of a sample of "val" or "test", at each label how many tokens back its answer
     stands, or 0 to leave the label out. An answer is right if its token is the likeliest; logits at labels suffice for it.
 
@@ -183,7 +181,7 @@ class RecallByDistance(pl.Callback):
         rows: of the last validation or test: mappings of first and last (distances), labels, accuracy.
 
     Raises:
-        TypeError: as a run starts, for a model that is no LongNetLM, or data without `distances`.
+        TypeError: as a run starts, for another model, or data without `distances`.
         ValueError: as a run starts, for data that are streams.
     """
 
@@ -194,10 +192,10 @@ class RecallByDistance(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the model gives answers and the data their distances."""
-        if not isinstance(pl_module, LongNetLM):
+        if not hasattr(pl_module, "watch_predictions"):
             raise TypeError(
-                f"RecallByDistance needs a LongNetLM, whose labels each have an answer; got {type(pl_module).__name__}. "
-                "Remove the callback."
+                "RecallByDistance needs a causal language model, a LongNetLM or HFCausalLM, whose labels each have an answer; "
+                f"got {type(pl_module).__name__}. Remove the callback."
             )
         data = _datamodule(trainer)
         if not callable(getattr(data, "distances", None)):
@@ -243,7 +241,7 @@ class RecallByDistance(pl.Callback):
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, split: str) -> None:
         self._counts = torch.zeros(2, OCTAVES, dtype=torch.int64, device=pl_module.device)
         self._distances = functools.partial(_datamodule(trainer).distances, split)
-        pl_module.watch_predictions = self.add  # type: ignore[assignment]  # a LongNetLM, by `setup`
+        pl_module.watch_predictions = self.add  # type: ignore[assignment]  # a language model, by `setup`
 
     def _end(self, pl_module: pl.LightningModule) -> Tensor | None:
         """Detach from the model and return the counts."""

@@ -143,10 +143,7 @@ def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder
     if model.tokenizer_files is not None:
         write_files(folder, model.tokenizer_files)
         return str(folder / MAIN)
-    if isinstance(model, LongNetLM) and model.vocab_size == 256:
-        return None
-    size = model.vocab_size
-    if isinstance(model, HFCausalLM) and size == 256:
+    if (size := model.vocab_size) == 256:
         return None
     raise ValueError(
         f"--ckpt_path {args.ckpt_path} has a vocabulary of {size}, so it does not read bytes: give --tokenizer with the "

@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,7 +23,6 @@ from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real, text_of
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.data.text.tokenizer_files import write_files
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
 from lightning_dilated.ext.transformers import adapter_folders
 from lightning_dilated.ext.transformers.adapter_folders import is_folder, stored_config
@@ -48,7 +48,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.lm import PLACE
-from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.models.with_tokenizer import WithTokenizer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
 from lightning_dilated.sequence import SequenceSpec, active_sequence
@@ -57,7 +57,7 @@ from lightning_dilated.sequence import SequenceSpec, active_sequence
 PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
 
 
-class HFCausalLM(DilatedModule):
+class HFCausalLM(WithTokenizer):
     """A causal language model of transformers, with `attn_implementation="ring_dilated"`.
 
     Batches are those of a `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position,
@@ -98,6 +98,8 @@ class HFCausalLM(DilatedModule):
     causal = predicts_next_token = True
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
+    #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
+    watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def __init__(
         self,
@@ -318,16 +320,28 @@ class HFCausalLM(DilatedModule):
         self.configure_model()
         tile = self._loss_tile()
         if tile is None:
-            nats = token_nats(self(batch).flatten(0, 1), labels.flatten(), self.compile_blocks)
+            logits = self(batch)
+            self._show_likeliest(batch, lambda counted: logits[counted].argmax(-1))
+            nats = token_nats(logits.flatten(0, 1), labels.flatten(), self.compile_blocks)
             return nats.sum() if summed else nats.view(labels.shape)
         with self._call(batch) as (tokens, options):
             states = self.decoder.base_model(tokens, **options).last_hidden_state
         head = self.decoder.get_output_embeddings()
+        likeliest = functools.partial(tiled, lambda x: head(x).argmax(-1), (head,), tile)
+        self._show_likeliest(batch, lambda counted: likeliest(states[counted][None])[0])
 
         def nats_of(x: Tensor, y: Tensor) -> Tensor:
             return token_nats(head(x).flatten(0, 1), y.flatten(), self.compile_blocks).view(y.shape)
 
         return (tiled_sum if summed else tiled)(nats_of, (head,), tile, states, labels)
+
+    @torch.no_grad()
+    def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
+        """Show a callback that watches the likeliest token at each label: those of a mask (B, L), from `likeliest`."""
+        if self.watch_predictions is not None:
+            counted = batch["labels"] != IGNORE
+            tokens = torch.full(counted.shape, IGNORE, device=counted.device)
+            self.watch_predictions(batch, tokens.masked_scatter_(counted, likeliest(counted)))
 
     def _loss_tile(self) -> int | None:
         """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
@@ -466,6 +480,16 @@ class HFCausalLM(DilatedModule):
         """How many tokens the decoder has."""
         return self.config.get_text_config(decoder=True).vocab_size
 
+    @property
+    def max_seq_len(self) -> int | None:
+        """Tokens that the decoder is made for, where its config says so."""
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether there are positions up to `max_seq_len` alone, as rotary ones are for any."""
+        return getattr(self.config.get_text_config(decoder=True), "rope_parameters", None) is None
+
     # -- folders of transformers ---------------------------------------------------------------------------------------
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
         """Write a folder of transformers, which loads without this package; a pattern is in its config.
@@ -492,7 +516,7 @@ class HFCausalLM(DilatedModule):
             adapter_folders.save(self._adapted[0], folder, self.config)
         else:
             self.decoder.save_pretrained(folder)
-        write_files(Path(folder), self.current_tokenizer())
+        self.write_hub_files(Path(folder))
         return Path(folder)
 
     @classmethod

@@ -26,6 +26,7 @@ from lightning_dilated.models.documents import Documents, check_form, mean_token
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.transformer import USUAL, init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
+from lightning_dilated.models.with_tokenizer import WithTokenizer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
@@ -47,7 +48,7 @@ class TokenOptions(SizeOptions, LongNetOptions, total=False):
     predict_embeddings: bool
 
 
-class TokenModel(TransformerModel):
+class TokenModel(WithTokenizer, TransformerModel):
     """Embedding, blocks and output projection of a model over tokens (bytes by default); base of LongNetLM and LongNetMLM.
 
     Args:
@@ -243,6 +244,8 @@ class LongNetLM(StreamedLosses, TokenModel):
     """
 
     predicts_next_token = True
+    #: whether there are positions up to `max_seq_len` alone; rotary ones are for any
+    learns_positions = False
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
