@@ -46,10 +46,16 @@ def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=to
     found = []
     for setting in settings:
         group = SequenceGroup(**setting)
-        mine = torch.tensor([p for held in group.shard(length).ranges(rank) for p in held], device=DEVICE, dtype=torch.int64)
+        mine = torch.tensor(
+            [p for held in group.shard(length).ranges(rank) for p in held], device=DEVICE, dtype=torch.int64
+        )
         got = run([x[:, mine] for x in full], pattern, causal, sequence=group)
         for name, a, b, limit in zip(NAMES, got, exact, own, strict=True):
-            worst = (a.double() - b[:, mine]).abs().max() if len(mine) else torch.zeros((), device=DEVICE, dtype=torch.float64)
+            worst = (
+                (a.double() - b[:, mine]).abs().max()
+                if len(mine)
+                else torch.zeros((), device=DEVICE, dtype=torch.float64)
+            )
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             found.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
         group.close()

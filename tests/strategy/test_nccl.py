@@ -72,4 +72,3 @@ def test_parameters_that_drift():
         assert "ranks [0, 1] of the job hold unlike values" in error and "embedding.weight" in error, error
         assert step <= 4
     assert nothing == ("", 6)
-
