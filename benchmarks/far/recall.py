@@ -53,7 +53,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--contrast", type=float, default=0.1)
     p.add_argument("--balance", type=float, default=0.1)
     p.add_argument("--spread", type=float, default=0.0, help="balance of the codes of asked queries")
-    p.add_argument("--taught-from", type=int, help="codes have no part in soft scores; their losses count from this step on")
+    p.add_argument(
+        "--taught-from", type=int, help="codes have no part in soft scores; their losses count from this step on"
+    )
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     p.add_argument("--steps", type=int, nargs="+", default=[400, 400, 300, 200], help="of each length")
     p.add_argument("--local", type=int, nargs="+", default=[128, 512, 2048, 2048], help="local segments at each length")
