@@ -49,6 +49,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--exchange", default="auto")
     p.add_argument("--head-size", type=int, default=1)
     p.add_argument("--strategy", default="ring_dilated", choices=["ring_dilated", "ring_dilated_fsdp"])
+    p.add_argument("--check-replicas", type=int, default=100, help="steps between comparisons of replicas; 0: none")
     p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
     p.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
     p.add_argument("--accelerator", default="auto")
@@ -128,10 +129,11 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     warm = max(2, WARM // tokens) if args.warm is None else args.warm
     clock, steps = Watch(warm, args.steps, args.wait), warm + args.steps + 1
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
+    checks = {"check_replicas": args.check_replicas or None} if args.strategy == "ring_dilated" else {}
     callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
     trainer = pl.Trainer(
         accelerator=args.accelerator, devices=dist_ranks(), precision=args.precision, max_steps=steps, logger=False,
-        strategy=kind(exchange=args.exchange, head_size=args.head_size), enable_checkpointing=False,
+        strategy=kind(exchange=args.exchange, head_size=args.head_size, **checks), enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, log_every_n_steps=10**9,
     )  # fmt: skip
     on_gpu = trainer.strategy.root_device.type == "cuda"

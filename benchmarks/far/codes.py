@@ -77,13 +77,19 @@ def probed(z: Tensor, probes: int) -> Tensor:
     return torch.cat([own[None], (own[..., None] + change.gather(-1, unsure)).movedim(-1, 0)])
 
 
-def attend(query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int) -> tuple[Tensor, ...]:
-    """Fields of `Read` of blocks: (b, T, D + G M) queries, (b, S, 2 D + G M) rows; allowed (b, T, S)."""
+def attend(
+    query: Tensor, packed: Tensor, allowed: Tensor, dim: int, groups: int, taught: bool = False
+) -> tuple[Tensor, ...]:
+    """Fields of `Read` of blocks: (b, T, D + G M) queries, (b, S, 2 D + G M) rows; allowed (b, T, S).
+
+    `taught`: codes have no part in the scores, and only their losses train them.
+    """
     q, chances_q = query.split([dim, query.shape[-1] - dim], -1)
     k, v, chances_k = packed.split([dim, dim, query.shape[-1] - dim], -1)
     cut = lambda x: x.unflatten(-1, (groups, -1)).transpose(-3, -2)  # noqa: E731
     agree = (cut(chances_q) @ cut(chances_k).mT).float().clamp_min(1e-9).log().sum(-3)
-    scores = ((q @ k.mT).float() * dim**-0.5 + agree).masked_fill(~allowed, NONE)
+    scores = (q @ k.mT).float() * dim**-0.5
+    scores = (scores if taught else scores + agree).masked_fill(~allowed, NONE)
     top = scores.amax(-1, keepdim=True).detach()
     weights = (scores - top).exp() * allowed
     total = weights.sum(-1, keepdim=True)
@@ -131,7 +137,7 @@ def exact(query: Tensor, code: Tensor, position: Tensor, rows: Rows, latest: int
     return Read(*(torch.cat(x).index_select(0, asked) for x in zip(*parts, strict=True)), reads)
 
 
-def soft(query: Tensor, packed: Tensor, dim: int, groups: int) -> Read:
+def soft(query: Tensor, packed: Tensor, dim: int, groups: int, taught: bool = False) -> Read:
     """All rows j <= p of (B, N, …), parts of the batch and of the queries one by one, once more in the backward."""
     size, device = query.shape[1], query.device
     step, cut = max(1, SCORES // size**2), -(-size // 4)
@@ -141,7 +147,7 @@ def soft(query: Tensor, packed: Tensor, dim: int, groups: int) -> Read:
         allowed = torch.arange(begin, end, device=device)[:, None] >= torch.arange(end, device=device)
         some = []
         for i in range(0, len(query), step):
-            args = (attend, query[i : i + step, begin:end], packed[i : i + step, :end], allowed, dim, groups)
+            args = (attend, query[i : i + step, begin:end], packed[i : i + step, :end], allowed, dim, groups, taught)
             some.append(checkpoint(*args, use_reentrant=False))
         parts.append([torch.cat(x) for x in zip(*some, strict=True)])
     counts = torch.arange(1, size + 1, device=device).expand(len(query), -1)

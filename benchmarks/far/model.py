@@ -56,6 +56,7 @@ class Settings:
     local: int = 2048
     probes: int = 1
     soft: bool = False
+    taught: bool = False
 
 
 @dataclass
@@ -213,6 +214,8 @@ class Layer(nn.Module):
         """
         sizes, carried, asked = self.sizes, call.carried, call.asked
         cut = (sizes.groups, sizes.codes)
+        taught = call.settings.soft and call.settings.taught
+        y = y.detach() if taught else y
         z_q = self.query_code(self.query_taps(y, carried, "query")).float().unflatten(-1, cut)
         z_k = self.key_code(self.key_taps(y, carried, "key")).float().unflatten(-1, cut)
         if sizes.sharp is not None:
@@ -221,7 +224,7 @@ class Layer(nn.Module):
         query = torch.cat([q, z_q.softmax(-1).flatten(2).to(q.dtype)], -1)
         packed = torch.cat([k, v, chances.flatten(2).to(k.dtype)], -1)
         if call.settings.soft:
-            read = codes.soft(query, packed, self.dim, sizes.groups).shaped(1, *q.shape[:2])
+            read = codes.soft(query, packed, self.dim, sizes.groups, taught).shaped(1, *q.shape[:2])
         else:
             read = self.look_up(query, packed, z_q, codes.numbers(z_k), call)
         out, agree, contrast = codes.mix(read, self.null)

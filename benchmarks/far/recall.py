@@ -53,6 +53,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--contrast", type=float, default=0.1)
     p.add_argument("--balance", type=float, default=0.1)
     p.add_argument("--spread", type=float, default=0.0, help="balance of the codes of asked queries")
+    p.add_argument(
+        "--taught-from", type=int, help="codes have no part in soft scores; their losses count from this step on"
+    )
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     p.add_argument("--steps", type=int, nargs="+", default=[400, 400, 300, 200], help="of each length")
     p.add_argument("--local", type=int, nargs="+", default=[128, 512, 2048, 2048], help="local segments at each length")
@@ -100,7 +103,7 @@ def write(a: argparse.Namespace, row: dict[str, Any]) -> None:
 
 
 def loss_of(
-    model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace
+    model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace, step: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(training loss, nats of the answers, losses and counts of the far head)."""
     tokens, asked, answers, _ = batch
@@ -108,7 +111,7 @@ def loss_of(
         logits, aux = model(tokens, asked, settings)
         nats = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
     extra = sum(getattr(a, name) * aux[name] for name in ("agree", "contrast", "balance", "spread") if name in aux)
-    return nats + extra, nats.detach(), aux
+    return nats + extra * (step >= (a.taught_from or 0)), nats.detach(), aux
 
 
 def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
@@ -119,10 +122,10 @@ def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
     gen = torch.Generator(a.device).manual_seed(1000 + a.seed)
     total, step, began, curve, seconds = sum(a.steps), 0, time.monotonic(), [], {}
     for size, steps, local in zip(a.lengths, a.steps, a.local, strict=True):
-        settings = Settings(local, a.probes, size <= a.soft_until)
+        settings = Settings(local, a.probes, size <= a.soft_until, a.taught_from is not None)
         for _ in range(steps):
             batch = task.draw(size, max(1, a.tokens // size), gen, a.queries)
-            loss, nats, aux = loss_of(model, batch, settings, a)
+            loss, nats, aux = loss_of(model, batch, settings, a, step)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group in optimizer.param_groups:

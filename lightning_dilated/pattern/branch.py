@@ -242,7 +242,7 @@ def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
             whole = replace(whole, offset=None)
         rate = whole.dilation_rate if isinstance(whole, Window) else 1
         parts = whole.residues() if i + rate <= len(branches) else ()
-        matches = bool(parts) and tuple(branches[i : i + len(parts)]) == parts
+        matches = len(parts) > 0 and tuple(branches[i : i + len(parts)]) == parts
         out.append(whole if matches else branches[i])
         i += len(parts) if matches else 1
     return out

@@ -37,20 +37,25 @@ def run(tensors, pattern, causal, **options):
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
-def compare(rank, pattern, kv_heads, causal, length, settings):
+def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=torch.bfloat16):
     """[(what, error over many ranks, error of one GPU)] for each setting of the group."""
     g = torch.Generator().manual_seed(1)
-    full = [torch.randn(1, length, h, D, generator=g).cuda() for h in (H, kv_heads, kv_heads, H)]
-    full = [x.bfloat16() for x in full]
+    full = [torch.randn(1, length, h, D, generator=g).to(DEVICE, dtype) for h in (heads, kv_heads, kv_heads, heads)]
     exact = run([x.double() for x in full], pattern, causal, engine="math")
     own = [(a.double() - b).abs().max() for a, b in zip(run(full, pattern, causal), exact, strict=True)]
     found = []
     for setting in settings:
         group = SequenceGroup(**setting)
-        mine = torch.tensor([p for held in group.shard(length).ranges(rank) for p in held], device="cuda")
+        mine = torch.tensor(
+            [p for held in group.shard(length).ranges(rank) for p in held], device=DEVICE, dtype=torch.int64
+        )
         got = run([x[:, mine] for x in full], pattern, causal, sequence=group)
         for name, a, b, limit in zip(NAMES, got, exact, own, strict=True):
-            worst = (a.double() - b[:, mine]).abs().max() if len(mine) else torch.zeros((), device="cuda")
+            worst = (
+                (a.double() - b[:, mine]).abs().max()
+                if len(mine)
+                else torch.zeros((), device=DEVICE, dtype=torch.float64)
+            )
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             found.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
         group.close()
@@ -164,27 +169,49 @@ def streamed(rank, ranks):
     return found
 
 
-def work(rank, ranks, port, queue, function):
+def work(rank, ranks, port, queue, function, group):
     """One rank; the first one answers."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    if group:
+        dist.init_process_group("nccl", rank=rank, world_size=ranks)
     found = function(rank, ranks)
     if rank == 0:
         queue.put(found)
-    dist.destroy_process_group()
+    if group:
+        dist.destroy_process_group()
 
 
-def on_gpus(ranks, function):
-    """Rank 0's answer; skips without as many GPUs."""
+def on_gpus(ranks, function, group=True):
+    """Rank 0's answer; with a process group, or with the means to make one. Skips without as many GPUs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(work, args=(ranks, port, queue, function), nprocs=ranks)
+    mp.spawn(work, args=(ranks, port, queue, function, group), nprocs=ranks)
     return queue.get()
+
+
+def few_heads(rank, ranks):
+    """[(what, error over many ranks, error of one GPU)] where some ranks of a head group hold no head or no token."""
+    settings = [{"exchange": x, "head_size": ranks} for x in ("gather", "ring", "switch")]
+    pattern, found = DilatedPattern([Branch(64, 3), (8, 1)]), []
+    for heads in range(1, ranks + 2):
+        for kv_heads in {1, heads}:
+            for length in (1, 12, 300):
+                for dtype in (torch.bfloat16, torch.float16):
+                    found += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_without_heads_in_16_bits(ranks):
+    found = on_gpus(ranks, few_heads)
+    assert len(found) >= 4 * 3 * 3 * 2 * 5
+    for what, worst, own in found:
+        assert worst <= 2 * own + 2**-6, f"{what}: error {worst:.2e}, the one-GPU op's {own:.2e}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,0 +1,74 @@
+"""Fits over NCCL: they leave nothing, and ranks that drift are named."""
+
+import os
+from functools import partial
+
+import pytest
+
+from lightning_dilated import LongNetLM, RingDilatedStrategy
+
+from ..distributed.test_nccl import on_gpus
+from .runs import PATTERN, VOCAB, Data, Run, make, trainer
+from .test_alike import Drift
+from .test_leaves_nothing import held
+
+pytestmark = pytest.mark.gpu
+
+SMALL = Run(steps=1, precision="32-true")
+DEVICE = {"accelerator": "gpu"}
+
+
+def join(rank, ranks):
+    """What a launcher tells its processes: Trainers make their own process groups."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(x) for name, x in told.items()}, TORCHELASTIC_RUN_ID="tests")
+
+
+def many_fits(rank, ranks, fsdp):
+    """What changed in this process between the third fit and the 53rd, by kind: (before, after)."""
+    join(rank, ranks)
+    kept = []
+
+    def fit():
+        built, model, data, _ = make(SMALL.but(fsdp=fsdp), ranks, **DEVICE)
+        built.fit(model, data)
+        kept.append((built, model))
+
+    for _ in range(3):  # the first ones load kernels
+        fit()
+    before = held()
+    for _ in range(50):
+        fit()
+    changed = {x: (before[x], after) for x, after in held().items() if before[x] != after}
+    assert not changed, f"rank {rank}: {changed}"
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fifty_fits(ranks, fsdp):
+    on_gpus(ranks, partial(many_fits, fsdp=fsdp), group=False)
+
+
+def drifting(rank, ranks):
+    """(the error of a fit in which rank 1 drifts, its step) for a weight, a learning rate, and nothing."""
+    join(rank, ranks)
+    found = []
+    for what in ("weight", "learning rate", "nothing"):
+        model = LongNetLM(PATTERN, vocab_size=VOCAB, dim=16, depth=1, num_heads=2)
+        strategy = RingDilatedStrategy(check_replicas=1)
+        built = trainer(strategy, ranks, max_steps=6, callbacks=[Drift(what)], **DEVICE)
+        try:
+            built.fit(model, Data(SMALL))
+        except RuntimeError as error:
+            found.append((str(error), built.global_step))
+        else:
+            found.append(("", built.global_step))
+    return found
+
+
+def test_parameters_that_drift():
+    *drifted, nothing = on_gpus(2, drifting, group=False)
+    for error, step in drifted:
+        assert "ranks [0, 1] of the job hold unlike values" in error and "embedding.weight" in error, error
+        assert step <= 4
+    assert nothing == ("", 6)
