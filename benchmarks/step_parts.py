@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lightning_dilated import Branch, DilatedPattern, LongNetLM, dilated_attention
 from lightning_dilated.attention import executors
 from lightning_dilated.attention.backends import Engine, Request, choose, triton_up_to
-from lightning_dilated.attention.executors import Call, Layout
+from lightning_dilated.attention.executors import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.views import Span
@@ -120,14 +120,15 @@ class Bench:
     def call(self, pattern: DilatedPattern, engine: Engine) -> Call:
         """What `attention.resolve` makes of a call."""
         args = self.args
-        return Call(engine, pattern, args.heads, self.kv_heads, (0, args.heads), args.causal, self.head_dim**-0.5)
+        window = HeadWindow(pattern, args.heads, self.kv_heads, (0, args.heads))
+        return Call(engine, window, args.causal, self.head_dim**-0.5)
 
     def engine(self, q: Tensor, pattern: DilatedPattern | None = None) -> Engine:
         """The engine of a rank of a sequence; with the pattern of q's own tokens that of one rank alone."""
         flops = math.inf
         if pattern is not None and self.device.type == "cuda":
-            of = pattern, self.args.heads, self.kv_heads, (0, self.args.heads), False
-            flops = block_flops(of, self.args.causal, [Span(0, 1, 0, q.shape[1])], q.shape)
+            window = HeadWindow(pattern, self.args.heads, self.kv_heads, (0, self.args.heads))
+            flops = block_flops(window, self.args.causal, [Span(0, 1, 0, q.shape[1])], q.shape)
         return choose(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5, flops)).engine
 
     def own(self, tokens: int, ranks: int) -> tuple[float, float]:

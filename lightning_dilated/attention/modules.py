@@ -20,6 +20,7 @@ from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
 from lightning_dilated.attention.cache_slots import Clock
 from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.attention.executors import HeadWindow
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
 from lightning_dilated.attention.kv_cache import KVCache, decode_attention
@@ -194,8 +195,8 @@ class DilatedAttention(nn.Module):
         request = Request.of(q, self.dropout if self.training else 0.0, self.scale)
         if active_sequence() is None:
             whole = spans(q.shape[0], q.shape[1], None, None)
-            heads = self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]), False
-            flops = block_flops(heads, self.causal, whole, q.shape)
+            window = HeadWindow(self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]))
+            flops = block_flops(window, self.causal, whole, q.shape)
             request = replace(request, block_flops=flops, changing=of_any_length(whole, q.shape[1]))
         return choose(self.engine, request)
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._ops import Op
-from lightning_dilated.attention.resolve import chunk_part, resolve, share
+from lightning_dilated.attention.executors import HeadWindow
+from lightning_dilated.attention.resolve import chunk_part, head_window, resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
-from lightning_dilated.pattern.rows import blocks, pairs
+from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
-from lightning_dilated.sequence.requirements import Problem, piece_requests
+from lightning_dilated.sequence.requirements import piece_requests
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -123,32 +124,29 @@ def attention_pairs(
     In a stream: those of the chunk's queries; traced, as if the chunk were the first.
     """
     batch, seq_len, own, _ = q.shape
-    first, heads, kv_heads = spec.window or (0, own, k.shape[2])
-    window = first, first + own
+    window = head_window(spec, own, k.shape[2])
     lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
     if spec.stream and place is not None:
         part = chunk_part(spec, q.shape, k.shape[2], (lengths, cu_seqlens), int(place[1]))
         joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
-        return _pairs_of(spec, part.problem, part.local, heads, kv_heads) + joint
+        return _pairs_of(window, spec.causal, part.local) + joint
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is None or group.agreed is None:
         documents = spans(batch, seq_len, lengths, cu_seqlens)
-        return sum(s.batches * pairs(spec.pattern, s.length, heads, kv_heads, spec.causal, window) for s in documents)
+        return sum(
+            s.batches * pairs(spec.pattern, s.length, *window[1:3], spec.causal, window.heads) for s in documents
+        )
     seq_len = group.agreed.seq_len
     documents = spans(batch, seq_len, lengths, cu_seqlens)
     sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
-    chosen, local = share(group, spec, heads, kv_heads, documents, seq_len, window, sizes)
+    chosen, local = share(group, spec, window, documents, seq_len, sizes)
     joint = joint_pairs(chosen.problem, group.rank // chosen.head_size)
-    return _pairs_of(spec, chosen.problem, local, heads, kv_heads) + joint
+    return _pairs_of(window._replace(heads=chosen.problem.heads), spec.causal, local) + joint
 
 
-def _pairs_of(spec: CallSpec, problem: Problem, local: Sequence[Span], heads: int, kv_heads: int) -> int:
+def _pairs_of(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
     """Pairs of the blocks that a rank, or a chunk, computes alone."""
-    return sum(
-        span.batches * block.pairs(spec.causal)
-        for span in local
-        for block in blocks(spec.pattern, span.document, heads, kv_heads, span.part, problem.heads)
-    )
+    return sum(x.batches * block.pairs(causal) for x in local for block in window.blocks(x.document, x.part))
 
 
 #: all that the forward takes but its tensors of rows

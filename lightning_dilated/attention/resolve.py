@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention import executors
-from lightning_dilated.attention.backends import TRITON, Engine, Request, choose, environment, triton_up_to
+from lightning_dilated.attention.backends import TRITON, Request, choose, environment, triton_up_to
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.attention.executors import Call, Executor, Layout, grouped
+from lightning_dilated.attention.executors import Call, Executor, HeadWindow, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
@@ -145,12 +145,11 @@ def _cut(
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
     if spec.sequence or spec.engine not in ("auto", TRITON.name) or TRITON.why_not(request) or 0 in shape:
         return None
-    first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
     try:
         check_padding(spec.pattern, shape[1])
     except ValueError:  # not for every length
         return None
-    call = Call(TRITON, spec.pattern, heads, all_kv_heads, (first, first + shape[2]), spec.causal, spec.scale)
+    call = Call(TRITON, head_window(spec, shape[2], kv_heads), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
     at_once = max(1, grouped.LIMIT // shape[1:].numel())  # samples of a launch
     samples = [Span(i, min(at_once, shape[0] - i), 0, shape[1]) for i in range(0, shape[0], at_once)]
@@ -171,18 +170,12 @@ def _alone(
 ) -> Resolved:
     """The call of one rank; the arguments are all that it follows from."""
     spec = decode(code)
-    first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
-    window = first, first + shape[2]
     padded = None if lengths is None else torch.tensor(lengths)
     packed = None if bounds is None else torch.frombuffer(bytearray(bounds), dtype=torch.int32)
     documents = find_documents(shape[0], shape[1], padded, packed, spec)
-    request = Request(
-        device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=of_any_length(documents, shape[1])
-    )
-    blocks = spec.pattern, heads, all_kv_heads, window, False
-    engine = _engine(spec, request, blocks, documents, shape)
-    call = Call(engine, spec.pattern, heads, all_kv_heads, window, spec.causal, spec.scale)
-    return Resolved(executors.choose(call, documents, Layout(shape, dtype, device, spec.dropout > 0)))
+    changing = of_any_length(documents, shape[1])
+    request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=changing)
+    return Resolved(_local(spec, request, head_window(spec, shape[2], kv_heads), documents, shape)[1])
 
 
 def forget() -> None:
@@ -212,13 +205,22 @@ def find_documents(
     return documents
 
 
-def _engine(spec: CallSpec, request: Request, blocks: tuple, parts: Sequence[Span], shape: Sequence[int]) -> Engine:
-    """The engine for the blocks of a rank's parts of documents, where their sizes matter; `blocks`: see `block_flops`."""
+def head_window(spec: CallSpec, heads: int, kv_heads: int) -> HeadWindow:
+    """The heads of tensors of so many."""
+    first, num_heads, num_kv_heads = spec.window or (0, heads, kv_heads)
+    return HeadWindow(spec.pattern, num_heads, num_kv_heads, (first, first + heads))
+
+
+def _local(
+    spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
+    in_triton: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Call, Executor]:  # fmt: skip
+    """The call of a rank's parts of documents in tensors of `shape` (B, N, H, D), and the executor of their blocks."""
     if spec.engine == "auto" and request.device.type == "cuda":
-        first, stop = blocks[3]
-        shape = shape[0], shape[1], stop - first, shape[3]
-        request = replace(request, block_flops=block_flops(blocks, spec.causal, parts, shape))
-    return choose(spec.engine, request).engine
+        request = replace(request, block_flops=block_flops(window, spec.causal, parts, shape))
+    engine = choose(spec.engine, request).engine
+    call = Call(engine, window, spec.causal, spec.scale, in_triton=in_triton)
+    return call, executors.choose(call, parts, Layout(shape, request.dtype, request.device, spec.dropout > 0))
 
 
 def of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
@@ -260,12 +262,11 @@ def chunk_part(
             f"chunk {chunk} of {stream.seq_len} tokens has {len(tokens)} tokens, {tokens.start} to {tokens.stop - 1}; got "
             f"{shape[1]}."
         )
-    first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
-    pieces = stream.documents
+    window, pieces = head_window(spec, shape[2], kv_heads), stream.documents
     if pieces is None:
         every = find_documents(shape[0], stream.seq_len, *documents, spec)
         pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
-    problem = chunk_problem(spec.pattern, heads, all_kv_heads, pieces, stream.shard, (first, first + shape[2]))
+    problem = chunk_problem(*window[:3], pieces, stream.shard, window.heads)
     # no token sees a later one, so for the chunk's own blocks a document ends with it
     own = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
     return ChunkPart(tokens, problem, local_spans(own, [tokens]))
@@ -314,11 +315,9 @@ def _chunk_call(
     part, stream = chunk_part(spec, q.shape, k.shape[2], documents, chunk), find_stream(spec.stream)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
     request = replace(request, changing=of_any_length(part.local, q.shape[1]))
-    blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
-    engine = _engine(spec, request, blocks, part.local, q.shape)
     in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # what is carried depends on the chunk
-    call = Call(engine, *blocks[:4], spec.causal, spec.scale, in_triton=in_triton)
-    local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
+    window = head_window(spec, q.shape[2], k.shape[2])
+    call, local = _local(spec, request, window, part.local, q.shape, in_triton)
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
     if group is None or not route.exchange.rounds:
         return RowExchange(call, local, route.exchange, (None, None)), route, None
@@ -412,26 +411,24 @@ def _shared(
 ) -> Resolved:
     """What a rank of a sequence computes, alone and with others; `lengths` are the tokens of each rank."""
     batch, _, heads, head_dim = q.shape
-    first, num_heads, kv_heads = spec.window or (0, heads, k.shape[2])
+    window = head_window(spec, heads, k.shape[2])
     every = find_documents(batch, sum(lengths), *documents, spec)
     sizes = {"head_dim": head_dim, "element_size": q.element_size()}
-    chosen, local = share(group, spec, num_heads, kv_heads, every, sum(lengths), (first, first + heads), sizes)
+    chosen, parts = share(group, spec, window, every, sum(lengths), sizes)
     problem, head_size = chosen.problem, chosen.head_size
     ring, member = divmod(group.rank, head_size)
     members = range(ring * head_size, (ring + 1) * head_size)
     per_node = max(1, group.ranks_per_node // head_size)
     route = None
     if name := chosen.exchange:
-        parts = problem, ring, name, per_node, q.device
-        route = group.remember(parts, functools.partial(_compile, *parts))
+        routed = problem, ring, name, per_node, q.device
+        route = group.remember(routed, functools.partial(_compile, *routed))
     whole = isinstance(route, CompiledSwitch)
-    blocks = spec.pattern, num_heads, kv_heads, problem.heads, whole
     changing = of_any_length(every, sum(lengths))
     request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
-    engine, in_triton = _engine(spec, request, blocks, local, q.shape), triton_up_to(spec.engine, request)
-    call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, in_triton=in_triton)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
-    executor: Executor = executors.choose(call, local, Layout(shape, q.dtype, q.device, spec.dropout > 0))
+    window = window._replace(heads=problem.heads, whole=whole)
+    call, executor = _local(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
     both = group.forward_traffic, group.backward_traffic
     planned = None
     if name and route is not None:
@@ -456,21 +453,16 @@ def _pair(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tupl
 def share(
     group: SequenceGroup,
     spec: CallSpec,
-    num_heads: int,
-    num_kv_heads: int,
+    window: HeadWindow,
     documents: Sequence[Span],
     seq_len: int,
-    window: tuple[int, int],
     sizes: Mapping[str, int],
 ) -> tuple[Plan, tuple[Span, ...]]:
-    """The plan of the problem that this rank's ring solves, and the parts of documents that the rank computes alone.
-
-    `window` = (first, stop) of the `num_heads` query heads are attended with; `sizes` are the planner's head_dim and
-    element_size.
-    """
+    """The plan of the problem that this rank's ring solves, and the parts of documents that the rank computes alone;
+    `sizes` are the planner's head_dim and element_size."""
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
     shard = group.shard(seq_len)
-    problem = Problem(spec.pattern, num_heads, num_kv_heads, spec.causal, shard, straddling(pieces, shard), window)
+    problem = Problem(*window[:3], spec.causal, shard, straddling(pieces, shard), window.heads)
     options: dict[str, Any] = {"ranks_per_node": group.ranks_per_node, "links": group.links, **sizes}
     options["exchange_memory"] = group.exchange_memory
     if group.head_size == "auto" and group.layout != "chunked":

@@ -240,13 +240,14 @@ def rows_of_buffer(rank, group, number, examples):
         bits = bits_of(len(cuts) + 1)
         bounds = torch.full((2**bits + 1,), n, dtype=torch.int32)
         bounds[: len(cuts) + 1] = torch.tensor([0, *cuts])
-        call = grouped.Call(None, case.pattern, case.heads, case.kv_heads, (0, case.heads), False, 1.0)
+        window = grouped.HeadWindow(case.pattern, case.heads, case.kv_heads, (0, case.heads))
+        call = grouped.Call(None, window, False, 1.0)
         work = work_of(call, [Span(0, 1, 0, n)], torch.device("cpu"), (jobs.PREPARED,), 16, True, bits)
         found = torch.full((work.rows,), -1)
         if work.rows:
             place = work.place(jobs.PREPARED, bounds)
             jobs._positions[(work.grids[jobs.PREPARED].programs,)](found, *place, BITS=bits, ROWS=jobs.PREPARED)
-        table = packed_jobs(case.pattern, case.heads, case.kv_heads, (0, case.heads), n, 2**bits)
+        table = packed_jobs(window, n, 2**bits)
         want = {}
         for start, stop in itertools.pairwise([0, *cuts, n]):
             for branch in range(len(case.pattern.branches)):

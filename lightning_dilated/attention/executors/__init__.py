@@ -16,12 +16,12 @@ from torch import Tensor
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import fused, grouped
-from lightning_dilated.attention.executors.base import Call, Executor, Layout, empty_state
+from lightning_dilated.attention.executors.base import Call, Executor, HeadWindow, Layout, empty_state
 from lightning_dilated.attention.executors.blockwise import Blockwise
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern.rows import without_global
 
-__all__ = ["Call", "Executor", "Layout", "choose"]
+__all__ = ["Call", "Executor", "HeadWindow", "Layout", "choose"]
 
 
 def choose(call: Call, spans: Sequence[Span], q: Layout) -> Executor:
@@ -32,7 +32,7 @@ def choose(call: Call, spans: Sequence[Span], q: Layout) -> Executor:
         return two
     if (works := grouped.plan(call, spans, q)) is not None:
         return grouped.Grouped(call, works)
-    return (fused.Fused if fused.serves(call.pattern, q) else Blockwise)(call, tuple(spans))
+    return (fused.Fused if fused.serves(call.window.pattern, q) else Blockwise)(call, tuple(spans))
 
 
 def _parted(call: Call, spans: Sequence[Span], q: Layout) -> BesideGlobal | None:
@@ -40,10 +40,11 @@ def _parted(call: Call, spans: Sequence[Span], q: Layout) -> BesideGlobal | None
 
     Dropout follows from the number of a branch, so with it these branches come first.
     """
-    others, numbers = without_global(call.pattern), [b.tokens is not None for b in call.pattern.branches]
+    pattern = call.window.pattern
+    others, numbers = without_global(pattern), [b.tokens is not None for b in pattern.branches]
     if others is None or not any(numbers) or (q.dropout and numbers != sorted(numbers)):
         return None
-    first = choose(replace(call, pattern=others), spans, q)
+    first = choose(replace(call, window=call.window._replace(pattern=others)), spans, q)
     if isinstance(first, Blockwise):
         return None
     rest = frozenset(i for i, is_global in enumerate(numbers) if is_global)

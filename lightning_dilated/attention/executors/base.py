@@ -20,35 +20,45 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 
-@dataclass(frozen=True)
-class Call:
-    """What every block of one call shares.
+class HeadWindow(NamedTuple):
+    """The query heads `heads` = (first, stop) of a pattern that tensors have, of `num_heads` in all.
 
-    `heads` = (first, stop) are the query heads in the tensors, of `num_heads` in all; with `whole` only segments that a
-    span holds whole are computed (other ranks compute the rest); with `branches` only those of these numbers. What
-    arrives from other ranks or chunks is computed by triton up to `in_triton` (query, key) pairs of a head, forward and
-    backward.
+    With `whole` only segments that a span holds whole are computed; other ranks compute the rest.
     """
 
-    engine: Engine
     pattern: DilatedPattern
     num_heads: int
     num_kv_heads: int
     heads: tuple[int, int]
+    whole: bool = False
+
+    def blocks(self, document: int, part: tuple[int, int] | None) -> tuple[Block, ...]:
+        """The blocks of a document of so many tokens, or of a part of it, branch by branch in a fixed order."""
+        return blocks(self.pattern, document, self.num_heads, self.num_kv_heads, part, self.heads, self.whole)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every block of one call shares.
+
+    With `branches` only those of these numbers are computed. What arrives from other ranks or chunks is computed by triton
+    up to `in_triton` (query, key) pairs of a head, forward and backward.
+    """
+
+    engine: Engine
+    window: HeadWindow
     causal: bool
     scale: float
     mask: Dropout | None = None
-    whole: bool = False
     in_triton: tuple[float, float] = (0.0, 0.0)
     branches: frozenset[int] | None = None
 
     def blocks(self, span: Span) -> tuple[Block, ...]:
         """Those of a span, branch by branch in a fixed order."""
-        of = self.pattern, span.document, self.num_heads, self.num_kv_heads
-        every = blocks(*of, span.part, self.heads, self.whole)
+        every = self.window.blocks(span.document, span.part)
         if self.branches is not None:
             every = tuple(b for b in every if b.branch in self.branches)
-        if self.causal and global_tokens(self.pattern):
+        if self.causal and global_tokens(self.window.pattern):
             every = tuple(b for b in every if b.pairs(True))
         return every
 

@@ -108,14 +108,14 @@ def engine_of(call: Call, block: Block, q: Tensor) -> tuple[Engine, tuple[Band, 
     """The engine of a block, and what it takes as last arguments: the band of a window."""
     if block.width is None:
         return for_rows(call.engine, min(block.rows, block.key_rows)), ()
-    band = window_band(call.pattern.branches[block.branch], call.causal)
+    band = window_band(call.window.pattern.branches[block.branch], call.causal)
     return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), (Band(*band),)
 
 
 def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
     """A block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
     q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
-    keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
+    keep = call.mask and BlockDropout(call.mask, span, block, call.window.heads[0])
     engine, band = engine_of(call, block, q)
     part, part_lse = engine.forward(q, k, v, call.causal and block.keys is None, call.scale, keep, *band)
     if block.pads and not call.causal:
@@ -129,7 +129,7 @@ def block_backward(
     """A block's shares of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
     views = [row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True)]
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
-    keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
+    keep = call.mask and BlockDropout(call.mask, span, block, call.window.heads[0])
     engine, band = engine_of(call, block, views[1])
     return engine.backward(*views, rows_lse, call.causal and block.keys is None, call.scale, keep, *band)
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.attention.executors.base import Call, Layout
+from lightning_dilated.attention.executors.base import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.blockwise import block_backward, block_forward, suited
 from lightning_dilated.attention.executors.tables import entries
 from lightning_dilated.attention.views import Span, folds
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks, global_tokens
+from lightning_dilated.pattern.rows import Block, global_tokens
 
 Part = TypeVar("Part")
 
@@ -49,23 +49,26 @@ Pieces = tuple[list[tuple[Span, Chunk]], int | None]
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], at_once: int | None = None) -> Chunk:
+def layout(
+    window: HeadWindow, document: int, part: tuple[int, int], limits: tuple[int, int], at_once: int | None = None
+) -> Chunk:
     """The chunks of positions `part` of a document.
 
     Args:
-        call_key: (pattern, tokens of the document, H, kv heads, heads, whole), as `blocks` takes them.
+        document: its tokens.
         part: (start, stop) in the document.
         limits: most positions of a chunk for dense branches, and for thin ones, whose parts have half the rows or fewer.
         at_once: a branch that is computed for all positions at once, since its part takes no more room than the result.
     """
-    pattern, document, num_heads, num_kv_heads, heads, whole = call_key
-    length, every = part[1] - part[0], frozenset(range(len(pattern.branches)))
+    length, every = part[1] - part[0], frozenset(range(len(window.pattern.branches)))
     short = length <= limits[0 if at_once is None else 1]
-    levels = [(length, every)] if short else _levels(pattern, num_heads, limits, every - {at_once}, length)
+    levels = (
+        [(length, every)] if short else _levels(window.pattern, window.num_heads, limits, every - {at_once}, length)
+    )
 
     def blocks_of(start: int, stop: int, branches: frozenset[int]) -> tuple[Block, ...]:
         positions = part[0] + start, part[0] + stop
-        every_branch = blocks(pattern, document, num_heads, num_kv_heads, positions, heads, whole) if branches else ()
+        every_branch = window.blocks(document, positions) if branches else ()
         return tuple(replace(b, first=b.first + start) for b in every_branch if b.branch in branches)
 
     def chunk(start: int, stop: int, depth: int) -> Chunk:
@@ -191,13 +194,13 @@ def _cut(
     q = tensors[0]
     for span in spans:
         part = span.part or (0, span.length)
-        key = call.pattern, span.document, call.num_heads, call.num_kv_heads, call.heads, call.whole
+        key = call.window, span.document
         positions = lambda batches: tuple(max(1, x // (batches * q.shape[2] * q.shape[3])) for x in limits)  # noqa: E731
-        chunk = layout(key, part, positions(span.batches), at_once)
+        chunk = layout(*key, part, positions(span.batches), at_once)
         if span.batches == 1 or all(folds(span, b, *tensors) for b in every_block(chunk)):
             yield span, chunk
         else:
-            sample = layout(key, part, positions(1), at_once)
+            sample = layout(*key, part, positions(1), at_once)
             yield from ((replace(span, batch=span.batch + i, batches=1), sample) for i in range(span.batches))
 
 

@@ -19,12 +19,11 @@ from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import fused
-from lightning_dilated.attention.executors.base import Call, Layout
+from lightning_dilated.attention.executors.base import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.executors.tables import work_of
 from lightning_dilated.attention.views import Span
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import blocks, global_tokens, without_global
+from lightning_dilated.pattern.rows import global_tokens, without_global
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.grouped import GroupedDrop, Work
@@ -39,7 +38,7 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
     """The work of a call on tensors like q, each a few launches, or None where it is not to be done so."""
     if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
         return None
-    if q.shape[3] > 256 or not spans or not fits(spans, q.shape) or global_tokens(call.pattern):
+    if q.shape[3] > 256 or not spans or not fits(spans, q.shape) or global_tokens(call.window.pattern):
         return None
     captured = fused.captured(q.device)
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
@@ -57,18 +56,15 @@ def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
     return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in spans)
 
 
-def block_flops(of: tuple, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
-    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped.
-
-    `of` = (pattern, query heads, kv heads, (first, stop) of the heads in the tensors, only whole segments): see `Call`.
-    """
-    pattern = without_global(of[0])  # whose blocks are computed one by one
+def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
+    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped."""
+    pattern = without_global(window.pattern)  # whose blocks are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
-    of = pattern, *of[1:]
+    window = window._replace(pattern=pattern)
     pairs, calls, rows = 0, 0, 0
     for span in spans:
-        of_span, of_calls, of_rows = _work_of(*of, causal, span.document, span.part)
+        of_span, of_calls, of_rows = _work_of(window, causal, span.document, span.part)
         pairs, calls, rows = pairs + span.batches * of_span, calls + of_calls, rows + span.batches * of_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
         return math.inf
@@ -76,12 +72,9 @@ def block_flops(of: tuple, causal: bool, spans: Sequence[Span], shape: Sequence[
 
 
 @functools.lru_cache(maxsize=4096)
-def _work_of(
-    pattern: DilatedPattern, num_heads: int, kv_heads: int, heads: tuple[int, int], whole: bool, causal: bool,
-    tokens: int, part: tuple[int, int] | None,
-) -> tuple[int, int, int]:  # fmt: skip
+def _work_of(window: HeadWindow, causal: bool, document: int, part: tuple[int, int] | None) -> tuple[int, int, int]:
     """(pairs, blocks, rows) of a document, or of a part of it."""
-    every = blocks(pattern, tokens, num_heads, kv_heads, part, heads, whole)
+    every = window.blocks(document, part)
     return sum(b.pairs(causal) for b in every), len(every), sum(b.segments * b.heads * b.rows for b in every)
 
 
@@ -115,8 +108,8 @@ def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
     from lightning_dilated.kernels.grouped import GroupedDrop
 
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    states = _states(call.mask, len(call.pattern.branches), device, stream)
-    return GroupedDrop(states, call.mask.threshold, 1 / (1 - call.mask.p), call.heads[0])
+    states = _states(call.mask, len(call.window.pattern.branches), device, stream)
+    return GroupedDrop(states, call.mask.threshold, 1 / (1 - call.mask.p), call.window.heads[0])
 
 
 @functools.lru_cache(maxsize=64)

@@ -312,7 +312,7 @@ class HeadParallel:
     def _saved(self, rows: Tensor, q: Tensor, k: Tensor) -> list[Tensor]:
         """q, k and v of the rank's heads as the forward received them, and what the inner executor saved."""
         batch, tokens = q.shape[0], sum(self.groups[1].lengths)
-        first, stop = self.call.heads
+        first, stop = self.call.window.heads
         group = q.shape[2] // k.shape[2]
         widths = [stop - first, *[-(-stop // group) - first // group] * 2]
         sizes = [batch * tokens * w for w in widths]

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated.attention.executors.base import Call
+from lightning_dilated.attention.executors.base import Call, HeadWindow
 from lightning_dilated.attention.views import Span
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks, segment_width
+from lightning_dilated.pattern.rows import Block, segment_width
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.combine import Entries
@@ -128,13 +127,12 @@ def work_of(
         LookupError: while a CUDA graph records and the table is not there yet (it cannot be sent then), and for documents
             of positions that do not fit in 32 bits.
     """
-    of = (call.pattern, call.num_heads, call.num_kv_heads, call.heads, call.whole)
-    return _work(of, tuple(map(_fields, spans)), device, sizes, tokens, cut, bits)
+    return _work(call.window, tuple(map(_fields, spans)), device, sizes, tokens, cut, bits)
 
 
 @functools.lru_cache(maxsize=64)
 def _work(
-    of: tuple,
+    window: HeadWindow,
     span_fields: tuple[tuple, ...],
     device: torch.device,
     sizes: tuple[int, ...],
@@ -147,9 +145,9 @@ def _work(
     with torch.device("cpu"):
         some = [Span(*fields) for fields in span_fields]
         if bits:
-            work = _build_packed(*of[:4], some[0].length, device, sizes, tokens, bits)
+            work = _build_packed(window, some[0].length, device, sizes, tokens, bits)
         else:
-            work = _build(of, some, device, sizes, tokens, cut)
+            work = _build(window, some, device, sizes, tokens, cut)
     if device.type != "cuda":
         return work
     stream = torch.cuda.current_stream(device)
@@ -157,11 +155,11 @@ def _work(
 
 
 def _build(
-    of: tuple, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool
+    window: HeadWindow, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool
 ) -> Work:
     from lightning_dilated.kernels.grouped import JOB, Work
 
-    documents = [_document(*of, s.document, s.part, tokens) for s in spans]
+    documents = [_document(window, s.document, s.part, tokens) for s in spans]
     each = torch.tensor([len(d.jobs) for d in documents], dtype=torch.int64)
     facts = torch.tensor([(s.batch, s.start, s.origin, s.batches, d.step, d.tiles, s.length)
                           for s, d in zip(spans, documents, strict=True)], dtype=torch.int64).reshape(-1, 7)  # fmt: skip
@@ -174,7 +172,7 @@ def _build(
     heads = batches * column["segments"] * column["heads"]  # samples and segments of each
     counts = heads * column["rows"]
     column["offset"].copy_(counts.cumsum(0) - counts)
-    pattern: DilatedPattern = of[0]
+    pattern = window.pattern
     pads = bool((column["pads"] > 0).any())
     if cut:  # how many pads follows from the length, the segment length and the rate, of jobs of one row, too
         pads, tokens_of = pattern.padding == "attended", max(1, max(s.length for s in spans))
@@ -219,15 +217,14 @@ def bits_of(documents: int) -> int:
     return max(2, (documents - 1).bit_length())
 
 
-def packed_jobs(
-    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, heads: tuple[int, int], tokens: int, documents: int
-) -> Tensor:
+def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
     """(jobs + 1, 16) int64, columns as in `DOCUMENT_JOB`, of a row of N `tokens`: one of each head and branch that may have
     positions there; a last line has only the size of the buffer, as its first row.
 
     Raises:
         LookupError: for positions that do not fit in 32 bits.
     """
+    pattern, num_heads, num_kv_heads, heads, _ = window
     group, jobs, rows = num_heads // num_kv_heads, [], 0
     for h in range(*heads):
         for i, branch in enumerate(pattern.branches):
@@ -247,23 +244,13 @@ def packed_jobs(
 
 
 def _build_packed(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    heads: tuple[int, int],
-    length: int,
-    device: torch.device,
-    sizes: tuple[int, ...],
-    tokens: int,
-    bits: int,
+    window: HeadWindow, length: int, device: torch.device, sizes: tuple[int, ...], tokens: int, bits: int
 ) -> Work:
     """The table for a row of N = `length` tokens that holds up to 2**bits documents."""
     from lightning_dilated.kernels.grouped import Work
 
-    jobs, to = (
-        packed_jobs(pattern, num_heads, num_kv_heads, heads, length, 2**bits),
-        functools.partial(send, device=device),
-    )
+    pattern, num_heads, num_kv_heads, heads, _ = window
+    jobs, to = packed_jobs(window, length, 2**bits), functools.partial(send, device=device)
     jobs, rows = jobs[:-1], int(jobs[-1, 12])
     step = 1
     for rate in sorted({r for r in jobs[:, 5].tolist()}):
@@ -339,19 +326,10 @@ def _outputs(rows: list[tuple[Tensor, Tensor]], each: Tensor, to: functools.part
 
 
 @functools.lru_cache(maxsize=4096)
-def _document(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    heads: tuple[int, int],
-    whole: bool,
-    document: int,
-    part: tuple[int, int] | None,
-    tokens: int,
-) -> _Document:
+def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, tokens: int) -> _Document:
     """The share of `part` of a document of so many tokens."""
-    every = blocks(pattern, document, num_heads, num_kv_heads, part, heads, whole)
-    length, group = (part[1] - part[0] if part else document), num_heads // num_kv_heads
+    every, heads = window.blocks(document, part), window.heads
+    length, group = (part[1] - part[0] if part else document), window.num_heads // window.num_kv_heads
     jobs = [
         (0, b.segments, b.first, b.segment_stride, b.rows, rate_of(b), b.heads, b.head, b.head_step, b.kv_head,
          b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in every

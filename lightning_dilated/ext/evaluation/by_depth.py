@@ -157,8 +157,8 @@ def check_fits(model: Any, data: LongContextDataModule) -> None:
     longest, most = max(data.lengths), model.max_seq_len
     if data.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the model has {model.vocab_size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the tokenizer that "
-            "the model was trained with, or train the model with a vocabulary of at least that size."
+            f"the model has {model.vocab_size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the "
+            "tokenizer that the model was trained with, or train the model with a vocabulary of at least that size."
         )
     if most is None or longest <= most:
         return

@@ -170,9 +170,9 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 class RecallByDistance(pl.Callback):
     """Share of right answers in validation and test, in all and by octave of the distance, summed over all ranks.
 
-    For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and which has
-    `distances(split, index)`: (N,) integers of a sample of "val" or "test", at each label how many tokens back its answer
-    stands, or 0 to leave the label out. An answer is right if its token is the likeliest; logits at labels suffice for it.
+    For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and
+    which has `distances(split, index)`: (N,) integers of a sample of "val" or "test", at each label how many tokens back
+    its answer stands, or 0 to leave the label out. An answer is right if its token is the likeliest.
 
     Logged: `val_accuracy`, and `val_accuracy_D` for each octave that has labels: those with distances D to 2 D - 1, where D
     is a power of two. In test `test_accuracy` and so on.
@@ -194,8 +194,8 @@ class RecallByDistance(pl.Callback):
         """Check that the model gives answers and the data their distances."""
         if not hasattr(pl_module, "watch_predictions"):
             raise TypeError(
-                "RecallByDistance needs a causal language model, a LongNetLM or HFCausalLM, whose labels each have an answer; "
-                f"got {type(pl_module).__name__}. Remove the callback."
+                "RecallByDistance needs a causal language model, a LongNetLM or HFCausalLM, whose labels each have an "
+                f"answer; got {type(pl_module).__name__}. Remove the callback."
             )
         data = _datamodule(trainer)
         if not callable(getattr(data, "distances", None)):

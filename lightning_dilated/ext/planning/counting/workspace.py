@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated.attention.backends import Engine, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
-from lightning_dilated.attention.executors.base import Call
+from lightning_dilated.attention.executors.base import Call, HeadWindow
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.views import Span
@@ -120,8 +120,12 @@ class OpCall:
     @property
     def call(self) -> Call:
         """As the executors describe it."""
-        scale = self.head_dim**-0.5
-        return Call(engine_of(self), self.pattern, self.heads, self.kv_heads, self.head_range, self.causal, scale)
+        return Call(engine_of(self), self.head_window, self.causal, self.head_dim**-0.5)
+
+    @property
+    def head_window(self) -> HeadWindow:
+        """The heads that it computes."""
+        return HeadWindow(self.pattern, self.heads, self.kv_heads, self.head_range)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v without memory."""
@@ -132,10 +136,8 @@ class OpCall:
     @property
     def block_flops(self) -> float:
         """As `grouped.block_flops` has it: infinite where the grouped executor does not run the call."""
-        of = self.pattern, self.heads, self.kv_heads, self.head_range, False
-        return grouped.block_flops(
-            of, self.causal, self.spans, (self.batch, self.tokens, self.own_heads[0], self.head_dim)
-        )
+        shape = self.batch, self.tokens, self.own_heads[0], self.head_dim
+        return grouped.block_flops(self.head_window, self.causal, self.spans, shape)
 
     @property
     def block_rows(self) -> list[int]:
