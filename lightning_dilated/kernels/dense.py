@@ -287,17 +287,9 @@ def _backward_rows(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    drop: Drop | None = None,
-    band: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    drop: Drop | None = None, band: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from the gradient of out, out and lse (G, J, n), contiguous.
 
     out and lse may be those of a softmax over more keys than these: then this is their share of its gradient. `band`: as in

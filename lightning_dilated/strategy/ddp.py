@@ -18,6 +18,7 @@ from lightning_dilated.checkpoint.folder import checked, read_whole
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import read_to_host
 from lightning_dilated.strategy.fsdp import Exchange, Layout
+from lightning_dilated.strategy.options import SequenceOptions
 from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
@@ -90,10 +91,11 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         check_replicas: int | None = 100,
     ) -> None:
         _refuse_offload(type(self).__name__, cpu_offload)
-        self._configure_sequence(
-            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
+        options = SequenceOptions(
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, check_first_batch, links,
             global_batch, exchange_memory_gib, regions, outer, check_replicas,
         )  # fmt: skip
+        self._configure_sequence(options)
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)
         # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
@@ -101,7 +103,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         buckets: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=self._rank_timeout,
+            timeout=self._options.rank_timeout,
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
             **buckets,

@@ -27,6 +27,7 @@ from lightning_dilated.checkpoint.folder import META, checked, load_sharded, loa
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.checkpoint.state import refuse_one_file, refuse_replicated_low_bit, to_numbers
+from lightning_dilated.strategy.options import SequenceOptions
 from lightning_dilated.strategy.parallelize import check_offload, join_host, rest_to_device, with_host
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -80,15 +81,16 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         exchange_memory_gib: float | None = None,
     ) -> None:
         _refuse_regions(type(self).__name__, regions, outer)
-        self._configure_sequence(
-            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links,
+        options = SequenceOptions(
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, check_first_batch, links,
             global_batch, exchange_memory_gib,
         )  # fmt: skip
+        self._configure_sequence(options)
         self._offload = check_offload(cpu_offload)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
-            timeout=self._rank_timeout,
+            timeout=self._options.rank_timeout,
         )
 
     @override

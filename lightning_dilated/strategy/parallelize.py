@@ -83,7 +83,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             compare_settings(settings_of, module, strategy._compared_options)
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
-            strategy._preemption = Preemption(trainer, strategy._rank_timeout, strategy._region_group)
+            strategy._preemption = Preemption(trainer, strategy._options.rank_timeout, strategy._region_group)
             keep_order(trainer)
             strategy._loaders, strategy._why_unshared = make_loaders(strategy), {}
 
@@ -93,7 +93,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 
         case "setup", (_,):
             if strategy.sequence.ranks > 1:
-                refuse_mixing(module, strategy._allow)
+                refuse_mixing(module, strategy._options.allow or ())
             compare_settings(parameters_of, module)
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers
@@ -140,21 +140,22 @@ def make_groups(strategy: SequenceStrategy) -> None:
 
     The mesh is an earlier run's where parameters are still sharded over it.
     """
-    sizes, timeout = strategy.sizes, strategy._rank_timeout
-    stream = chunk_of(strategy.lightning_module.trainer, strategy._exchange_settings["layout"])
+    sizes, timeout = strategy.sizes, strategy._options.rank_timeout
+    stream = chunk_of(strategy.lightning_module.trainer, strategy._options.layout)
     with strategy.run_groups.making():
         strategy._make_region_groups()
         if strategy._mesh is None:
             strategy._mesh = sizes.make(strategy.root_device.type)
         ranks = sizes.sequence_group(strategy._mesh, timeout)
-    per_node = strategy._ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
+    per_node = strategy._options.ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
     strategy._sequence = SequenceGroup(
         ranks,
         stream=stream,
         ranks_per_node=per_node if per_node is None else min(per_node, sizes.sequence_size),
         loss_group=strategy._region_group or dist.group.WORLD,
         timeout=timeout,
-        **strategy._exchange_settings,
+        links=strategy._options.speeds,
+        **strategy._options.exchange_settings,
     )
     set_device_mesh(strategy.lightning_module, strategy._mesh)
 
@@ -245,14 +246,16 @@ def forget_gradient_options(strategy: Any) -> None:
 
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
     """All ranks of this one's region, over NCCL; every rank has to call."""
-    return strategy.sizes.new_group("region", strategy._rank_timeout, "nccl", nccl_options(overlapped))
+    return strategy.sizes.new_group("region", strategy._options.rank_timeout, "nccl", nccl_options(overlapped))
 
 
 def make_replicas(strategy: SequenceStrategy) -> Replicas | None:
     """Make the comparison of the parameters of a region's ranks in a fit; None if no other rank holds them."""
     if not strategy._fitting or strategy.sizes.region_size == 1:
         return None
-    return Replicas(strategy.lightning_module, strategy._check_replicas, strategy._region_group or dist.group.WORLD)
+    return Replicas(
+        strategy.lightning_module, strategy._options.check_replicas, strategy._region_group or dist.group.WORLD
+    )
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

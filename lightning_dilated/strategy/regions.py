@@ -46,8 +46,7 @@ class TrainsInRegions:
     mean over regions, which after an outer step without `delay` and `mix` are the shared parameters themselves.
     """
 
-    _regions: Regions = 1
-    _outer_settings: OuterSteps | None = None
+    _options: Any  # SequenceOptions
     _outer: OuterOptimizer | None = None
     _region_group: dist.ProcessGroup | None = None  # None: there is one region
     _peers: dist.ProcessGroup | None = None  # the ranks at this one's place in all regions
@@ -79,10 +78,10 @@ class TrainsInRegions:
     def _check_precision(self) -> None:
         """Raise ValueError, in `Trainer(...)`, where regions would differ in what checkpoints hold once."""
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
-        if self._regions != 1 and precision == "16-mixed":
+        if self._options.regions != 1 and precision == "16-mixed":
             raise ValueError(
-                f"regions={self._regions!r} take no precision='16-mixed': each would have a scaler of its own, and a "
-                "checkpoint holds one. Take 'bf16-mixed'."
+                f"regions={self._options.regions!r} take no precision='16-mixed': each would have a scaler of its own, and "
+                "a checkpoint holds one. Take 'bf16-mixed'."
             )
 
     # -- set-up, called by `parallelize` ------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ class TrainsInRegions:
 
     def _join_regions(self) -> None:
         if self.sizes.regions > 1 and self._peers is None:
-            timeout = self._rank_timeout  # type: ignore[attr-defined]
+            timeout = self._options.rank_timeout  # type: ignore[attr-defined]
             self._region_group = self.sizes.new_group("region", timeout)
             self._peers_on_host = self.sizes.new_group("peers", timeout, "gloo")
             self._peers = self._peers_on_host
@@ -118,7 +117,7 @@ class TrainsInRegions:
         Raises:
             ValueError: for a module that steps by itself or has several optimizers, and as `OuterOptimizer` does.
         """
-        module, settings = self.lightning_module, self._outer_settings
+        module, settings = self.lightning_module, self._options.outer
         if settings is None or not self._fitting:
             return
         if not module.automatic_optimization or len(self.optimizers) != 1:
@@ -211,7 +210,7 @@ class TrainsInRegions:
     def _gather_regions(self, own: dict[str, Any]) -> dict[str, Any]:
         """Each region's state by its number, on rank 0; also after a run, in whose end its groups ended."""
         size, first = self.sizes.region_size, self.global_rank == 0
-        group = self._peers_on_host or self.sizes.new_group("peers", self._rank_timeout, "gloo")  # type: ignore[attr-defined]
+        group = self._peers_on_host or self.sizes.new_group("peers", self._options.rank_timeout, "gloo")  # type: ignore[attr-defined]
         regions: list[Any] | None = [None] * self.sizes.regions if first else None
         if self.global_rank % size == 0:
             dist.gather_object(_on_host(own), regions, group=group, group_dst=0)
@@ -231,15 +230,15 @@ class TrainsInRegions:
         if not self._fitting:
             return checkpoint
         if outer is None:
-            if self._outer_settings is not None:
+            if self._options.outer is not None:
                 rank_zero_info(
                     "the checkpoint has no outer steps: all regions begin with its parameters and optimizer."
                 )
             return checkpoint
-        if self._outer_settings is not None:
+        if self._options.outer is not None:
             self._loaded_outer = outer
-        if outer["regions"] != count or self._outer_settings is None:
-            rank_zero_warn(_other_regions(outer["regions"], count, self._outer_settings is not None))
+        if outer["regions"] != count or self._options.outer is None:
+            rank_zero_warn(_other_regions(outer["regions"], count, self._options.outer is not None))
         elif count > 1:
             if str(self.region) not in regions:
                 raise ValueError(f"the checkpoint lacks the state of region {self.region}. Use an earlier checkpoint.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_debug, rank_zero_warn
@@ -19,11 +18,8 @@ from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
 from lightning_dilated._compat.lightning import attached_trainer, end_runs, is_over, set_device_mesh
-from lightning_dilated._validation import integer, real
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import check_exchange, check_exchange_memory
-from lightning_dilated.sequence.shard import SequenceSpec, check_chunked, check_layout
+from lightning_dilated.sequence.shard import SequenceSpec
 from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import Replicas, balance_hint, check_first_batch, computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
@@ -31,17 +27,15 @@ from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import (
     AFTER_FAILURE,
     AFTER_RUN,
-    HeadSize,
     MeshSizes,
     RunGroups,
-    SequenceSize,
     join_under_torchrun,
     step_seeds,
 )
-from lightning_dilated.strategy.outer import OuterSteps
+from lightning_dilated.strategy.options import SequenceOptions
 from lightning_dilated.strategy.parallelize import forget_gradient_options, lasting_groups, parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
-from lightning_dilated.strategy.regions import Regions, TrainsInRegions, check_regions
+from lightning_dilated.strategy.regions import TrainsInRegions
 
 
 class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
@@ -50,53 +44,22 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     #: whether each rank holds a shard of the parameters only, so that all ranks meet in every step of every stage
     shards_parameters = False
 
-    def _configure_sequence(
-        self,
-        sequence_size: SequenceSize,
-        head_size: HeadSize,
-        exchange: str,
-        layout: str,
-        ranks_per_node: int | None,
-        timeout: int,
-        allow: list[str] | None,
-        check_first_batch: bool,
-        links: str | None,
-        global_batch: int | None,
-        exchange_memory_gib: float | None,
-        regions: Regions = 1,
-        outer: OuterSteps | None = None,
-        check_replicas: int | None = None,
-    ) -> None:
-        real(timeout, "timeout", above=0, hint=" It is in seconds.")
-        check_chunked(layout, exchange, head_size, exchange_memory_gib)
-        check_exchange_memory(exchange_memory_gib)
-        if layout == "chunked" and self.shards_parameters:
+    def _configure_sequence(self, options: SequenceOptions) -> None:
+        if options.layout == "chunked" and self.shards_parameters:
             raise ValueError(
                 f"layout='chunked' is not offered by {type(self).__name__}, which would gather all weights for every chunk. "
                 "Take RingDilatedStrategy, whose ranks hold all weights."
             )
-        check_regions(regions, outer)
-        self._regions, self._outer_settings = regions, outer
-        self._requested_sizes = sequence_size, head_size
-        self._exchange_settings = {
-            "exchange": check_exchange(exchange),
-            "layout": check_layout(layout),
-            "head_size": head_size,
-            "exchange_memory_gib": exchange_memory_gib,
-            "links": Links.of_this_machine() if links is None else Links.load(links),
-        }
-        self._ranks_per_node, self._rank_timeout = ranks_per_node, timedelta(seconds=timeout)
-        self._allow = tuple(allow or ())
+        self._options = options
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
         self._why_unshared: dict[str, str] = {}  # {stage: why losses cannot be added over ranks there}
         self._first_step, self._shares, self._seed = True, 0, 0
         self._run_groups: RunGroups | None = None
-        self._checks_first_batch = check_first_batch
-        self._check_replicas = None if check_replicas is None else integer(check_replicas, "check_replicas", 1)
+        self._checks_first_batch = options.check_first_batch
         self._replicas: Replicas | None = None
-        self._global_batch = None if global_batch is None else GlobalBatch(integer(global_batch, "global_batch", 1))
+        self._global_batch = None if options.global_batch is None else GlobalBatch(options.global_batch)
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
@@ -106,21 +69,14 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         Raises:
             ValueError: for sizes that do not divide the world.
         """
-        regions = self.num_nodes if self._regions == "auto" else self._regions
-        return MeshSizes(self.num_nodes * self.num_processes, *self._requested_sizes, regions)
+        options = self._options
+        regions = self.num_nodes if options.regions == "auto" else options.regions
+        return MeshSizes(self.num_nodes * self.num_processes, options.sequence_size, options.head_size, regions)
 
     @property
     def _compared_options(self) -> dict[str, Any]:
-        """Return the options that have to be equal on all ranks; each call of attention compares the speeds of links."""
-        return {
-            "class": type(self),
-            "sizes": [self._regions, *self._requested_sizes],
-            "outer": self._outer_settings,
-            "global_batch": None if self._global_batch is None else self._global_batch.sequences,
-            "check_first_batch": self._checks_first_batch,
-            "check_replicas": self._check_replicas,
-            **{name: value for name, value in self._exchange_settings.items() if name != "links"},
-        }
+        """The options that have to be equal on all ranks."""
+        return {"class": type(self), **self._options.compared}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -188,7 +144,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     def _join_processes(self) -> None:
         self.accelerator.setup_device(self.root_device)
-        join_under_torchrun(self._get_process_group_backend(), self._rank_timeout, self.root_device)
+        join_under_torchrun(self._get_process_group_backend(), self._options.rank_timeout, self.root_device)
         self._start_process_group()
         self._run_groups = self._run_groups or RunGroups()
 
@@ -235,7 +191,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             self._mesh = None
             if module is not None:
                 set_device_mesh(module, None)
-            groups.end(self._run, min(self._rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
+            groups.end(self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
 
     def _stage(self) -> str:
         """The stage of the run: train, val, test or predict.

@@ -411,7 +411,7 @@ def test_parameters_that_drift(pools, what):
     for error, step, _ in pools(2).run(2, drifting, what, {"check_replicas": 2}):
         assert "ranks [0, 1] of the job hold unlike values" in error and "embedding.weight" in error, error
         assert step <= 4
-    assert RingDilatedStrategy()._check_replicas == 100
+    assert RingDilatedStrategy()._options.check_replicas == 100
 
 
 def test_each_ranks_own_parameters_are_no_settings():

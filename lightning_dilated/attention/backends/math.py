@@ -78,17 +78,9 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    dropout: PairDropout | None, band: Band | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `Engine`: the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
     if band is None and causal:
         band = Band(-q.shape[2], 0)

@@ -65,17 +65,9 @@ def _forward_into(
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    dropout: PairDropout | None, band: Band | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `Engine`."""
     from lightning_dilated.kernels.dense import backward
 

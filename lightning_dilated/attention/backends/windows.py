@@ -139,18 +139,9 @@ def _forward(
 
 
 def _backward(
-    engine: Engine,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    engine: Engine, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
+    dropout: PairDropout | None, band: Band | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `Engine`."""
     if band is None:
         return engine.backward(grad, q, k, v, out, lse, causal, scale, dropout)

@@ -1,0 +1,70 @@
+"""SequenceOptions: what strategies of either kind take, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from lightning_dilated._validation import integer, real
+from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.planner import check_exchange, check_exchange_memory
+from lightning_dilated.sequence.shard import check_chunked, check_layout
+from lightning_dilated.strategy.mesh import HeadSize, SequenceSize
+from lightning_dilated.strategy.outer import OuterSteps
+from lightning_dilated.strategy.regions import Regions, check_regions
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """Options of a strategy; `RingDilatedStrategy` says what each means, and what is raised.
+
+    Attributes:
+        speeds: of the file `links`, else this machine's.
+    """
+
+    sequence_size: SequenceSize
+    head_size: HeadSize
+    exchange: str
+    layout: str
+    ranks_per_node: int | None
+    timeout: int
+    allow: list[str] | None
+    check_first_batch: bool
+    links: str | None
+    global_batch: int | None
+    exchange_memory_gib: float | None
+    regions: Regions = 1
+    outer: OuterSteps | None = None
+    check_replicas: int | None = None
+    speeds: Links = field(init=False)
+
+    def __post_init__(self) -> None:
+        real(self.timeout, "timeout", above=0, hint=" It is in seconds.")
+        check_chunked(self.layout, self.exchange, self.head_size, self.exchange_memory_gib)
+        check_exchange_memory(self.exchange_memory_gib)
+        check_regions(self.regions, self.outer)
+        check_exchange(self.exchange)
+        check_layout(self.layout)
+        for name in ("check_replicas", "global_batch"):
+            if getattr(self, name) is not None:
+                integer(getattr(self, name), name, 1)
+        speeds = Links.of_this_machine() if self.links is None else Links.load(self.links)
+        object.__setattr__(self, "speeds", speeds)
+
+    @property
+    def rank_timeout(self) -> timedelta:
+        """After which a rank that waits in vain gives up."""
+        return timedelta(seconds=self.timeout)
+
+    @property
+    def exchange_settings(self) -> dict[str, Any]:
+        """Those of a `SequenceGroup`, without the speeds of links."""
+        return {x: getattr(self, x) for x in ("exchange", "layout", "head_size", "exchange_memory_gib")}
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """What has to be equal on all ranks; each call of attention compares the speeds of links."""
+        names = "outer", "global_batch", "check_first_batch", "check_replicas"
+        sizes = [self.regions, self.sequence_size, self.head_size]
+        return {"sizes": sizes, **{x: getattr(self, x) for x in names}, **self.exchange_settings}
