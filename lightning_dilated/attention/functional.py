@@ -156,7 +156,7 @@ def op_arguments(
     `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in a
     stream; `lengths` and `cu_seqlens` are then those of the whole sequence.
     """
-    group = _group(sequence) if chunk is None or chunk.shared else None
+    group = group_of(sequence) if chunk is None or chunk.shared else None
     q, k, v = autocast(q, k, v)
     arguments = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, window)
     lengths, cu_seqlens, scale = check_call(*arguments) if group is None else group.guard(check_call, *arguments)
@@ -171,7 +171,7 @@ def op_arguments(
     return q, k, v, lengths, cu_seqlens, seed, spec, place
 
 
-def _group(sequence: Any) -> SequenceGroup | None:
+def group_of(sequence: Any) -> SequenceGroup | None:
     """The group of a call: the one given, else the active one, else None."""
     if sequence is None:
         return active_sequence()
@@ -195,7 +195,9 @@ def check_call(
     window: tuple[int, ...] = (),
 ) -> tuple[Tensor | None, Tensor | None, float]:
     """(lengths, cu_seqlens, scale) as the op takes them, after every check that needs no other rank."""
-    _check_tensors(q, k, v)
+    check_rows(q, k, v)
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
     _refuse_forward_mode(q, k, v)
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(
@@ -230,7 +232,8 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
         )
 
 
-def _check_tensors(q: Any, k: Any, v: Any) -> None:
+def check_rows(q: Any, k: Any, v: Any) -> None:
+    """Raise unless these are rows (B, N, heads, D) of one dtype and device, q and k with as many tokens and one head dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
@@ -247,20 +250,18 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
             raise ValueError(f"q, k and v must be on one device: q is on {q.device}, {name} on {x.device}.")
         if x.device.type == "mps":  # no engine was ever run there: its numbers would be nobody's promise
             raise ValueError(
-                f"{name} is on {x.device}, and dilated attention is not tested on Apple's MPS. Run on the CPU: "
+                f"{name} is on {x.device}, and attention is not tested on Apple's MPS. Run on the CPU: "
                 f"{name}.cpu(), or Trainer(accelerator='cpu')."
             )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
     if q.shape[:2] != k.shape[:2]:
         raise ValueError(
-            f"q and k must have the same B and N, got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}; "
-            "dilated attention is self-attention (for one new token against a cache see attention.decode)."
+            f"q and k must have the same B and N, got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}: tokens attend to their "
+            "own sequence (for one new token after others see attention.decode, or state= of recurrent_attention)."
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head dim D, got {q.shape[3]} and {k.shape[3]}.")
-    if q.shape[3] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
-        raise ValueError(f"heads and head dim must be at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    if min(*q.shape[2:], k.shape[2], v.shape[3]) == 0:
+        raise ValueError(f"heads and head dims must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention)."

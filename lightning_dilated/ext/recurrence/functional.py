@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_dilated._compat.torch import is_fake, is_traced, transformed
 from lightning_dilated._validation import flag, integer, one_of
+from lightning_dilated.attention.functional import check_rows, group_of
 from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Computation, Inputs, Output, pieces
 from lightning_dilated.ext.recurrence.runs import Call, Document
@@ -23,9 +24,7 @@ from lightning_dilated.ext.recurrence.scan import Scan
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import KINDS, SEGMENTED
 from lightning_dilated.recurrence.state import RecurrentState, empty_state
-from lightning_dilated.sequence.group import SequenceGroup, active_sequence
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from lightning_dilated.sequence.group import SequenceGroup
 
 
 @overload
@@ -155,7 +154,7 @@ def recur(
 
 def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Tensor, RecurrentState | None]:
     """(out, the state if asked for) of the arguments of `_checked` but the group."""
-    group = _group(sequence)
+    group = group_of(sequence)
     arguments = (*arguments, group)
     checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
     if _without_values(arguments[0]) and not is_traced():
@@ -283,14 +282,6 @@ def _widened(checked: _Checked) -> _Checked:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-def _group(sequence: Any) -> SequenceGroup | None:
-    if sequence is None:
-        return active_sequence()
-    if not isinstance(sequence, SequenceGroup):
-        raise TypeError(f"sequence must be a SequenceGroup, or None for the active one; got {sequence!r}.")
-    return sequence
-
-
 def _checked(
     q: Any,
     k: Any,
@@ -307,7 +298,9 @@ def _checked(
     group: SequenceGroup | None,
 ) -> _Checked:
     one_of(kind, "kind", KINDS)
-    _check_tensors(q, k, v)
+    check_rows(q, k, v)
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must have the same B, N and heads, got {tuple(k.shape)} and {tuple(v.shape)}.")
     _check_gates(kind, k, log_decay, beta)
     _check_segment(kind, segment)
     flag(causal, "causal")
@@ -338,37 +331,6 @@ def _checked(
     if state is not None:
         _check_state(state, empty_state(kind, segment or 1, samples, (*k.shape[2:], v.shape[3]), q[:0], dtype))
     return _Checked(kind, segment, causal, Inputs(q, k, v, log_decay, beta), dtype, state, counts, bounds)
-
-
-def _check_tensors(q: Any, k: Any, v: Any) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions (B, N, heads, D), got shape {tuple(x.shape)}.")
-        if x.dtype not in DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise TypeError(f"{name} must be floating point ({names}), got {x.dtype}.")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"q, k and v must share one dtype and device: q is {q.dtype} on {q.device}, {name} {x.dtype} on {x.device}."
-            )
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise ValueError(
-            f"q, k and v must have the same B and N, got {[tuple(x.shape[:2]) for x in (q, k, v)]}; for one new token after "
-            "others give it alone, with state=."
-        )
-    if k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"k and v must have the same heads, q and k the same head dim; got q {tuple(q.shape)}, k {tuple(k.shape)}, "
-            f"v {tuple(v.shape)}."
-        )
-    if min(*q.shape[2:], *k.shape[2:], v.shape[3]) == 0:
-        raise ValueError(f"heads and head dims must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}.")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention)."
-        )
 
 
 def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
