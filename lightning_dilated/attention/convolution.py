@@ -482,10 +482,11 @@ def chunk_convolution(
     (layer, chunk), left = place.tolist(), len(weight) - 1
     owner = find_stream(stream)
     tails = owner.tails_of(layer)
-    before = tails.before(chunk, x, left)
+    carried = tails.before(chunk)
+    before = x.new_zeros(len(x), left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
     own = torch.cat([before, x], 1)  # rows that this rank computed
     if owner.rising:
-        tails.leave(chunk, own[:, x.shape[1] :])
+        tails.leave(chunk, own[:, x.shape[1] :].clone())
     route = _halo_route(owner, x, weight, layer, chunk, "forward")
     if route is not None:
         wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.forward_traffic)
@@ -521,7 +522,7 @@ def chunk_convolution_backward(
         later = tails.take_grad(chunk)
         if later is not None:
             d_made[:, x.shape[1] :] += later
-        tails.leave_grad(chunk, d_made[:, :left])
+        tails.leave_grad(chunk, d_made[:, :left].clone())
     return d_made[:, left:].to(x.dtype).contiguous(), d_weight.to(weight.dtype)
 
 

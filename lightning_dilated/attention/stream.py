@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ ON_GPU = 1 / 8
 #: bytes of memory that stored rows share, and by which they begin
 SLAB, ALIGNED = 64 << 20, 256
 
+T = TypeVar("T")
 _streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -262,65 +263,35 @@ class LayerRows:
             add_rows(self._route.leaving, dv, self.own_grads[:, 1])
 
 
-class LayerTails:
-    """The last rows of each chunk's input to a layer's `kv_conv`, which the next chunk reads, and their gradients."""
+class LayerCarry(Generic[T]):
+    """What a layer hands from chunk to chunk, and its gradients: the last inputs of `kv_conv`, the state of a recurrence."""
 
-    def __init__(self, before: Tensor | None = None) -> None:
-        self._rows: dict[int, Tensor] = {} if before is None else {-1: before}
-        self._grads: dict[int, Tensor] = {}
+    def __init__(self, before: T | None = None) -> None:
+        self._after: dict[int, T] = {} if before is None else {-1: before}
+        self._grads: dict[int, Any] = {}
 
-    def before(self, chunk: int, like: Tensor, count: int) -> Tensor:
-        """(B, count, C): the rows before a chunk with the input `like`; zeros before the first token."""
-        rows = self._rows.get(chunk - 1)
-        return like.new_zeros(len(like), count, like.shape[2]) if rows is None else rows.to(like.device, like.dtype)
+    def before(self, chunk: int) -> T | None:
+        """What the chunk before has left; None before the first token."""
+        return self._after.get(chunk - 1)
 
-    def last(self) -> Tensor:
-        """The last chunk's rows."""
-        return self._rows[max(self._rows)]
+    def last(self) -> T:
+        """What the last chunk has left."""
+        return self._after[max(self._after)]
 
-    def leave(self, chunk: int, rows: Tensor) -> None:
-        """Store a chunk's last rows."""
-        self._rows[chunk] = rows.clone()
-
-    def take_grad(self, chunk: int) -> Tensor | None:
-        """What the next chunk left for the gradient of this one's last rows; None: nothing."""
-        return self._grads.pop(chunk, None)
-
-    def leave_grad(self, chunk: int, grad: Tensor) -> None:
-        """Leave the gradient of the rows before a chunk."""
-        if chunk:
-            self._grads[chunk - 1] = grad.clone()
-
-
-class LayerStates:
-    """The state of a layer's recurrence after each chunk, and the gradients that later chunks leave for it."""
-
-    def __init__(self, before: RecurrentState | None = None) -> None:
-        self._states: dict[int, RecurrentState] = {} if before is None else {-1: before}
-        self._grads: dict[int, list[Tensor]] = {}
-
-    def before(self, chunk: int) -> RecurrentState | None:
-        """The state before a chunk; None before the first token."""
-        return self._states.get(chunk - 1)
-
-    def last(self) -> RecurrentState:
-        """After the last chunk."""
-        return self._states[max(self._states)]
-
-    def leave(self, chunk: int, state: RecurrentState, keeps: bool) -> None:
-        """Store the state after a chunk; unless all chunks' are kept, those before the chunk's own one are freed."""
-        self._states[chunk] = state.detach()
+    def leave(self, chunk: int, value: T, keeps: bool = True) -> None:
+        """Store what the next chunk reads; unless all is kept, what the chunk before this one had read is freed."""
+        self._after[chunk] = value
         if not keeps:
-            self._states.pop(chunk - 2, None)
+            self._after.pop(chunk - 2, None)
 
-    def take_grad(self, chunk: int) -> list[Tensor] | None:
-        """The gradients of the state after a chunk, by `RecurrentState.floating`; None: there are none."""
+    def take_grad(self, chunk: int) -> Any:
+        """The gradient that the next chunk left for what this one leaves; None: nothing."""
         return self._grads.pop(chunk, None)
 
-    def leave_grad(self, chunk: int, grads: Sequence[Tensor]) -> None:
-        """Leave the gradients of the state before a chunk."""
+    def leave_grad(self, chunk: int, grad: Any) -> None:
+        """Leave the gradient of what the chunk has read."""
         if chunk:
-            self._grads[chunk - 1] = [x.clone() for x in grads]
+            self._grads[chunk - 1] = grad
 
 
 class Stream:
@@ -333,8 +304,8 @@ class Stream:
     def __init__(self) -> None:
         self.name = f"stream-{next(_numbers)}"
         self._layers: dict[tuple[int, int], LayerRows] = {}
-        self._tails: dict[int, LayerTails] = {}
-        self._states: dict[int, LayerStates] = {}
+        self._tails: dict[int, LayerCarry[Tensor]] = {}
+        self._states: dict[int, LayerCarry[RecurrentState]] = {}
         self._remembered: tuple[int, dict[Any, Any]] = 0, {}
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
         #: the ranks that share the sequence; None: one
@@ -469,17 +440,13 @@ class Stream:
             self._layers[key] = LayerRows(self._store, None if before is None else before[0])
         return self._layers[key]
 
-    def tails_of(self, layer: int) -> LayerTails:
-        """The rows of a layer that its `kv_conv` carries."""
-        if layer not in self._tails:
-            self._tails[layer] = LayerTails(self._before.tails.get(layer) if self._before is not None else None)
-        return self._tails[layer]
+    def tails_of(self, layer: int) -> LayerCarry[Tensor]:
+        """The (B, W - 1, C) last inputs that a layer's `kv_conv` carries."""
+        return self._tails.setdefault(layer, LayerCarry(self._before and self._before.tails.get(layer)))
 
-    def states_of(self, layer: int) -> LayerStates:
-        """The states of a layer's recurrence."""
-        if layer not in self._states:
-            self._states[layer] = LayerStates(self._before.memories.get(layer) if self._before is not None else None)
-        return self._states[layer]
+    def states_of(self, layer: int) -> LayerCarry[RecurrentState]:
+        """The states of a layer's recurrence; gradients by `RecurrentState.floating`."""
+        return self._states.setdefault(layer, LayerCarry(self._before and self._before.memories.get(layer)))
 
     @property
     def exact(self) -> bool:

@@ -88,7 +88,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
     with no_sequence():
         out, after = part_forward(chunk.part, tensors, chunk.before(tensors), chunk.settings)
     if chunk.stream.rising:
-        chunk.states.leave(chunk.number, after, chunk.stream.exact)
+        chunk.states.leave(chunk.number, after.detach(), chunk.stream.exact)
     return out
 
 
@@ -100,7 +100,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     with no_sequence():
         results, earlier = part_backward(chunk.part, tensors, before, chunk.settings, grad, later)
     if exact:
-        chunk.states.leave_grad(chunk.number, earlier)
+        chunk.states.leave_grad(chunk.number, [x.clone() for x in earlier])
     return results
 
 
