@@ -33,7 +33,7 @@ class Op:
         fake: results of both without values, for tracing.
         saves: (arguments, results) of a call -> (tensors that the backward needs, those with gradients first; the rest).
         arguments: (gradient of the first result, saved tensors, the rest) -> arguments of the backward.
-        flops: of both ops, from their arguments.
+        flops: of both ops, from their arguments; None: not counted.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Op:
     fake: tuple[Callable[..., Any], Callable[..., Any]]
     saves: Callable[[Sequence[Any], Any], tuple[Sequence[Tensor | None], Any]]
     arguments: Callable[[Tensor, Sequence[Tensor | None], Any], tuple[Any, ...]]
-    flops: tuple[Callable[..., int], Callable[..., int]]
+    flops: tuple[Callable[..., int], Callable[..., int]] | None = None
     forward: Any = field(init=False)
     backward: Any = field(init=False)
 
@@ -59,7 +59,8 @@ class Op:
             _LIBRARY.impl(name, torch.compiler.disable(self.run[i]), "CompositeExplicitAutograd")
             torch.library.register_fake(f"lightning_dilated::{name}", self.fake[i], lib=_LIBRARY)
             _LIBRARY.impl(name, self._for_autograd(packet.default, functions[i]), "Autograd")
-            register_flop_formula(packet, get_raw=True)(_without_results(self.flops[i]))
+            if self.flops is not None:
+                register_flop_formula(packet, get_raw=True)(_without_results(self.flops[i]))
 
     def _for_autograd(self, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """The op for autograd: the function where a tensor requires a gradient, else the op alone."""

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from lightning_dilated import kernels
 from lightning_dilated._device import send
+from lightning_dilated._ops import Op
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
-from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
-from lightning_dilated.sequence.halo import HaloRoute, chunk_halo_route, chunk_wire, halo_route, halo_wire
+from lightning_dilated.sequence.group import active_sequence, find_sequence
+from lightning_dilated.sequence.halo import chunk_halo_route, chunk_wire, halo_route, halo_wire
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.convolution import Neighbours
 
-NAME = "lightning_dilated::short_convolution"
 #: what the kernels take: dtypes, and the most taps, which are unrolled
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
 #: tokens over which a program of their backward sums the gradient of the weight, a power of two
@@ -108,12 +108,10 @@ class ShortConvolution(nn.Module):
         """`forward` by torch and the ops of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
         if chunk is not None:
-            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)[0]
+            return CONVOLUTION(x, weight, None, cu_seqlens, chunk.place, self.right, chunk.stream, False)[0]
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-            return torch.ops.lightning_dilated.short_convolution(
-                x, weight, lengths, cu_seqlens, self.right, group.name, grad
-            )[0]
+            return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
         left = self.taps - 1 - self.right
         same = None
         if lengths is not None or cu_seqlens is not None:  # the number of tokens may be a symbol otherwise
@@ -326,219 +324,188 @@ local_convolution.register_autograd(_local_backward, setup_context=_setup_local)
 local_convolution_backward.register_autograd(_refuse)
 
 
-# -- many ranks --------------------------------------------------------------------------------------------------------
-def _route(
-    group: SequenceGroup,
-    x: Tensor,
-    weight: Tensor,
-    right: int,
-    documents: tuple[Tensor | None, ...],
-    grad: bool,
-    turn: Any,
-) -> tuple[HaloRoute, int]:
-    """The route of the call and its number, after all ranks agreed on the call."""
-    digests = [
-        None if t is None else hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest() for t in documents
-    ]
-    facts = {
-        "call": "kv_conv",
-        "pass": "forward" if turn is None else "backward",
-        "batch": x.shape[0],
-        "dtype": x.dtype,
-        "taps and channels": tuple(weight.shape),
-        "right": right,
-        "requires grad": grad,
-        "lengths, cu_seqlens (digests)": digests,
-    }
-    agreed = group.agree(facts, x.shape[1], 0, turn, later=grad)
-    shard = group.shard(agreed.seq_len)
-    return halo_route(shard, group.rank, len(weight) - 1 - right, right), agreed.number
-
-
-def _runs(
-    route: HaloRoute, x: Tensor, halo: Tensor, documents: tuple[Tensor | None, ...]
-) -> Iterator[tuple[Tensor, Seen, slice]]:
-    """(rows with their halo, which of them see each other, local tokens) of each run of consecutive positions."""
-    start = 0
-    for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
-        seen = Seen.of(range(run.start - route.left, run.stop + route.right), *documents, x.device)
-        yield rows, seen, slice(start, start + len(run))
-        start += len(run)
-
-
+# -- many ranks, and chunks of a stream -------------------------------------------------------------------------------
 def _flat(x: Tensor) -> Tensor:
     """(L, B C) from (B, L, C)."""
     return x.movedim(1, 0).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
-@torch.library.custom_op(NAME, mutates_args=())
-def short_convolution(
-    x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int, sequence: str, grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y (B, L, C), halo rows received (rows, B, C), number of the call) on the ranks of the group named `sequence`."""
-    group, documents = find_sequence(sequence), (lengths, cu_seqlens)
-    route, number = _route(group, x, weight, right, documents, grad, None)
-    halo = route.fetch(_flat(x), halo_wire(group, group.forward_traffic)).view(route.rows, x.shape[0], x.shape[2])
+def _unflat(x: Tensor, like: Tensor) -> Tensor:
+    """(L, B, C) of (L, B C), for `like` (B, ..., C)."""
+    return x.view(len(x), like.shape[0], like.shape[2])
+
+
+def _facts(x: Tensor, weight: Tensor, backward: bool, **more: Any) -> dict[str, Any]:
+    """What has to be equal on all ranks."""
+    facts = {"call": "kv_conv", "pass": "backward" if backward else "forward", "batch": x.shape[0], "dtype": x.dtype}
+    return {**facts, "taps and channels": tuple(weight.shape), **more}
+
+
+class _Ranks:
+    """The neighbours of a rank's tokens x (B, L, C), after all ranks of the group named `where` agreed on the call."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], right: int, where: str, grad: bool,
+        number: Tensor | None,
+    ) -> None:  # fmt: skip
+        digests = [
+            None if t is None else hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest() for t in documents
+        ]
+        more = {"right": right, "requires grad": grad, "lengths, cu_seqlens (digests)": digests}
+        self.group, self.documents = find_sequence(where), documents
+        turn = None if number is None else f"backward of call {int(number)}"
+        agreed = self.group.agree(_facts(x, weight, turn is not None, **more), x.shape[1], 0, turn, later=grad)
+        self.number, shard = agreed.number, self.group.shard(agreed.seq_len)
+        self.route = halo_route(shard, self.group.rank, len(weight) - 1 - right, right)
+
+    def read(self, x: Tensor) -> Tensor:
+        """(n, B, C) rows of other ranks."""
+        return _unflat(self.route.fetch(_flat(x), halo_wire(self.group, self.group.forward_traffic)), x)
+
+    def runs(self, x: Tensor, halo: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
+        """(rows with their neighbours, which of them see each other, local tokens) of each run of consecutive positions."""
+        start, route = 0, self.route
+        for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
+            seen = Seen.of(range(run.start - route.left, run.stop + route.right), *self.documents, x.device)
+            yield rows, seen, slice(start, start + len(run))
+            start += len(run)
+
+    def give_back(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The gradient of x from those of the rows of each run: what others' rows got goes to their ranks."""
+        left, right = self.route.left, self.route.right
+        split = [_flat(d).split([left, d.shape[1] - left - right, right]) for d in made]
+        nothing = _flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # of a rank without a token
+        total = torch.cat([nothing, *(own for _, own, _ in split)])
+        around = [part for before, _, after in split for part in (before, after)]
+        self.route.give_back(torch.cat([nothing, *around]), total, halo_wire(self.group, self.group.backward_traffic))
+        return _unflat(total, x).movedim(0, 1)
+
+
+class _Chunk:
+    """The neighbours of a chunk x (B, L, C) of the stream named `where`, or of a rank's piece of it; causal."""
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor, where: str, backward: bool
+    ) -> None:
+        (layer, self.chunk), self.left, self.number = place.tolist(), len(weight) - 1, 0
+        self.stream: Stream = find_stream(where)
+        self.tails, self.documents, self.route = self.stream.tails_of(layer), documents, None
+        if (group := self.stream.group) is not None:
+            shard, turn = self.stream.shard, f"layer {layer}, chunk {self.chunk}"
+            tokens = len(shard.positions(self.chunk))
+            group.agree(_facts(x, weight, backward), x.shape[1], turn=turn, later=True, chunk=tokens)
+            self.route = chunk_halo_route(shard, self.stream.number(self.chunk), self.left)
+
+    def _wire(self, traffic: str) -> Any:
+        stream = self.stream
+        return chunk_wire(stream.group, stream.shard, stream.number(self.chunk), getattr(stream.group, traffic))
+
+    def read(self, x: Tensor) -> Tensor:
+        """(B, W - 1, C) rows before x, which leaves its last ones for the next chunk."""
+        carried = self.tails.before(self.chunk)
+        before = x.new_zeros(len(x), self.left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
+        own = torch.cat([before, x], 1)  # rows that this rank computed
+        if self.stream.rising:
+            self.tails.leave(self.chunk, own[:, x.shape[1] :].clone())
+        if self.route is not None:
+            before = _unflat(self.route.fetch(_flat(own), self._wire("forward_traffic")), x).movedim(1, 0)
+        return before.clone(memory_format=torch.contiguous_format)
+
+    def runs(self, x: Tensor, before: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
+        """As of ranks: the whole chunk."""
+        yield torch.cat([before, x], 1), self._seen(x.device), slice(0, x.shape[1])
+
+    def _seen(self, device: torch.device) -> Seen:
+        """By the stream's documents or by `cu_seqlens`."""
+        piece = self.stream.tokens(self.chunk)
+        positions = range(piece.start - self.left, piece.stop)
+        if self.stream.documents is None:
+            return Seen.of(positions, None, self.documents[1], device)
+        starts: dict[int, list[int]] = {}
+        for document in self.stream.documents:
+            starts.setdefault(document.sample, []).append(document.start)
+        if all(x == [0] for x in starts.values()):
+            return Seen()
+        at = torch.arange(positions.start, positions.stop)
+        numbers = [torch.searchsorted(torch.tensor(x), at, right=True, out_int32=True) for x in starts.values()]
+        return Seen(send(torch.stack(numbers), device))
+
+    def give_back(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The gradient of x, with what later chunks left for it; what the rows before it got is left for theirs."""
+        (d_made,) = made
+        if self.route is not None:  # several ranks computed the rows before x
+            d_before, d_x = d_made.split([self.left, x.shape[1]], 1)
+            total = _flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
+            self.route.give_back(_flat(d_before), total, self._wire("backward_traffic"))
+            d_made = _unflat(total, x).movedim(0, 1)
+        if self.stream.exact:
+            if (later := self.tails.take_grad(self.chunk)) is not None:
+                d_made[:, x.shape[1] :] += later
+            self.tails.leave_grad(self.chunk, d_made[:, : self.left].clone())
+        return d_made[:, self.left :]
+
+
+def _neighbours(
+    x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor | None, right: int, where: str,
+    grad: bool, number: Tensor | None,
+) -> _Ranks | _Chunk:  # fmt: skip
+    if place is None:
+        return _Ranks(x, weight, documents, right, where, grad, number)
+    return _Chunk(x, weight, documents, place, where, number is not None)
+
+
+def run_forward(
+    x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, right: int,
+    where: str, grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y (B, L, C), rows read, number of the call) on the ranks of the group named `where`, or in its chunk at `place`."""
+    near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, grad, None)
+    read = near.read(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, seen, local in _runs(route, x, halo, documents):
+    for rows, seen, local in near.runs(x, read):
         y[:, local] = _run(rows, weight, right, seen)
-    return y, halo, torch.tensor(number, dtype=torch.int64, device="cpu")
+    return y, read, torch.tensor(near.number, dtype=torch.int64, device="cpu")
 
 
-@short_convolution.register_fake
-def _(x, weight, lengths, cu_seqlens, right, sequence, grad):
-    halo = x.new_empty((torch.library.get_ctx().new_dynamic_size(), x.shape[0], x.shape[2]))
-    number = torch.empty((), dtype=torch.int64, device="cpu")
-    return torch.empty_like(x, memory_format=torch.contiguous_format), halo, number
-
-
-@torch.library.custom_op(NAME + "_backward", mutates_args=())
-def short_convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    halo: Tensor,
-    number: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    right: int,
-    sequence: str,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def run_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, read: Tensor, number: Tensor, lengths: Tensor | None,
+    cu_seqlens: Tensor | None, place: Tensor | None, right: int, where: str, needs_grad: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x, and of weight as far as this rank's tokens contribute to it."""
-    group, documents = find_sequence(sequence), (lengths, cu_seqlens)
-    route, _ = _route(group, x, weight, right, documents, needs_grad, f"backward of call {int(number)}")
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dx, d_weight = torch.empty_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
-    around = []
-    for rows, seen, local in _runs(route, x, halo, documents):
+    near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, needs_grad, number)
+    d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    made = []
+    for rows, seen, local in near.runs(x, read):
         d_rows, part = _run_backward(grad[:, local], rows, weight, right, seen)
         d_weight += part
-        before, dx[:, local], after = d_rows.split([route.left, local.stop - local.start, route.right], 1)
-        around += [_flat(before), _flat(after)]
-    d_halo, total = torch.cat([_flat(dx)[:0], *around]), _flat(dx)
-    route.give_back(d_halo, total, halo_wire(group, group.backward_traffic))
-    dx = total.view(x.shape[1], x.shape[0], x.shape[2]).movedim(0, 1)
-    return dx.to(x.dtype).contiguous(), d_weight.to(weight.dtype)
+        made.append(d_rows)
+    return near.give_back(made, x).to(x.dtype).contiguous(), d_weight.to(weight.dtype)
 
 
-@short_convolution_backward.register_fake
-def _(grad, x, weight, *rest):
+def _fake_forward(x, weight, lengths, cu_seqlens, place, right, where, grad):
+    if place is None:
+        read = x.new_empty((torch.library.get_ctx().new_dynamic_size(), x.shape[0], x.shape[2]))
+    else:
+        read = x.new_empty(x.shape[0], weight.shape[0] - 1, x.shape[2])
+    number = torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.empty_like(x, memory_format=torch.contiguous_format), read, number
+
+
+def _fake_backward(grad, x, weight, *others):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, lengths, cu_seqlens, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight, *output[1:], lengths, cu_seqlens)
-
-
-def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    gradients = torch.ops.lightning_dilated.short_convolution_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return *gradients, *[None] * 5
-
-
-short_convolution.register_autograd(_backward, setup_context=_setup)
-
-
-# -- a chunk of a stream -----------------------------------------------------------------------------------------------
-def _seen_in_stream(stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
-    """Of this rank's piece of a chunk and the `left` rows before it, by the stream's documents or by `cu_seqlens`."""
-    piece = stream.tokens(chunk)
-    positions = range(piece.start - left, piece.stop)
-    if stream.documents is None:
-        return Seen.of(positions, None, cu_seqlens, device)
-    starts: dict[int, list[int]] = {}
-    for document in stream.documents:
-        starts.setdefault(document.sample, []).append(document.start)
-    if all(x == [0] for x in starts.values()):
-        return Seen()
-    at = torch.arange(positions.start, positions.stop)
-    numbers = [torch.searchsorted(torch.tensor(x), at, right=True, out_int32=True) for x in starts.values()]
-    return Seen(send(torch.stack(numbers), device))
-
-
-def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: int, run: str) -> HaloRoute | None:
-    """The route of a piece of a chunk, after the ranks that share the chunk agreed on the call; None on one rank."""
-    group = stream.group
-    if group is None:
-        return None
-    facts = {
-        "call": "kv_conv",
-        "pass": run,
-        "batch": x.shape[0],
-        "dtype": x.dtype,
-        "taps and channels": tuple(weight.shape),
-    }
-    tokens = len(stream.shard.positions(chunk))
-    group.agree(facts, x.shape[1], turn=f"layer {layer}, chunk {chunk}", later=True, chunk=tokens)
-    return chunk_halo_route(stream.shard, stream.number(chunk), len(weight) - 1)
-
-
-@torch.library.custom_op("lightning_dilated::chunk_convolution", mutates_args=())
-def chunk_convolution(
-    x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str
-) -> tuple[Tensor, Tensor]:
-    """(y (B, L, C), the rows before x (B, W - 1, C)) of a chunk x whose (layer, chunk) is `place`; causal."""
-    (layer, chunk), left = place.tolist(), len(weight) - 1
-    owner = find_stream(stream)
-    tails = owner.tails_of(layer)
-    carried = tails.before(chunk)
-    before = x.new_zeros(len(x), left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
-    own = torch.cat([before, x], 1)  # rows that this rank computed
-    if owner.rising:
-        tails.leave(chunk, own[:, x.shape[1] :].clone())
-    route = _halo_route(owner, x, weight, layer, chunk, "forward")
-    if route is not None:
-        wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.forward_traffic)
-        before = route.fetch(_flat(own), wire).view(left, x.shape[0], x.shape[2]).movedim(1, 0)
-    seen = _seen_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    return _run(torch.cat([before, x], 1), weight, 0, seen), before.clone(memory_format=torch.contiguous_format)
-
-
-@chunk_convolution.register_fake
-def _(x, weight, place, cu_seqlens, stream):
-    before = x.new_empty(x.shape[0], weight.shape[0] - 1, x.shape[2])
-    return torch.empty_like(x, memory_format=torch.contiguous_format), before
-
-
-@torch.library.custom_op("lightning_dilated::chunk_convolution_backward", mutates_args=())
-def chunk_convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, before: Tensor, stream: str
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x, with what later chunks left for it, and of weight."""
-    (layer, chunk), left = place.tolist(), len(weight) - 1
-    owner = find_stream(stream)
-    tails = owner.tails_of(layer)
-    seen = _seen_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    d_made, d_weight = _run_backward(grad, torch.cat([before, x], 1), weight, 0, seen)
-    route = _halo_route(owner, x, weight, layer, chunk, "backward")
-    if route is not None:  # several ranks computed the rows before x
-        d_before, d_x = d_made.split([left, x.shape[1]], 1)
-        total = _flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
-        wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.backward_traffic)
-        route.give_back(_flat(d_before), total, wire)
-        d_made = total.view(d_made.shape[1], x.shape[0], x.shape[2]).movedim(0, 1)
-    if owner.exact:
-        later = tails.take_grad(chunk)
-        if later is not None:
-            d_made[:, x.shape[1] :] += later
-        tails.leave_grad(chunk, d_made[:, :left].clone())
-    return d_made[:, left:].to(x.dtype).contiguous(), d_weight.to(weight.dtype)
-
-
-@chunk_convolution_backward.register_fake
-def _(grad, x, weight, *rest):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
-
-
-def _setup_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.stream = inputs
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _chunk_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    gradients = torch.ops.lightning_dilated.chunk_convolution_backward(grad, *ctx.saved_tensors, ctx.stream)
-    return *gradients, None, None, None
-
-
-chunk_convolution.register_autograd(_chunk_backward, setup_context=_setup_chunk)
+_REST = "Tensor? lengths, Tensor? cu_seqlens, Tensor? place, int right, str where, bool grad"
+CONVOLUTION = Op(
+    "short_convolution",
+    schemas=(
+        f"(Tensor x, Tensor weight, {_REST}) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor dy, Tensor x, Tensor weight, Tensor read, Tensor number, {_REST}) -> (Tensor, Tensor)",
+    ),
+    caller="a layer's short convolution",
+    remedy="Leave out create_graph=True, or compute on one rank without a stream in float64.",
+    run=(run_forward, run_backward),
+    fake=(_fake_forward, _fake_backward),
+    saves=lambda args, results: ((*args[:2], *results[1:], *args[2:5]), args[5:]),
+    arguments=lambda grad, saved, rest: (grad, *saved, *rest),
+).forward
