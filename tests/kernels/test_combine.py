@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_dilated import Branch, DilatedPattern, Global, Window, dilated_attention
 from lightning_dilated.attention import resolve
 from lightning_dilated.attention.executors import fused
+from lightning_dilated.attention.executors import HeadWindow
 from lightning_dilated.attention.executors import fused as stretches
 from lightning_dilated.attention.executors.tables import entries
 from lightning_dilated.attention.oracle import oracle
@@ -239,8 +240,7 @@ def test_narrow_types(interpreter, dtype, rounding):
 def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
     """Stretches have the rows of the undivided blocks, each once, and within their positions."""
     of = (seq_len // 3, seq_len) if part else (0, seq_len)
-    key = pattern, seq_len, 4, 4, (0, 4), False
-    made = stretches.layout(key, of, (dense, thin), own)
+    made = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), seq_len, of, (dense, thin), own)
     ends = leaves(made)
     assert [s.start for s in ends] + [of[1] - of[0]] == [0] + [s.stop for s in ends]
     got = []
@@ -260,7 +260,7 @@ def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
 def test_layout_of_the_paper():
     """Dense branches in short stretches within longer ones of thin branches; wide segments for the whole."""
     pattern = DilatedPattern.geometric(2048, 2**17)
-    made = stretches.layout((pattern, 2**17, 4, 4, (0, 4), False), (0, 2**17), (2**12, 2**14))
+    made = stretches.layout(HeadWindow(pattern, 4, 4, (0, 4)), 2**17, (0, 2**17), (2**12, 2**14))
     assert {b.branch for b in made.blocks} == {4, 5, 6} and [s.stop for s in made.inner] == [
         2**14 * i for i in range(1, 9)
     ]
