@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated import Branch, DilatedPattern, Global, Window, dilated_attention
 from lightning_dilated.attention import resolve
-from lightning_dilated.attention.executors import fused
-from lightning_dilated.attention.executors import HeadWindow
+from lightning_dilated.attention.executors import HeadWindow, fused
 from lightning_dilated.attention.executors import fused as stretches
 from lightning_dilated.attention.executors.tables import entries
 from lightning_dilated.attention.oracle import oracle
