@@ -24,7 +24,7 @@ class Op:
     """An op with a formula for its backward, which is another op.
 
     Attributes:
-        name: `torch.ops.lightning_dilated.NAME`; that of the backward is NAME_backward.
+        name: `torch.ops.lightning_dilated.NAME`; the backward is called NAME_backward.
         schemas: of both ops: "(Tensor q, ...) -> Tensor". The arguments of the forward begin with those that have gradients,
             which are the results of the backward, in that order.
         caller: what users call, for messages.
@@ -92,13 +92,13 @@ class _Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *others):
-        nothing = len(ctx.needs_input_grad)
+        inputs = len(ctx.needs_input_grad)
         if grad is None:
-            return (None,) * nothing
+            return (None,) * inputs
         saved = ctx.saved_tensors
         grads = ctx.op.backward(*ctx.op.arguments(grad, saved, ctx.rest))
         given = [None if x is None else dx for x, dx in zip(saved, grads, strict=False)]
-        return None, *given, *[None] * (nothing - 1 - len(given))
+        return None, *given, *[None] * (inputs - 1 - len(given))
 
 
 class _Once(torch.autograd.Function):

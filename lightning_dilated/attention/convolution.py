@@ -107,6 +107,10 @@ class ShortConvolution(nn.Module):
     def _joint(self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: ChunkLayer | None) -> Tensor:
         """`forward` by torch and the ops of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
+        if chunk is not None and self.right:
+            raise ValueError(
+                "a stream computes one chunk after the other: its convolutions are causal. Set causal=True."
+            )
         if chunk is not None:
             return CONVOLUTION(x, weight, None, cu_seqlens, chunk.place, self.right, chunk.stream, False)[0]
         if group is not None:
@@ -371,7 +375,7 @@ class _Ranks:
             start += len(run)
 
     def give_back(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The gradient of x from those of the rows of each run: what others' rows got goes to their ranks."""
+        """The gradient of x, from the gradients of each run's rows; other ranks' rows have theirs sent to them."""
         left, right = self.route.left, self.route.right
         split = [_flat(d).split([left, d.shape[1] - left - right, right]) for d in made]
         nothing = _flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # of a rank without a token
@@ -412,7 +416,7 @@ class _Chunk:
         return before.clone(memory_format=torch.contiguous_format)
 
     def runs(self, x: Tensor, before: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
-        """As of ranks: the whole chunk."""
+        """One run: the chunk with the rows before it."""
         yield torch.cat([before, x], 1), self._seen(x.device), slice(0, x.shape[1])
 
     def _seen(self, device: torch.device) -> Seen:
@@ -431,7 +435,7 @@ class _Chunk:
         return Seen(send(torch.stack(numbers), device))
 
     def give_back(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The gradient of x, with what later chunks left for it; what the rows before it got is left for theirs."""
+        """The gradient of x, with what later chunks left for it; the rows before x have theirs left for their chunk."""
         (d_made,) = made
         if self.route is not None:  # several ranks computed the rows before x
             d_before, d_x = d_made.split([self.left, x.shape[1]], 1)
@@ -458,12 +462,11 @@ def run_forward(
     x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, right: int,
     where: str, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, C), rows read, number of the call) on the ranks of the group named `where`, or in its chunk at `place`."""
+    """(y (B, L, C), rows read, number of the call) on the ranks of the group, or of a chunk of the stream, named `where`."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, grad, None)
     read = near.read(x)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, seen, local in near.runs(x, read):
-        y[:, local] = _run(rows, weight, right, seen)
+    parts = [_run(rows, weight, right, seen) for rows, seen, _ in near.runs(x, read)]
+    y = parts[0] if len(parts) == 1 else torch.cat([x[:, :0], *parts], 1)
     return y, read, torch.tensor(near.number, dtype=torch.int64, device="cpu")
 
 

@@ -233,7 +233,7 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def check_rows(q: Any, k: Any, v: Any) -> None:
-    """Raise unless these are rows (B, N, heads, D) of one dtype and device, q and k with as many tokens and one head dim."""
+    """Raise unless these are rows (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
@@ -261,7 +261,7 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head dim D, got {q.shape[3]} and {k.shape[3]}.")
     if min(*q.shape[2:], k.shape[2], v.shape[3]) == 0:
-        raise ValueError(f"heads and head dims must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}.")
+        raise ValueError(f"heads and head dims must be at least 1, got {[tuple(x.shape) for x in (q, k, v)]}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention)."

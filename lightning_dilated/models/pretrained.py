@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated._extensions import NAMES, place
+from lightning_dilated.data.text.tokenizer_files import PATTERNS
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
 
@@ -300,14 +301,11 @@ class Pretrained:
     libraries are imported on use.
     """
 
-    #: patterns of the files besides these two that a subclass writes and reads
-    hub_files: tuple[str, ...] = ()
-
     def write_hub_files(self, folder: Path) -> None:
-        """Write the files besides these two."""
+        """Write files beside config.json and model.safetensors."""
 
     def read_hub_files(self, folder: Path) -> None:
-        """Read them into a new model."""
+        """Read files beside config.json and model.safetensors into a new model."""
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write config.json and model.safetensors into `folder`, which is created, and a language model's tokenizer; the
@@ -345,7 +343,7 @@ class Pretrained:
             FileNotFoundError: for a missing folder or repository, or one without the two files.
             ValueError: for a broken file, another class, or weights that do not fit.
         """
-        folder = _folder(path_or_repo, cls.hub_files, revision=revision, token=token, cache_dir=cache_dir)
+        folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
         which = class_in_file(cls, config["class_path"], folder, "from_pretrained")
         config["init_args"] = file_arguments(config["init_args"], folder / CONFIG, changes)
@@ -499,8 +497,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: x.detach().contiguous() for name, x in state.items() if alias.get(name, name) == name}
 
 
-def _folder(path: str | Path, also: tuple[str, ...], **options: Any) -> Path:
-    """The local folder of a path, or of a snapshot of a repository, with the files of the patterns `also`."""
+def _folder(path: str | Path, **options: Any) -> Path:
+    """The local folder of a path, or of a snapshot of a repository."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists():
@@ -509,7 +507,7 @@ def _folder(path: str | Path, also: tuple[str, ...], **options: Any) -> Path:
         raise FileNotFoundError(f"{path}: no such folder, and not the name of a repository (owner/name).")
     download = library_of("huggingface_hub").snapshot_download
     try:
-        return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *also], **options))
+        return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS, *PATTERNS], **options))
     except Exception as error:  # offline, or no such repository or revision, or no access
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(

@@ -7,14 +7,13 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_dilated.data.text.tokenizer_files import MAIN, PATTERNS, checked_files, read_files, write_files
+from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files, read_files, write_files
 from lightning_dilated.models.module import DilatedModule
 
 
 class WithTokenizer(DilatedModule):
     """A DilatedModule over tokens of text."""
 
-    hub_files = PATTERNS
     #: files of the tokenizer that the weights belong to, by name: those of a checkpoint or folder; None without
     tokenizer_files: dict[str, str] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,7 +30,7 @@ class SequenceOptions:
     layout: str
     ranks_per_node: int | None
     timeout: int
-    allow: list[str] | None
+    allow: Sequence[str] | None
     check_first_batch: bool
     links: str | None
     global_batch: int | None
@@ -48,13 +49,14 @@ class SequenceOptions:
         check_layout(self.layout)
         for name in ("check_replicas", "global_batch"):
             if getattr(self, name) is not None:
-                integer(getattr(self, name), name, 1)
+                object.__setattr__(self, name, integer(getattr(self, name), name, 1))
         speeds = Links.of_this_machine() if self.links is None else Links.load(self.links)
         object.__setattr__(self, "speeds", speeds)
+        object.__setattr__(self, "allow", tuple(self.allow or ()))
 
     @property
     def rank_timeout(self) -> timedelta:
-        """After which a rank that waits in vain gives up."""
+        """The time after which a rank that waits in vain gives up."""
         return timedelta(seconds=self.timeout)
 
     @property

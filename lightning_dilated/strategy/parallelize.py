@@ -93,7 +93,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 
         case "setup", (_,):
             if strategy.sequence.ranks > 1:
-                refuse_mixing(module, strategy._options.allow or ())
+                refuse_mixing(module, tuple(strategy._options.allow or ()))
             compare_settings(parameters_of, module)
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers

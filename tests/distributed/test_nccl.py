@@ -195,23 +195,22 @@ def on_gpus(ranks, function, group=True):
 
 
 def few_heads(rank, ranks):
-    """[(what, error over many ranks, error of one GPU)] where some ranks of a head group hold no head or no token."""
-    settings = [{"exchange": x, "head_size": ranks} for x in ("gather", "ring", "switch")]
+    """(comparisons, those with a larger error than twice one GPU's) where ranks of a head group hold no head or no token."""
+    settings = [{"exchange": x, "head_size": size} for x in ("gather", "ring", "switch") for size in {2, ranks}]
     pattern, found = DilatedPattern([Branch(64, 3), (8, 1)]), []
     for heads in range(1, ranks + 2):
         for kv_heads in {1, heads}:
             for length in (1, 12, 300):
                 for dtype in (torch.bfloat16, torch.float16):
                     found += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
-    return found
+    # small numbers: where one GPU happens to be exact, the last bit of 16 is allowed
+    return len(found), [(what, many, one) for what, many, one in found if many > 2 * one + 2**-6]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_without_heads_in_16_bits(ranks):
-    found = on_gpus(ranks, few_heads)
-    assert len(found) >= 4 * 3 * 3 * 2 * 5
-    for what, worst, own in found:
-        assert worst <= 2 * own + 2**-6, f"{what}: error {worst:.2e}, the one-GPU op's {own:.2e}"
+    count, wrong = on_gpus(ranks, few_heads)
+    assert count >= 4 * 3 * 3 * 2 * 5 and not wrong, wrong[:5]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

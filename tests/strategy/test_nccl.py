@@ -25,7 +25,7 @@ def join(rank, ranks):
 
 
 def many_fits(rank, ranks, fsdp):
-    """What changed in this process between the third fit and the 53rd, by kind: (before, after)."""
+    """Raise where this process holds more after the 53rd fit than after the third."""
     join(rank, ranks)
     kept = []
 
@@ -39,8 +39,9 @@ def many_fits(rank, ranks, fsdp):
     before = held()
     for _ in range(50):
         fit()
-    changed = {x: (before[x], after) for x, after in held().items() if before[x] != after}
-    assert not changed, f"rank {rank}: {changed}"
+    after = held()
+    grown = {x: (before[x], n) for x, n in after.items() if isinstance(n, int) and n > before[x]}
+    assert not grown and before["threads"] == after["threads"] and before["handlers"] == after["handlers"], grown
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])

@@ -21,7 +21,7 @@ from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 
 class HeadWindow(NamedTuple):
-    """The query heads `heads` = (first, stop) of a pattern that tensors have, of `num_heads` in all.
+    """Query heads from `heads[0]` to below `heads[1]`, of `num_heads` that attend by the pattern: tensors hold these.
 
     With `whole` only segments that a span holds whole are computed; other ranks compute the rest.
     """

@@ -154,7 +154,7 @@ def _data(trainer: pl.Trainer) -> Any:
 
 def check_fits(model: Any, data: LongContextDataModule) -> None:
     """Raise ValueError where tokens or positions of the data are not in the model; warn above the length it is made for."""
-    longest, most = max(data.lengths), model.max_seq_len
+    longest, most = max(data.lengths), model.made_for
     if data.vocab_size > model.vocab_size:
         raise ValueError(
             f"the model has {model.vocab_size} tokens, and the data ({data.form.rule()}) has {data.vocab_size}. Give the "

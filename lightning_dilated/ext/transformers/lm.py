@@ -337,7 +337,7 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
-        """Show a callback that watches the likeliest token at each label: those of a mask (B, L), from `likeliest`."""
+        """Give the watching callback the likeliest token at each label; `likeliest` takes a mask (B, L) of the labels."""
         if self.watch_predictions is not None:
             counted = batch["labels"] != IGNORE
             tokens = torch.full(counted.shape, IGNORE, device=counted.device)
@@ -481,13 +481,13 @@ class HFCausalLM(WithTokenizer):
         return self.config.get_text_config(decoder=True).vocab_size
 
     @property
-    def max_seq_len(self) -> int | None:
-        """Tokens that the decoder is made for, where its config says so."""
+    def made_for(self) -> int | None:
+        """Tokens of a sequence that the decoder is made for, where its config says so."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def learns_positions(self) -> bool:
-        """Whether there are positions up to `max_seq_len` alone, as rotary ones are for any."""
+        """Whether the decoder has no rotary positions: it then has none beyond `made_for`."""
         return getattr(self.config.get_text_config(decoder=True), "rope_parameters", None) is None
 
     # -- folders of transformers ---------------------------------------------------------------------------------------

@@ -244,12 +244,16 @@ class LongNetLM(StreamedLosses, TokenModel):
     """
 
     predicts_next_token = True
-    #: whether there are positions up to `max_seq_len` alone; rotary ones are for any
     learns_positions = False
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
+
+    @property
+    def made_for(self) -> int | None:
+        """Tokens of a sequence that the model is made for, if it says so."""
+        return self.max_seq_len
 
     def setup(self, stage: str) -> None:
         """As `TokenModel`; warn where `bytes_per_token` was left at 1 although more than 512 tokens cannot be bytes."""
