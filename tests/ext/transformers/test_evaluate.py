@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.callbacks import AccuracyByDepth
+from lightning_dilated.callbacks import AccuracyByDepth, RecallByDistance
 from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.data import LongContextDataModule
 from lightning_dilated.integrations.transformers import HFCausalLM
@@ -16,6 +16,7 @@ from lightning_dilated.integrations.transformers import HFCausalLM
 from ...cli.conftest import run_in
 from ...models import trainer
 from ...strategy.runs import launched
+from ..evaluation import test_recall_by_distance as by_distance
 from .decoders import config
 
 
@@ -121,3 +122,24 @@ def test_a_folder_of_adapters(tmp_path):
     model.save_pretrained(tmp_path / "named")
     loaded, ids = load_causal_model(str(tmp_path / "named"), 64), torch.arange(9)[None]
     assert loaded.tile == 64 and torch.equal(loaded({"tokens": ids}), model({"tokens": ids}))
+
+
+@pytest.mark.parametrize("tile", [None, 7])
+def test_recall_by_distance(tmp_path, tile):
+    data, callback = by_distance.task(), RecallByDistance()
+    torch.manual_seed(2)
+    model = HFCausalLM(config("llama", vocab_size=data.vocab_size, tie_word_embeddings=False), tile=tile)
+    model.configure_model()
+    by_distance.quiet(tmp_path, callback).validate(model, data, verbose=False)
+    want = by_distance.by_hand(model, data, "val")
+    assert [(r["first"], r["labels"]) for r in callback.rows] == [(first, n) for first, (_, n) in want.items()]
+    assert [r["accuracy"] for r in callback.rows] == [k / n for k, n in want.values()]
+    assert model.watch_predictions is None
+
+
+def test_a_long_batch_is_warned_of_once(tmp_path, recwarn):
+    """By the decoder's own words: the advice about `max_seq_len` is for models that have it."""
+    model = HFCausalLM(config("llama", vocab_size=9, max_position_embeddings=16))
+    trainer(max_steps=1, limit_val_batches=0).fit(model, task())
+    words = [str(x.message) for x in recwarn if "16" in str(x.message) and "made for" in str(x.message)]
+    assert not any("max_seq_len" in x for x in words)
