@@ -102,7 +102,7 @@ class _Graph(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """The backward as a node whose own gradient is refused."""
+    """The backward as a node; its own gradient is refused."""
 
     @staticmethod
     def forward(ctx, op, *args):

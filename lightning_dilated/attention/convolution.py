@@ -340,7 +340,7 @@ def _unflat(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _facts(x: Tensor, weight: Tensor, backward: bool, **more: Any) -> dict[str, Any]:
-    """What has to be equal on all ranks."""
+    """Facts of a call that have to be equal on all ranks."""
     facts = {"call": "kv_conv", "pass": "backward" if backward else "forward", "batch": x.shape[0], "dtype": x.dtype}
     return {**facts, "taps and channels": tuple(weight.shape), **more}
 
@@ -374,10 +374,10 @@ class _Ranks:
             yield rows, seen, slice(start, start + len(run))
             start += len(run)
 
-    def give_back(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The gradient of x, from the gradients of each run's rows; other ranks' rows have theirs sent to them."""
+    def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return the gradient of x from the runs' gradients; gradients of other ranks' rows are sent to those ranks."""
         left, right = self.route.left, self.route.right
-        split = [_flat(d).split([left, d.shape[1] - left - right, right]) for d in made]
+        split = [_flat(d).split([left, d.shape[1] - left - right, right]) for d in gradients]
         nothing = _flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # of a rank without a token
         total = torch.cat([nothing, *(own for _, own, _ in split)])
         around = [part for before, _, after in split for part in (before, after)]
@@ -408,10 +408,11 @@ class _Chunk:
         """(B, W - 1, C) rows before x, which leaves its last ones for the next chunk."""
         carried = self.tails.before(self.chunk)
         before = x.new_zeros(len(x), self.left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
-        own = torch.cat([before, x], 1)  # rows that this rank computed
         if self.stream.rising:
-            self.tails.leave(self.chunk, own[:, x.shape[1] :].clone())
+            last = torch.cat([before, x[:, -self.left :]], 1)[:, -self.left :]  # a chunk may be shorter than the taps
+            self.tails.leave(self.chunk, last.clone())
         if self.route is not None:
+            own = torch.cat([before, x], 1)  # rows that this rank computed
             before = _unflat(self.route.fetch(_flat(own), self._wire("forward_traffic")), x).movedim(1, 0)
         return before.clone(memory_format=torch.contiguous_format)
 
@@ -434,19 +435,19 @@ class _Chunk:
         numbers = [torch.searchsorted(torch.tensor(x), at, right=True, out_int32=True) for x in starts.values()]
         return Seen(send(torch.stack(numbers), device))
 
-    def give_back(self, made: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The gradient of x, with what later chunks left for it; the rows before x have theirs left for their chunk."""
-        (d_made,) = made
+    def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return the gradient of x, later chunks' share included; the chunk before is left its rows' gradient."""
+        (d_rows,) = gradients
         if self.route is not None:  # several ranks computed the rows before x
-            d_before, d_x = d_made.split([self.left, x.shape[1]], 1)
+            d_before, d_x = d_rows.split([self.left, x.shape[1]], 1)
             total = _flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
             self.route.give_back(_flat(d_before), total, self._wire("backward_traffic"))
-            d_made = _unflat(total, x).movedim(0, 1)
+            d_rows = _unflat(total, x).movedim(0, 1)
         if self.stream.exact:
             if (later := self.tails.take_grad(self.chunk)) is not None:
-                d_made[:, x.shape[1] :] += later
-            self.tails.leave_grad(self.chunk, d_made[:, : self.left].clone())
-        return d_made[:, self.left :]
+                d_rows[:, x.shape[1] :] += later
+            self.tails.leave_grad(self.chunk, d_rows[:, : self.left].clone())
+        return d_rows[:, self.left :]
 
 
 def _neighbours(
@@ -477,12 +478,12 @@ def run_backward(
     """The gradients of x, and of weight as far as this rank's tokens contribute to it."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, needs_grad, number)
     d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    made = []
+    gradients = []
     for rows, seen, local in near.runs(x, read):
         d_rows, part = _run_backward(grad[:, local], rows, weight, right, seen)
         d_weight += part
-        made.append(d_rows)
-    return near.give_back(made, x).to(x.dtype).contiguous(), d_weight.to(weight.dtype)
+        gradients.append(d_rows)
+    return near.give_back(gradients, x).to(x.dtype).contiguous(), d_weight.to(weight.dtype)
 
 
 def _fake_forward(x, weight, lengths, cu_seqlens, place, right, where, grad):

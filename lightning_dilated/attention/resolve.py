@@ -206,7 +206,7 @@ def find_documents(
 
 
 def head_window(spec: CallSpec, heads: int, kv_heads: int) -> HeadWindow:
-    """The heads of a call whose tensors have so many query heads and kv heads."""
+    """The `HeadWindow` of a call; its tensors have `heads` query heads and `kv_heads` kv heads."""
     first, num_heads, num_kv_heads = spec.window or (0, heads, kv_heads)
     return HeadWindow(spec.pattern, num_heads, num_kv_heads, (first, first + heads))
 

@@ -264,18 +264,18 @@ class LayerRows:
 
 
 class LayerCarry(Generic[T]):
-    """What a layer hands from chunk to chunk, and its gradients: the last inputs of `kv_conv`, the state of a recurrence."""
+    """Values that a layer hands from chunk to chunk, and their gradients: last inputs of `kv_conv`, a recurrence's state."""
 
     def __init__(self, before: T | None = None) -> None:
         self._after: dict[int, T] = {} if before is None else {-1: before}
         self._grads: dict[int, Any] = {}
 
     def before(self, chunk: int) -> T | None:
-        """What the chunk before has left; None before the first token."""
+        """The value that the chunk before has left; None before the first token."""
         return self._after.get(chunk - 1)
 
     def last(self) -> T:
-        """What the last chunk has left."""
+        """The value that the last chunk has left."""
         return self._after[max(self._after)]
 
     def leave(self, chunk: int, value: T, keeps: bool = True) -> None:

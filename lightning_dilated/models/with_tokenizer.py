@@ -14,7 +14,7 @@ from lightning_dilated.models.module import DilatedModule
 class WithTokenizer(DilatedModule):
     """A DilatedModule over tokens of text."""
 
-    #: files of the tokenizer that the weights belong to, by name: those of a checkpoint or folder; None without
+    #: the tokenizer that the weights belong to, its files by name, read from a checkpoint or folder; None: no tokenizer
     tokenizer_files: dict[str, str] | None = None
 
     def current_tokenizer(self) -> dict[str, str] | None:
@@ -36,7 +36,7 @@ class WithTokenizer(DilatedModule):
         if files is not None and of_data is not None and of_data[MAIN] != files[MAIN]:
             rank_zero_warn(
                 "the checkpoint was trained with another tokenizer than the data has now (their tokenizer.json differ): "
-                "equal tokens may mean something else. Set data.tokenizer to that of the checkpoint."
+                "equal tokens may mean something else. Set data.tokenizer to the tokenizer of the checkpoint."
             )
 
     def write_hub_files(self, folder: Path) -> None:

@@ -61,12 +61,12 @@ class SequenceOptions:
 
     @property
     def exchange_settings(self) -> dict[str, Any]:
-        """Those of a `SequenceGroup`, without the speeds of links."""
+        """The settings of a `SequenceGroup`, without the speeds of links."""
         return {x: getattr(self, x) for x in ("exchange", "layout", "head_size", "exchange_memory_gib")}
 
     @property
     def compared(self) -> dict[str, Any]:
-        """What has to be equal on all ranks; each call of attention compares the speeds of links."""
+        """The settings that have to be equal on all ranks; each call of attention compares the speeds of links."""
         names = "outer", "global_batch", "check_first_batch", "check_replicas"
         sizes = [self.regions, self.sequence_size, self.head_size]
         return {"sizes": sizes, **{x: getattr(self, x) for x in names}, **self.exchange_settings}

@@ -33,13 +33,13 @@ class HeadWindow(NamedTuple):
     whole: bool = False
 
     def blocks(self, document: int, part: tuple[int, int] | None) -> tuple[Block, ...]:
-        """The blocks of a document of so many tokens, or of a part of it, branch by branch in a fixed order."""
+        """The blocks of a document of `document` tokens, or of its part `part`, branch by branch in a fixed order."""
         return blocks(self.pattern, document, self.num_heads, self.num_kv_heads, part, self.heads, self.whole)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What every block of one call shares.
+    """Settings that all blocks of one call share.
 
     With `branches` only those of these numbers are computed. What arrives from other ranks or chunks is computed by triton
     up to `in_triton` (query, key) pairs of a head, forward and backward.

@@ -58,7 +58,7 @@ def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
 
 def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
     """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped."""
-    pattern = without_global(window.pattern)  # whose blocks are computed one by one
+    pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
     window = window._replace(pattern=pattern)

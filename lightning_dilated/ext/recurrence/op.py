@@ -225,7 +225,7 @@ def fake_backward(grad, q, k, v, log_decay, beta, *others):
 
 
 def rule_flops(q: Tensor, k: Tensor, *others: Any) -> int:
-    """Of a call, forward, whose last argument is the spec: padding is counted."""
+    """FLOPs of a forward; the last argument is the spec, and padding is counted."""
     kind, segment, *_ = RecurrenceSpec.decode(others[-1])
     return q.shape[0] * q.shape[1] * Recurrence(kind, segment).flops(q.shape[2], k.shape[2], q.shape[3])
 

@@ -487,7 +487,7 @@ class HFCausalLM(WithTokenizer):
 
     @property
     def learns_positions(self) -> bool:
-        """Whether the decoder has no rotary positions: it then has none beyond `made_for`."""
+        """True for a decoder without rotary positions: it has no positions beyond `made_for`."""
         return getattr(self.config.get_text_config(decoder=True), "rope_parameters", None) is None
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
