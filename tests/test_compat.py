@@ -755,7 +755,7 @@ def test_parameters_of_each_rank():
 
 
 def test_templates_of_chats():
-    pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+    pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from transformers.utils import chat_template_utils
 

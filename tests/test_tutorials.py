@@ -164,7 +164,7 @@ MARKS = {name: pytest.mark.full if name in IN_CI else pytest.mark.slow for name 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in TUTORIALS])
 def test_tutorial_runs(name: str, tmp_path: Path) -> None:
     if name == "transformers.md":
-        pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+        pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
     TUTORIALS[name](run_page(name, tmp_path))
 
 

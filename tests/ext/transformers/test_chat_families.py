@@ -7,7 +7,7 @@ import pytest
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.template import JsonTokenizer, TransformersTokenizer
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from ..text.chats import chat, tokenizer_json, write
 from .test_chat_transformers import hf_folder, make
 

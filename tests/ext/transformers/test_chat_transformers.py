@@ -9,7 +9,7 @@ from lightning_dilated.data import ChatDataModule, ChatStreamDataModule, TextStr
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.template import TransformersTokenizer
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from ...strategy.runs import launched, trainer
 from ..text.chats import CHATML, END, FORGETS, START, TAGGED, bpe, chat, chats, tokenizer_json, write
 from .decoders import close, config

@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import AccuracyByDepth, RecallByDistance

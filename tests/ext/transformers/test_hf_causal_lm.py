@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_dilated as ld
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
 from ...strategy.runs import VOCAB, Run, fit

@@ -9,7 +9,7 @@ from lightning_dilated.memory.settings import MemorySettings
 
 from ...strategy.runs import Run
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from .decoders import close, config, tokens
 from .test_hf_causal_lm import HYBRID, N, Small, batch, check
 

@@ -7,7 +7,7 @@ from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 
 from ...strategy.runs import Run, launched, make
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from .test_hf_causal_lm import HYBRID, Small
 
 pytestmark = pytest.mark.slow

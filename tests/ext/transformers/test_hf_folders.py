@@ -13,7 +13,7 @@ from lightning_dilated.ext.export import command as export
 from lightning_dilated.ext.export import consolidate
 from lightning_dilated.models.pretrained import plain_arguments
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 pytest.importorskip("safetensors", reason="needs the extra hub")
 import transformers
 

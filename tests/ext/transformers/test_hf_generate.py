@@ -5,7 +5,7 @@ import torch
 
 import lightning_dilated as ld
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from .decoders import FAMILIES, config, decoder, tokens
 from .test_hf_causal_lm import HYBRID
 

@@ -11,7 +11,7 @@ import lightning_dilated as ld
 
 from ...strategy.runs import Run
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 pytest.importorskip("peft", reason="needs the extra lora")
 import peft
 import transformers

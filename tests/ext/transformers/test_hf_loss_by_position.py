@@ -8,7 +8,7 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.callbacks import LossByPosition
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from ...models import loader, trainer
 from ...strategy.runs import Run
 from ...strategy.test_loss_by_position import rows

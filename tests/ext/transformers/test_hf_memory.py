@@ -10,7 +10,7 @@ from lightning_dilated.memory.settings import MemorySettings
 
 from ...strategy.runs import Run
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
 from .decoders import close, config, decoder, tokens

@@ -5,7 +5,7 @@ import torch
 
 import lightning_dilated as ld
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
 from ...distributed.calls import positions, sequence

@@ -29,7 +29,7 @@ from lightning_dilated.models.transformer import step_flops
 
 from ..planning.test_memory import SETTINGS, check
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from .decoders import config
 from .test_hf_causal_lm import HYBRID
 

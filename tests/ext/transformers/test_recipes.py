@@ -11,7 +11,7 @@ import yaml
 
 import lightning_dilated as ld
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 pytest.importorskip("peft", reason="needs the extra lora")
 from ...cli.conftest import run_in
 from ...cli.test_recipes import OF_TRANSFORMERS

@@ -8,7 +8,7 @@ from lightning_dilated.cli.load_model import stored_tokenizer
 from lightning_dilated.data import ChatDataModule, TextStreamDataModule
 from lightning_dilated.ext.decoding.command import run as generate_command
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
 from ...strategy.runs import trainer

@@ -10,7 +10,7 @@ import torch
 
 import lightning_dilated as ld
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
 from .decoders import FAMILIES, WINDOW, close, config, decoder, step, tokens

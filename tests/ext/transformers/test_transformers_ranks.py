@@ -8,7 +8,7 @@ import torch
 
 import lightning_dilated as ld
 
-pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5")
+pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 
 from ...distributed.calls import positions, sequence
 from .decoders import FAMILIES, close, decoder, step, tokens
