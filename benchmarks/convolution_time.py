@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import convolution
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.ext.convolution import convolution
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.planning import seconds_of
 
 CUDA = torch.device("cuda")
@@ -78,7 +78,7 @@ def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
 def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
     """A row for each tile."""
-    from lightning_dilated.kernels import convolution as kernel
+    from lightning_dilated.ext.convolution import kernels as kernel
 
     parts, bounds = inputs(a.tokens, channels, a.documents)
     x, weight = parts[0].detach(), torch.randn(a.taps, channels // 3, device=CUDA)

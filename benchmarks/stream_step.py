@@ -39,8 +39,8 @@ from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_o
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB, Setup
+from lightning_dilated.ext.streams.training import streamed_sum
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.memory.streaming import streamed_sum
 from lightning_dilated.sequence import SequenceGroup
 
 #: of the table
@@ -146,8 +146,8 @@ def step(model: ld.LongNetLM, text: Tensor, group: SequenceGroup | None) -> Tens
         ranges = group.place.ranges(own[0].shape[1])
         own = [torch.cat([x[:, r.start : r.stop] for r in ranges], 1) for x in own]
     batch = {"tokens": Bytes(own[0]), "labels": Bytes(own[1])}
-    run = lambda i, layers: model._losses(*model._chunk(batch, i, layers), summed=True)  # noqa: E731
-    return streamed_sum(model.transformer.stream, run, model._chunks(batch), [model], model.head.weight)
+    run = lambda i, layers: model._losses(*model.streaming.chunk(model, batch, i, layers), summed=True)  # noqa: E731
+    return streamed_sum(model.transformer.stream, run, model.streaming.chunks(model, batch), [model], model.head.weight)
 
 
 def main() -> None:

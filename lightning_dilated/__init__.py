@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from lightning_dilated import sequence
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.attention.stream_state import StreamState
 from lightning_dilated.models import DilatedModule, LongNetLM, LongNetMLM
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
-from lightning_dilated.recurrence import Recurrence, RecurrentState
+from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 
@@ -17,9 +16,11 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.export.export import Exported, export
     from lightning_dilated.ext.pooled.classifier import LongNetClassifier
     from lightning_dilated.ext.recurrence.functional import recurrent_attention
+    from lightning_dilated.ext.recurrence.state import RecurrentState
     from lightning_dilated.ext.slides.encoder import SlideEncoder
     from lightning_dilated.ext.slides.longvit.model import LongViT
     from lightning_dilated.ext.slides.mae import SlidePretrainer
+    from lightning_dilated.ext.streams.state import StreamState
 
 __getattr__, __dir__ = lazy_names(__name__, {x: x for x in ("callbacks", "data", "integrations")})
 

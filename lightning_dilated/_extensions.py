@@ -17,6 +17,8 @@ NAMES = {
     "LongViT": "slides.longvit.model:LongViT",
     "SlideEncoder": "slides.encoder:SlideEncoder",
     "SlidePretrainer": "slides.mae:SlidePretrainer",
+    "RecurrentState": "recurrence.state:RecurrentState",
+    "StreamState": "streams.state:StreamState",
     "export": "export.export:export",
     "attention.attention_weights": "evaluation.attention_weights:attention_weights",
     "callbacks.AccuracyByDepth": "evaluation.by_depth:AccuracyByDepth",
@@ -65,6 +67,7 @@ NAMES = {
     "planning.peak_memory": "planning.gpus:peak_memory",
     "planning.seconds_of": "planning.gpus:seconds_of",
     "planning.simulate": "planning.simulating.simulation:simulate",
+    "recurrence.RecurrentState": "recurrence.state:RecurrentState",
     "recurrence.recurrent_attention": "recurrence.functional:recurrent_attention",
     "recurrent_attention": "recurrence.functional:recurrent_attention",
     "models.LongNetClassifier": "pooled.classifier:LongNetClassifier",
@@ -95,6 +98,8 @@ COMMANDS = {
 
 #: what the core asks of an extension by the name of the task
 HOOKS = {
+    "cache of a layer": "decoding.kv_cache:KVCache.of_layer",
+    "caches of a stack": "decoding.kv_cache:new_caches",
     "cuda graphs": "graphs.cuda_graphs:CudaGraphs",
     "decoder of a folder": "transformers.lm:decoder_of",
     "embed sequences": "genomes.scoring:embed",
@@ -106,8 +111,12 @@ HOOKS = {
     "read torchscale": "export.torchscale:read",
     "recurrence of a layer": "recurrence.branch:RecurrentBranch",
     "remote files": "text.remote:RemoteFiles",
+    "progress of chunks": "streams.progress:ChunkProgress",
+    "short convolution of a layer": "convolution.convolution:ShortConvolution",
     "score alleles": "genomes.scoring:score_alleles",
     "score sequences": "genomes.scoring:score",
+    "stream of a stack": "streams.stream:Stream",
+    "streams of a model": "streams.losses:ModelStreams",
 }
 
 

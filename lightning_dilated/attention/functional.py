@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from lightning_dilated._validation import flag, one_of, real
 from lightning_dilated.attention import op as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.backends import engine_names
+from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.spec import encode
-from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -149,7 +149,7 @@ def op_arguments(
     sequence: SequenceGroup | None = None,
     window: tuple[int, ...] = (),
     needs_grad: bool | None = None,
-    chunk: ChunkLayer | None = None,
+    chunk: LayerPlace | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str, Tensor | None]:
     """What `torch.ops.lightning_dilated.attention` takes, after every check that needs no other rank.
 
@@ -166,8 +166,8 @@ def op_arguments(
     name = "" if group is None else group.name
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    stream, place = ("", None) if chunk is None else (chunk.stream, chunk.place)
-    spec = encode(pattern, causal, scale, dropout, engine, name, needs_grad, window, stream)
+    context, place = ("", None) if chunk is None else (chunk.context, chunk.place)
+    spec = encode(pattern, causal, scale, dropout, engine, name, needs_grad, window, context)
     return q, k, v, lengths, cu_seqlens, seed, spec, place
 
 

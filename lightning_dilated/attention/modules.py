@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
-from lightning_dilated.attention.cache_slots import Clock
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.attention.context import LayerContext, LayerPlace
 from lightning_dilated.attention.executors import HeadWindow
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.recurrence import Recurrence
@@ -157,7 +154,7 @@ class DilatedAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         causal: bool | None = None,
         sequence: SequenceGroup | None = None,
-        chunk: ChunkLayer | None = None,
+        chunk: LayerPlace | None = None,
     ) -> Tensor:
         """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D).
 
@@ -277,7 +274,9 @@ class MultiheadDilatedAttention(nn.Module):
         self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
         self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
         channels = 2 * self.num_kv_heads * self.head_dim
-        self.kv_conv = None if kv_conv is None else ShortConvolution(channels, kv_conv, causal, **factory)
+        self.kv_conv: Any = None
+        if kv_conv is not None:
+            self.kv_conv = hook("short convolution of a layer")(channels, kv_conv, causal, **factory)
         self.recurrence: Any = None
         if recurrence is not None:
             sizes = embed_dim, num_heads, self.num_kv_heads, self.head_dim
@@ -313,7 +312,7 @@ class MultiheadDilatedAttention(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         positions: Tensor | RotaryTable | None = None,
-        cache: KVCache | ChunkLayer | None = None,
+        cache: LayerContext | None = None,
     ) -> tuple[Tensor, None]:
         """Self-attention of `query` (B, N, E), or (N, E) without a batch.
 
@@ -327,9 +326,9 @@ class MultiheadDilatedAttention(nn.Module):
             lengths, cu_seqlens: as in `dilated_attention`.
             positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or within an active
                 `SequenceGroup` those of this rank's tokens.
-            cache: a cache of `new_cache` with the earlier tokens, to which the new ones are added; or the layer's place in a
-                stream, whose chunk `query` is. Causal; one rank only, but for a cache of prompts that ranks share, which
-                reads them within their active `SequenceGroup` and continues them outside.
+            cache: the rows before these: a cache of `new_cache` with the earlier tokens, to which the new ones are added; or
+                the layer's place in a stream, whose chunk `query` is. Causal; one rank only, but for a cache of prompts that
+                ranks share, which reads them within their active `SequenceGroup` and continues them outside.
 
         Returns:
             (out of query's shape, None).
@@ -351,60 +350,41 @@ class MultiheadDilatedAttention(nn.Module):
             if lengths is not None:
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
-        causal = self.attention.causal or is_causal
-        if isinstance(cache, KVCache):  # the first call may bring the whole prompt
-            packed = lengths is not None or cu_seqlens is not None
-            return self.join(self.decode(query, positions, cache, causal, packed)), None
+        rest = positions, lengths, cu_seqlens, self.attention.causal or is_causal
+        return self.join(self.heads(query, *rest) if cache is None else cache.heads(self, query, *rest)), None
+
+    def heads(
+        self,
+        query: Tensor,
+        positions: Tensor | RotaryTable | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+        place: LayerPlace | None = None,
+    ) -> Tensor:
+        """The heads' outputs (B, N, H, D), which `join` takes, for `query` (B, N, E); the others as of `forward`.
+
+        `place`: in a context of the op, such as a stream whose chunk `query` is.
+        """
         table = self.table(query, positions)
-        projected = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
+        projected = self.projected(query, table, self._mix(query, lengths, cu_seqlens, place))
         q, k, v = projected[:3]
         unrotated = () if self.recurrence is None else projected[3:]
         del projected  # the attention needs the memory
-        out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
+        out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=place)
         if self.recurrence is not None:
-            out = out + self.recurrence(query, *unrotated, v, lengths, cu_seqlens, cache).to(out.dtype)
-        return self.join(out), None
+            out = out + self.recurrence(query, *unrotated, v, lengths, cu_seqlens, place).to(out.dtype)
+        return out
 
-    def _projected(
+    def projected(
         self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
         project = Projection(self.head_dim, table, mix)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
 
-    def decode(
-        self,
-        query: Tensor,
-        positions: Tensor | RotaryTable | None,
-        cache: KVCache,
-        causal: bool | None = None,
-        packed: bool = False,
-    ) -> Tensor:
-        """The heads' outputs (B, n, H, D), which `join` takes, of new tokens (B, n, E) that follow those of the cache.
-
-        Args:
-            positions: as of `forward`.
-            causal: None: the module's setting.
-            packed: whether the call has lengths or cu_seqlens, which a cache does not support.
-
-        Raises:
-            ValueError: for a call that does not support a cache, or not this one.
-        """
-        self._check_cache(self.attention.causal if causal is None else causal, packed, cache)
-        mix = None if self.kv_conv is None else partial(self._continued, self.kv_conv, cache)
-        furthest, later = None, None
-        if positions is None:
-            positions, furthest = cache.token_positions(query)
-        table = self.table(query, positions, cache.length, furthest)
-        if query.shape[1] == 1:  # rotated where they are read
-            table, later = None, table
-        q, k, v, plain_q, plain_k = self._projected(query, table, mix)
-        added = None if self.recurrence is None else self.recurrence.continued(query, plain_q, plain_k, v, cache)
-        out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine, later)
-        return out if added is None else out + added.to(out.dtype)
-
     def _mix(
-        self, query: Tensor, lengths: Any, cu_seqlens: Any, chunk: ChunkLayer | None
+        self, query: Tensor, lengths: Any, cu_seqlens: Any, chunk: LayerPlace | None
     ) -> Callable[[Tensor], Tensor] | None:
         """The convolution of k and v in this call; None without one."""
         if self.kv_conv is None:
@@ -412,16 +392,6 @@ class MultiheadDilatedAttention(nn.Module):
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
         return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens, chunk=chunk)
-
-    @staticmethod
-    def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:
-        """The convolution of new tokens after those of the cache, which keeps the rows that the next tokens need."""
-        if cache.shared is not None and cache.length == 0:
-            cache.recent = cache.shared.last_rows(x, convolution.taps - 1)
-            return convolution(x)
-        y, rows = convolution.continued(x, cache.recent)
-        cache.remember(rows, x.shape[1])
-        return y
 
     def join(self, out: Tensor) -> Tensor:
         """(B, N, E) from the heads' outputs (B, N, H, D)."""
@@ -482,36 +452,9 @@ class MultiheadDilatedAttention(nn.Module):
             return positions
         return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start, furthest)
 
-    def _check_cache(self, causal: bool, packed: bool, cache: KVCache) -> None:
-        """Raise for a call that does not support a cache, or not this one."""
-        reads = None if cache.shared is None or cache.length else cache.shared.group
-        if active_sequence() is not reads:
-            raise ValueError(
-                "a cache serves one rank: decode outside of SequenceGroup.active(). Only prompts that ranks share "
-                "(SharedPrompts) are read within, by their group."
-            )
-        if not causal or packed:
-            raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
-        if self.training and self.attention.dropout > 0:
-            raise ValueError("a cache serves inference, without dropout: call .eval() first.")
-        layer_heads, cache_heads = ((x.num_heads, x.num_kv_heads) for x in (self, cache))
-        if cache.pattern != self.attention.pattern or layer_heads != cache_heads:
-            raise ValueError(
-                f"this cache was made for {cache.pattern} and (heads, kv heads) {cache_heads}, but the layer has "
-                f"{self.attention.pattern} and {layer_heads}. Make it by the layer's new_cache()."
-            )
-        own = None if self.recurrence is None else self.recurrence.description
-        if cache.recurrence != own:
-            raise ValueError(
-                f"this cache was made for recurrence={cache.recurrence}, but the layer has {own}. Make it by the layer's "
-                "new_cache()."
-            )
-
-    def new_cache(self, max_length: int | None = None, clock: Clock | None = None) -> KVCache:
-        """An empty cache for this layer; the arguments are those of `KVCache`."""
-        recurrence = None if self.recurrence is None else self.recurrence.description
-        heads = self.num_heads, self.num_kv_heads
-        return KVCache(self.attention.pattern, *heads, max_length=max_length, clock=clock, recurrence=recurrence)
+    def new_cache(self, max_length: int | None = None, clock: Any = None) -> Any:
+        """An empty cache for this layer, which `forward` takes; the arguments are those of `KVCache`."""
+        return hook("cache of a layer")(self, max_length, clock)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

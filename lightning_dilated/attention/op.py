@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._ops import Op
+from lightning_dilated.attention.context import find_context
 from lightning_dilated.attention.executors import HeadWindow
-from lightning_dilated.attention.resolve import chunk_part, head_window, resolve, share
+from lightning_dilated.attention.resolve import head_window, resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
-from lightning_dilated.sequence.requirements import piece_requests
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -126,10 +126,8 @@ def attention_pairs(
     batch, seq_len, own, _ = q.shape
     window = head_window(spec, own, k.shape[2])
     lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
-    if spec.stream and place is not None:
-        part = chunk_part(spec, q.shape, k.shape[2], (lengths, cu_seqlens), int(place[1]))
-        joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
-        return _pairs_of(window, spec.causal, part.local) + joint
+    if spec.context and place is not None:
+        return find_context(spec.context).pairs(spec, q.shape, k.shape[2], (lengths, cu_seqlens), place)
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is None or group.agreed is None:
         documents = spans(batch, seq_len, lengths, cu_seqlens)
@@ -141,10 +139,10 @@ def attention_pairs(
     sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
     chosen, local = share(group, spec, window, documents, seq_len, sizes)
     joint = joint_pairs(chosen.problem, group.rank // chosen.head_size)
-    return _pairs_of(window._replace(heads=chosen.problem.heads), spec.causal, local) + joint
+    return local_pairs(window._replace(heads=chosen.problem.heads), spec.causal, local) + joint
 
 
-def _pairs_of(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
+def local_pairs(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
     """Pairs of the blocks that a rank, or a chunk, computes alone."""
     return sum(x.batches * block.pairs(causal) for x in local for block in window.blocks(x.document, x.part))
 

@@ -18,24 +18,22 @@ from torch import Tensor
 
 from lightning_dilated.attention import executors
 from lightning_dilated.attention.backends import TRITON, Request, choose, environment, triton_up_to
+from lightning_dilated.attention.context import OpCall, find_context
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, HeadWindow, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
-from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
+from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
 from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.spec import CallSpec, decode
-from lightning_dilated.attention.stream import ChunkRoute, chunk_route, find_stream
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import check_bounds, check_padding
-from lightning_dilated.sequence.chunks import chunk_problem
 from lightning_dilated.sequence.consensus import Agreement
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
 from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
 from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
-from lightning_dilated.sequence.halo import chunk_wire
 from lightning_dilated.sequence.head_size import in_groups, plan_in_groups
 from lightning_dilated.sequence.planner import Plan, plan
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
@@ -103,7 +101,8 @@ def resolve(
     spec = decode(code)
     drawn = 0 if seed is None else int(seed)
     if place is not None:
-        resolved, drawn = _chunked(key, spec, q, k, (lengths, cu_seqlens), place, drawn, number, backward)
+        call = OpCall(key, spec, q, k, (lengths, cu_seqlens), place, drawn, number, backward)
+        resolved, drawn = find_context(spec.context).resolve(call)
     elif spec.sequence:
         resolved, drawn = _agreed(key, spec, q, k, (lengths, cu_seqlens), drawn, number, backward)
     else:
@@ -175,7 +174,7 @@ def _alone(
     documents = find_documents(shape[0], shape[1], padded, packed, spec)
     changing = of_any_length(documents, shape[1])
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale, changing=changing)
-    return Resolved(_local(spec, request, head_window(spec, shape[2], kv_heads), documents, shape)[1])
+    return Resolved(local_executor(spec, request, head_window(spec, shape[2], kv_heads), documents, shape)[1])
 
 
 def forget() -> None:
@@ -211,7 +210,7 @@ def head_window(spec: CallSpec, heads: int, kv_heads: int) -> HeadWindow:
     return HeadWindow(spec.pattern, num_heads, num_kv_heads, (first, first + heads))
 
 
-def _local(
+def local_executor(
     spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
     in_triton: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Call, Executor]:  # fmt: skip
@@ -232,103 +231,6 @@ def of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
     return bool(seq_len % WHOLE) or any(document.length != seq_len for document in documents)
 
 
-# -- one sequence chunk by chunk ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ChunkPart:
-    """A rank's part of a chunk of a stream: its positions, the problem that it belongs to, the parts of documents that it
-    computes alone."""
-
-    positions: range
-    problem: Problem
-    local: tuple[Span, ...]
-
-
-def chunk_part(
-    spec: CallSpec,
-    shape: Sequence[int],
-    kv_heads: int,
-    documents: tuple[Tensor | None, Tensor | None],
-    chunk: int,
-) -> ChunkPart:
-    """The part of a call with q of `shape` (B, L, H, D) and K `kv_heads`.
-
-    Raises:
-        ValueError: for documents that do not fit the sequence, and a chunk of another length.
-    """
-    stream = find_stream(spec.stream)
-    tokens = stream.tokens(chunk)
-    if shape[1] != len(tokens):
-        raise ValueError(
-            f"chunk {chunk} of {stream.seq_len} tokens has {len(tokens)} tokens, {tokens.start} to {tokens.stop - 1}; got "
-            f"{shape[1]}."
-        )
-    window, pieces = head_window(spec, shape[2], kv_heads), stream.documents
-    if pieces is None:
-        every = find_documents(shape[0], stream.seq_len, *documents, spec)
-        pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
-    problem = chunk_problem(*window[:3], pieces, stream.shard, window.heads)
-    # no token sees a later one, so for the chunk's own blocks a document ends with it
-    own = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
-    return ChunkPart(tokens, problem, local_spans(own, [tokens]))
-
-
-def _chunked(
-    key: tuple,
-    spec: CallSpec,
-    q: Tensor,
-    k: Tensor,
-    documents: tuple[Tensor | None, Tensor | None],
-    place: Tensor,
-    seed: int,
-    number: Tensor | None,
-    backward: bool,
-) -> tuple[Resolved, int]:
-    """The call of a chunk of a stream, and the seed of all ranks that share it."""
-    (layer, chunk), stream, agreed = place.tolist(), find_stream(spec.stream), None
-    group = find_sequence(spec.sequence) if spec.sequence else None
-    if group is not None:
-        turn = f"layer {layer}, chunk {chunk}" + ("" if number is None else f", backward of call {int(number)}")
-        tokens = len(stream.shard.positions(chunk))
-        agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward, tokens)
-        key = *key, engine
-    make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk, group)
-    # layers with the same pattern share a route, unless they carry rows of earlier calls
-    exchange, route, planned = stream.remember(chunk, (*key, layer if stream.documents else None), make)
-    _log(group, planned, backward)
-    rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
-    executor = Chunked(exchange, route, rows, chunk, stream.rising)
-    if agreed is None:
-        return Resolved(executor), seed
-    return Resolved(executor, planned=planned, number=agreed.number), agreed.seed
-
-
-def _chunk_call(
-    spec: CallSpec,
-    q: Tensor,
-    k: Tensor,
-    documents: tuple[Tensor | None, Tensor | None],
-    layer: int,
-    chunk: int,
-    group: SequenceGroup | None,
-) -> tuple[RowExchange, ChunkRoute, tuple[Planned, Planned] | None]:
-    """What computes a chunk, and its exchange as planned, where ranks exchange rows."""
-    part, stream = chunk_part(spec, q.shape, k.shape[2], documents, chunk), find_stream(spec.stream)
-    problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
-    request = replace(request, changing=of_any_length(part.local, q.shape[1]))
-    in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # what is carried depends on the chunk
-    window = head_window(spec, q.shape[2], k.shape[2])
-    call, local = _local(spec, request, window, part.local, q.shape, in_triton)
-    route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
-    if group is None or not route.exchange.rounds:
-        return RowExchange(call, local, route.exchange, (None, None)), route, None
-    number, per_node = stream.number(chunk), group.ranks_per_node
-    both = group.forward_traffic, group.backward_traffic
-    sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
-    planned = _pair(lambda x: Planned(x.run, problem, "gather", number, per_node, **sizes), both)
-    wires = _pair(lambda x: chunk_wire(group, stream.shard, number, x), both)
-    return RowExchange(call, local, route.exchange, wires), route, planned
-
-
 # -- one sequence on many ranks ----------------------------------------------------------------------------------------
 def _agreed(
     key: tuple,
@@ -343,15 +245,15 @@ def _agreed(
     """The call of a rank of a sequence, and the seed of all ranks."""
     group = find_sequence(spec.sequence)
     turn = None if number is None else f"backward of call {int(number)}"
-    agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward)
+    agreed, engine = compare(group, spec, q, k, documents, seed, turn, backward)
     key = *key, engine, agreed.lengths
     resolved = group.remember(key, lambda: _shared(spec, group, documents, agreed.lengths, q, k))
-    _log(group, resolved.planned, backward)
+    record_planned(group, resolved.planned, backward)
     group.plan = resolved.plan
     return replace(resolved, number=agreed.number), agreed.seed
 
 
-def _compared(
+def compare(
     group: SequenceGroup,
     spec: CallSpec,
     q: Tensor,
@@ -371,7 +273,7 @@ def _compared(
     return group.agree(facts, q.shape[1], seed, turn, later=later, chunk=chunk), engine.name
 
 
-def _log(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
+def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
     """Record an exchange as planned, where the group is watched."""
     if group is not None and planned is not None and group.forward_traffic.log is not None:
         group.forward_traffic.log.planned.append(planned[backward])
@@ -428,24 +330,24 @@ def _shared(
     request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     window = window._replace(heads=problem.heads, whole=whole)
-    call, executor = _local(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
+    call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
     both = group.forward_traffic, group.backward_traffic
     planned = None
     if name and route is not None:
         ranks = tuple(range(member, group.ranks, head_size))
-        wires = _pair(lambda x: Wire(group.group, ranks, ring, x), both)
+        wires = for_passes(lambda x: Wire(group.group, ranks, ring, x), both)
         executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
-        planned = _pair(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
+        planned = for_passes(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
     if head_size > 1:
         cuts = windows(heads, k.shape[2], head_size)
         kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
         tokens = tuple(lengths[m] for m in members)
-        groups = _pair(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
+        groups = for_passes(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
         executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
     return Resolved(executor, chosen, planned)
 
 
-def _pair(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
+def for_passes(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
     """One for the forward and one for the backward."""
     return make(both[0]), make(both[1])
 

@@ -19,7 +19,7 @@ class CallSpec:
         dropout: probability with which a (query, key) pair of a branch is dropped.
         engine: as the user named it, "auto" or a family of engines included.
         sequence: the name of the `SequenceGroup` that shares the sequence; "" is one rank.
-        stream: the name of the `Stream` whose chunk this is; "" is a whole sequence.
+        context: the name of the `Context` with the rows before these; "" is a whole sequence.
         needs_grad: whether a backward will follow.
         window: (first, heads, kv heads): the query heads of q are first, first + 1, ... of so many, and k and v have
             theirs; () where q has all.
@@ -33,13 +33,13 @@ class CallSpec:
     sequence: str = ""
     needs_grad: bool = False
     window: tuple[int, ...] = ()
-    stream: str = ""
+    context: str = ""
 
     @property
     def code(self) -> str:
         """The string that `decode` reads."""
         p = self
-        return encode(p.pattern, p.causal, p.scale, p.dropout, p.engine, p.sequence, p.needs_grad, p.window, p.stream)
+        return encode(p.pattern, p.causal, p.scale, p.dropout, p.engine, p.sequence, p.needs_grad, p.window, p.context)
 
 
 def encode(
@@ -51,18 +51,18 @@ def encode(
     sequence: str = "",
     needs_grad: bool = False,
     window: tuple[int, ...] = (),
-    stream: str = "",
+    context: str = "",
 ) -> str:
     """The code of a `CallSpec` of these fields. torch.compile traces it, and it costs less than making the object."""
     heads = ",".join([str(x) for x in window])
     options = f"{int(causal)}|{float(scale)!r}|{float(dropout)!r}|{engine}|{sequence}|{int(needs_grad)}|{heads}"
-    return f"{options}|{stream}|{pattern.code}"
+    return f"{options}|{context}|{pattern.code}"
 
 
 @functools.lru_cache(maxsize=4096)
 def decode(code: str) -> CallSpec:
     """The `CallSpec` of a code."""
-    causal, scale, dropout, engine, sequence, needs_grad, window, stream, pattern = code.split("|", 8)
+    causal, scale, dropout, engine, sequence, needs_grad, window, context, pattern = code.split("|", 8)
     return CallSpec(
         pattern=DilatedPattern.decode(pattern),
         causal=causal == "1",
@@ -72,5 +72,5 @@ def decode(code: str) -> CallSpec:
         sequence=sequence,
         needs_grad=needs_grad == "1",
         window=tuple(map(int, window.split(","))) if window else (),
-        stream=stream,
+        context=context,
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dilated._device import leave_room
-from lightning_dilated.callbacks.chunk_progress import ChunkProgress
+from lightning_dilated._extensions import hook
 from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
-from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.memory.streaming import check_shared
+from lightning_dilated.memory.settings import MemorySettings, check_shared
 from lightning_dilated.sequence.group import SequenceGroup
 
 
@@ -76,12 +77,13 @@ class ActivationRecompute(pl.Callback):
         self._refuse_shared(trainer)
         self.teardown(trainer, pl_module, "")  # which Lightning does not call for a run that failed
         self._before = set_memory(pl_module, self.settings)
-        self._watch(ChunkProgress(trainer) if self.settings.stream is not None and trainer.is_global_zero else None)
+        streams = self.settings.stream is not None
+        self._watch(hook("progress of chunks")(trainer) if streams and trainer.is_global_zero else None)
 
-    def _watch(self, progress: ChunkProgress | None) -> None:
+    def _watch(self, progress: Any) -> None:
         """Have streams report their chunks."""
         for m, _ in self._before:
-            if isinstance(m, StackMemory):
+            if isinstance(m, StackMemory) and self.settings.stream is not None:
                 m.stream.watch = progress
 
     def _refuse_shared(self, trainer: pl.Trainer) -> None:

@@ -9,8 +9,10 @@ MAY_IMPORT = {
     "evaluation": ("transformers",),
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "text"),
-    "planning": ("recurrence", "slides"),
+    "planning": ("convolution", "recurrence", "slides", "streams"),
     "profiling": ("planning",),
+    "recurrence": ("convolution",),
     "slides": ("pooled", "text"),
+    "streams": ("convolution", "recurrence"),
     "transformers": ("decoding",),
 }

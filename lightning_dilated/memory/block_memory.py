@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import allow_recompiles, has_hooks, plain_call, set_compiled_call
-from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated._extensions import hook
+from lightning_dilated.attention.context import LayerContext, LayerPlace
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.attention.stream import ChunkLayer, Stream
 from lightning_dilated.memory.compiled_part import CompiledPart
 from lightning_dilated.memory.head_chunks import AttentionParts, HeadChunks, attend_in_chunks
 from lightning_dilated.memory.offload import Host
@@ -163,7 +163,7 @@ class BlockMemory(nn.Module):
         positions: Tensor | RotaryTable | None = None,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: KVCache | ChunkLayer | None = None,
+        cache: LayerContext | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
         """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) or
@@ -171,7 +171,7 @@ class BlockMemory(nn.Module):
         attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
         arguments = positions, lengths, cu_seqlens, cache, attend_drop
         settings = self._memory
-        if isinstance(cache, KVCache):
+        if cache is not None and not isinstance(cache, LayerPlace):
             return self._cached(x, positions, lengths, cu_seqlens, cache)
         policy, whole = settings.policy if torch.is_grad_enabled() else "none", bool(self._pieces) and _is_whole(cache)
         attend = self._attend_in_chunks if settings.head_chunks > 1 else self._piece("attend", self._attend, whole)
@@ -194,13 +194,14 @@ class BlockMemory(nn.Module):
         positions: Tensor | RotaryTable | None,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        cache: KVCache,
+        cache: LayerContext,
     ) -> Tensor:
         """`forward` of tokens that follow those of a cache; if the block is compiled, so is what follows the attention."""
-        a, packed = self.attention_layer, lengths is not None or cu_seqlens is not None
+        a = self.attention_layer
         if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
             return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)
-        out = a.decode(self._normed(x, a.in_proj_weight.dtype), positions, cache, packed=packed)
+        normed = self._normed(x, a.in_proj_weight.dtype)
+        out = cache.heads(a, normed, positions, lengths, cu_seqlens, a.attention.causal)
         return _compiled_tail(self._compile_options)(self, x, out)
 
     def tail(self, x: Tensor, out: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ class BlockMemory(nn.Module):
         positions: Tensor | RotaryTable | None,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        chunk: ChunkLayer | None,
+        chunk: LayerPlace | None,
         drop: Tensor | None,
     ) -> Tensor:
         """`_attend`, one chunk of heads after another."""
@@ -261,7 +262,7 @@ def _compiled_tail(options: dict[str, Any]) -> Callable[..., Tensor]:
 
 def _is_whole(cache: object) -> bool:
     """Whether a call computes a chunk of a stream that has the length of all but the last."""
-    return isinstance(cache, ChunkLayer) and cache.whole
+    return isinstance(cache, LayerPlace) and cache.whole
 
 
 def _by_token(drop: Tensor | None) -> bool:
@@ -277,8 +278,14 @@ class StackMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._memory, self._host = MemorySettings(), Host(0)
-        #: of sequences that are computed chunk by chunk
-        self.stream = Stream()
+        self._stream: Any = None
+
+    @property
+    def stream(self) -> Any:
+        """The stream of sequences that are computed chunk by chunk."""
+        if self._stream is None:
+            self._stream = hook("stream of a stack")()
+        return self._stream
 
     @property
     def memory(self) -> MemorySettings:

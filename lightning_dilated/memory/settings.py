@@ -69,3 +69,22 @@ class MemorySettings:
     def in_pieces(self) -> bool:
         """Whether parts of a block run separately, in chunks of its input."""
         return self.tile is not None or self.head_chunks > 1
+
+
+def check_shared(chunk: int, layout: str, stream: int | None) -> None:
+    """Raise unless ranks that share a sequence share the chunks that a model streams.
+
+    Args:
+        chunk: C of the model's memory settings.
+        layout, stream: of the ranks.
+    """
+    if layout != "chunked":
+        raise ValueError(
+            f"stream={chunk} computes each sequence chunk by chunk, and with layout={layout!r} the ranks that share it hold "
+            "other parts than pieces of chunks. Set layout='chunked', so that they share every chunk, or sequence_size=1, "
+            "so that every rank streams sequences of its own, or leave stream out."
+        )
+    if stream != chunk:
+        raise ValueError(
+            f"the model streams chunks of {chunk} tokens, and its ranks share chunks of {stream}: take one of them."
+        )

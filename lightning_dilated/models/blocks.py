@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated.attention.context import LayerContext
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
-from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import BlockMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
@@ -159,7 +158,7 @@ class TransformerBlock(BlockMemory):
         positions: Tensor | RotaryTable | None,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        cache: KVCache | ChunkLayer | None,
+        cache: LayerContext | None,
         drop: Tensor | None,
     ) -> Tensor:
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}

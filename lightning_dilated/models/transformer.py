@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import allow_recompiles, uncompiled
 from lightning_dilated._device import send
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.cache_slots import Clock
+from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.attention.shared_prompts import SharedPrompts
-from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
@@ -301,8 +299,8 @@ class DilatedTransformer(StackMemory):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        caches: Sequence[KVCache] | None = None,
-        chunk: Sequence[ChunkLayer] | None = None,
+        caches: Sequence[Any] | None = None,
+        chunk: Sequence[LayerPlace] | None = None,
         watch: Callable[[Tensor], None] | None = None,
         normed: bool = True,
     ) -> Tensor:
@@ -357,8 +355,8 @@ class DilatedTransformer(StackMemory):
     def _compute(
         self,
         inputs: Inputs,
-        caches: Sequence[KVCache] | None = None,
-        chunk: Sequence[ChunkLayer] | None = None,
+        caches: Sequence[Any] | None = None,
+        chunk: Sequence[LayerPlace] | None = None,
         watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """The blocks."""
@@ -377,9 +375,7 @@ class DilatedTransformer(StackMemory):
             layers = [partial(_watched, layer, watch) for layer in layers]
         return self._run(layers, x, grouped=watch is None)
 
-    def _tables(
-        self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None
-    ) -> list[RotaryTable | None]:
+    def _tables(self, x: Tensor, positions: Tensor | None, caches: Sequence[Any] | None) -> list[RotaryTable | None]:
         """Rotary positions for each block; blocks of one base share a table."""
         dtype, start, furthest, tables = _working_dtype(x), caches[0].length if caches else 0, None, {}
         if caches and positions is None:
@@ -424,8 +420,8 @@ class DilatedTransformer(StackMemory):
             block.compile(fullgraph=True)
 
     def new_caches(
-        self, max_length: int | None = None, lengths: Sequence[int] | None = None, shared: SharedPrompts | None = None
-    ) -> list[KVCache]:
+        self, max_length: int | None = None, lengths: Sequence[int] | None = None, shared: Any = None
+    ) -> list[Any]:
         """An empty cache for every block.
 
         Args:
@@ -433,8 +429,7 @@ class DilatedTransformer(StackMemory):
             lengths: tokens of each sample's prompt, where prompts are padded on the right, see `Clock`.
             shared: prompts that ranks share, in place of `lengths`; with `max_length`.
         """
-        clock = Clock(lengths, shared)
-        return [block.attention.new_cache(max_length, clock) for block in self.blocks]
+        return hook("caches of a stack")(self, max_length, lengths, shared)
 
 
 def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None], x: Tensor) -> Tensor:

@@ -1,16 +1,13 @@
-"""Recurrence and RecurrentState: what a layer's memory is, and what it carries from one call to the next.
-
-`ext/recurrence` computes it.
-"""
+"""Recurrence: what a layer's memory is. `ext/recurrence` computes it, and has the state that it carries between calls."""
 
 from typing import TYPE_CHECKING
 
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.recurrence.description import Recurrence
-from lightning_dilated.recurrence.state import RecurrentState
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.recurrence.functional import recurrent_attention
+    from lightning_dilated.ext.recurrence.state import RecurrentState
 
 __getattr__, __dir__ = lazy_names(__name__)
 

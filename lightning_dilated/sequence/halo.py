@@ -19,7 +19,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.sequence.collectives import axis
 from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
-from lightning_dilated.sequence.shard import ChunkShard, Shard
+from lightning_dilated.sequence.shard import Shard
 
 #: local rows, or rows of a halo, by the rank that they go to or come from
 Slices = dict[int, tuple[slice, ...]]
@@ -98,43 +98,14 @@ def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
             "layout='strided' has no halo: all neighbours of a token lie on other ranks. Set layout='contiguous' or "
             "'zigzag' for models with convolutions (kv_conv, SequenceConv1d, sequence_halo)."
         )
-    receives = _by_rank((owner, slot) for slot, owner, _ in _halo_rows(shard, rank, left, right))
+    receives = slices_by_rank((owner, slot) for slot, owner, _ in _halo_rows(shard, rank, left, right))
     peers = {p for chunk in shard.ranges(rank) for p in shard.holders(chunk.start - right, chunk.stop + left)}
     sends = {}
     for peer in sorted(peers):
         rows = [local for _, owner, local in _halo_rows(shard, peer, left, right) if owner == rank]
         if rows:
-            sends[peer] = _slices(rows)
+            sends[peer] = slices_of(rows)
     return HaloRoute(shard.ranges(rank), left, right, sends, receives)
-
-
-@functools.lru_cache(maxsize=256)
-def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
-    """The route of a piece of a chunk that needs the `left` rows before it.
-
-    A rank holds the `left` rows that it made last before the chunk (0 where there were fewer), and then those of its piece:
-    the local rows of `sends`.
-    """
-    receives = _by_rank((peer, slot) for slot, peer, _ in _rows_before(shard, number, left))
-    sends = {}
-    for peer in shard.peers(number):
-        rows = [left + index for _, owner, index in _rows_before(shard, peer, left) if owner == number]
-        if rows:
-            sends[peer] = _slices(rows)
-    return HaloRoute((shard.piece(number),), left, 0, sends, receives)
-
-
-def _rows_before(shard: ChunkShard, number: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """(row of the halo, piece of the chunk whose rank has it, where it has it: see `ChunkShard.carrier`)."""
-    piece = shard.piece(number)
-    for slot, position in enumerate(range(piece.start - left, piece.start)):
-        if piece and position >= shard.start:
-            yield slot, *shard.carrier(number, position)
-
-
-def chunk_wire(group: SequenceGroup, shard: ChunkShard, number: int, traffic: Traffic) -> Wire:
-    """Moves rows between the pieces of a chunk."""
-    return Wire(group.group, tuple(range(group.ranks)) * shard.chunks, number, traffic)
 
 
 def _halo_rows(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[int, int, int]]:
@@ -146,14 +117,14 @@ def _halo_rows(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple
                 yield slot, *shard.owner(position)
 
 
-def _by_rank(pairs: Iterable[tuple[int, int]]) -> Slices:
+def slices_by_rank(pairs: Iterable[tuple[int, int]]) -> Slices:
     slots: dict[int, list[int]] = {}
     for owner, slot in pairs:
         slots.setdefault(owner, []).append(slot)
-    return {owner: _slices(slots[owner]) for owner in sorted(slots)}
+    return {owner: slices_of(slots[owner]) for owner in sorted(slots)}
 
 
-def _slices(numbers: list[int]) -> tuple[slice, ...]:
+def slices_of(numbers: list[int]) -> tuple[slice, ...]:
     """The same numbers in the same order, as slices."""
     slices: list[slice] = []
     for n in numbers:

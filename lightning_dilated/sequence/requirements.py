@@ -11,11 +11,11 @@ import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, padded_keys, segment_at, segment_width
 from lightning_dilated.sequence.ranges import clip, intersect, union
-from lightning_dilated.sequence.shard import ChunkShard, Shard
 
 
 @dataclass(frozen=True, order=True)
@@ -44,7 +44,7 @@ class Problem:
     num_heads: int
     num_kv_heads: int
     causal: bool
-    shard: Shard | ChunkShard
+    shard: Any  # a Shard, or pieces of chunks
     documents: tuple[Document, ...]
     heads: tuple[int, int]
 
@@ -129,7 +129,7 @@ def _below(n: int, m: int, upper: int) -> int:
     return (full - first) * (first + full + 1 + 2 * upper) // 2 + (n - full) * m
 
 
-def straddling(documents: Sequence[Document], shard: Shard) -> tuple[Document, ...]:
+def straddling(documents: Sequence[Document], shard: Any) -> tuple[Document, ...]:
     """The documents of a call that do not lie in one run of consecutive positions of one rank.
 
     Documents must be in rising order of their bounds (packed, or one of each sample): then only cuts between shards are
@@ -146,7 +146,7 @@ def straddling(documents: Sequence[Document], shard: Shard) -> tuple[Document, .
 
 
 @functools.lru_cache(maxsize=64)
-def _cuts(shard: Shard) -> list[int]:
+def _cuts(shard: Any) -> list[int]:
     """Positions above 0 at which a new run of consecutive positions starts."""
     return sorted({piece.start for rank in range(shard.ranks) for piece in shard.ranges(rank)} - {0})
 
@@ -287,8 +287,8 @@ def partners(problem: Problem, rank: int) -> list[int]:
 
     Of a piece of a chunk: the other pieces of the chunk, whose ranks also hold earlier rows; its own rank's it has.
     """
-    if isinstance(problem.shard, ChunkShard):
-        return [peer for peer in problem.shard.peers(rank) if peer != rank]
+    if (peers := problem.shard.peers(rank)) is not None:
+        return [peer for peer in peers if peer != rank]
     ranks: set[int] = set()
     for document in problem.documents:
         if any(piece.start < document.stop and document.start < piece.stop for piece in problem.shard.ranges(rank)):

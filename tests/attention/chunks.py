@@ -3,7 +3,7 @@
 import torch
 
 from lightning_dilated.attention.functional import op_arguments
-from lightning_dilated.attention.stream import Stream
+from lightning_dilated.ext.streams.stream import Stream
 
 
 class Chunks:

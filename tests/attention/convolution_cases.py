@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import convolution
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.ext.convolution import convolution
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
 
 #: relative to the largest number of each result: rounding of it, and for fp32 of its sum
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

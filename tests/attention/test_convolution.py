@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM, MultiheadDilatedAttention
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.memory.settings import MemorySettings
 
 from ..models import tiny

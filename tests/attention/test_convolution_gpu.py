@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated import LongNetLM
-from lightning_dilated.attention import convolution
+from lightning_dilated.ext.convolution import convolution
 
 from .convolution_cases import CASES, TOLERANCES, Case, compare, without_kernels
 

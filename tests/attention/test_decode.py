@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.attention import MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.attention import kv_cache as decode
-from lightning_dilated.attention.cache_slots import Clock
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
+from lightning_dilated.ext.decoding import kv_cache as decode
+from lightning_dilated.ext.decoding.cache_slots import Clock
+from lightning_dilated.ext.decoding.kv_cache import KVCache
+from lightning_dilated.ext.decoding.new_tokens import decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..examples import examples

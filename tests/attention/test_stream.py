@@ -11,15 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern
-from lightning_dilated.attention import backends, resolve
-from lightning_dilated.attention import stream as streams
+from lightning_dilated.attention import backends
 from lightning_dilated.attention.backends import Request, sdpa
 from lightning_dilated.attention.functional import op_arguments
-from lightning_dilated.attention.stream import Store, Stream
-from lightning_dilated.memory import streaming
-from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
+from lightning_dilated.ext.streams import chunk_call
+from lightning_dilated.ext.streams import stream as streams
+from lightning_dilated.ext.streams import training as streaming
+from lightning_dilated.ext.streams.carried_rows import CarryPlan, chunk_problem
+from lightning_dilated.ext.streams.shard import ChunkShard
+from lightning_dilated.ext.streams.stream import Store, Stream
 from lightning_dilated.sequence.requirements import Document
-from lightning_dilated.sequence.shard import ChunkShard
 
 from ..examples import examples
 from ..pattern.strategies import patterns
@@ -152,7 +153,7 @@ def test_few_carried_keys_are_tritons(pairs, monkeypatch):
 
     fake = replace(plain, forward=recorded("forward", 0), backward=recorded("backward", 1))
     monkeypatch.setitem(backends.ENGINES, "triton", fake)
-    monkeypatch.setattr(resolve, "triton_up_to", lambda *unused: (pairs, pairs))
+    monkeypatch.setattr(chunk_call, "triton_up_to", lambda *unused: (pairs, pairs))
     compare(Case(DilatedPattern.longnet([4, 16, 64], [1, 2, 4]), 1, 61, 2, 2, 4, causal=True), 8)
     sizes = set(ran["backward"])
     assert sizes == set(ran["forward"]) and bool(sizes) == bool(pairs) and all(x <= pairs for x in sizes)

@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from torch.utils.data import DataLoader
 
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy
-from lightning_dilated.callbacks import ActivationRecompute, chunk_progress
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.ext.streams import progress as chunk_progress
 
 from ..models import batch, tiny, trainer
 from ..strategy.runs import launched
@@ -147,15 +148,15 @@ def test_a_bar_of_another_kind_is_let_be():
 def test_a_failed_step_and_the_model_afterwards():
     """The text of a failed pass does not come back, and the model reports to nobody."""
     model, seen, bar = tiny().train(), [], Tqdm()
-    run_chunk, broken = model._chunk, []
+    run_chunk, broken = model.streaming.chunk, []
 
-    def chunk(batch, at, *more):
+    def chunk(model, batch, at, *more):
         if at == 2 and not broken:
             broken.append(at)
             raise KeyError("broken")
-        return run_chunk(batch, at, *more)
+        return run_chunk(model, batch, at, *more)
 
-    model._chunk = chunk
+    model.streaming.chunk = chunk
     recompute = ActivationRecompute(stream=4)
     with pytest.raises(KeyError, match="broken"):
         trainer(callbacks=[bar, recompute], enable_progress_bar=True, max_steps=1, precision="64-true").fit(

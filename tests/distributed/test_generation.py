@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern, Window
-from lightning_dilated.attention.cache_slots import layer_slots
-from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.ext.decoding import generation
-from lightning_dilated.sequence.chunks import ENDLESS, chunk_problem, leaving_rows, live_count
+from lightning_dilated.ext.decoding.cache_slots import layer_slots
+from lightning_dilated.ext.decoding.shared_prompts import DecodedShard, SharedPrompts
+from lightning_dilated.ext.streams.carried_rows import ENDLESS, chunk_problem, leaving_rows, live_count
+from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.sequence.requirements import Document
-from lightning_dilated.sequence.shard import ChunkShard, DecodedShard, Shard
+from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples
 from ..models import tiny

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.sequence import SequenceConv1d, sequence_halo
 from lightning_dilated.sequence.halo import halo_route
 from lightning_dilated.sequence.shard import Shard

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dilated import Recurrence
-from lightning_dilated.attention import convolution
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.ext.convolution import convolution
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.ext.recurrence.branch import RecurrentBranch
 
@@ -274,7 +274,7 @@ def test_compiles_without_a_gpu(name, kind):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_dilated.kernels import convolution as source
+    from lightning_dilated.ext.convolution import kernels as source
 
     kernel, tile = getattr(source, name), getattr(source, name.strip("_").upper())
     sizes = {**tile.sizes(1536, 256), "ROWS": 256, "STAGES": tile.stages, "TAPS": 4, "LEFT": 3}

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
-from lightning_dilated.attention.cache_slots import Clock
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.ext.decoding import token_step
+from lightning_dilated.ext.decoding.cache_slots import Clock
+from lightning_dilated.ext.decoding.kv_cache import KVCache
+from lightning_dilated.ext.decoding.new_tokens import decode_attention
 
 from ..attention.test_decode import shaped_patterns
 from ..examples import examples
@@ -37,7 +38,7 @@ def calls(draw):
 
 
 def small_tiles(patch):
-    from lightning_dilated.kernels import decode
+    from lightning_dilated.ext.decoding import kernels as decode
 
     patch.setattr(decode, "KEYS", 16)
     patch.setattr(decode, "ENTRIES", 4)
@@ -153,7 +154,7 @@ def test_compiles_without_a_gpu(group, stages):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_dilated.kernels.decode import _attend
+    from lightning_dilated.ext.decoding.kernels import _attend
 
     ints = {"positions": "*i64", "slots": "*i64", "branches": "*i64", "scale": "fp32"}
     ints |= dict.fromkeys(("programs", "lookup", "users"), "*i32")

@@ -16,8 +16,8 @@ from lightning.fabric.utilities.throughput import Throughput
 
 import lightning_dilated as ld
 from lightning_dilated.callbacks import LossByPosition, RecallByDistance, ThroughputMonitor
+from lightning_dilated.ext.streams.carried import CarriedStreams
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.longnet.carried_streams import CarriedStreams
 from lightning_dilated.models.transformer import step_flops
 
 from ..examples import examples
@@ -89,7 +89,7 @@ def test_a_new_sample_joins_old_ones(name):
 def test_losses_are_those_of_the_whole(name, positions):
     """Also where streams come in other batches than before, and documents begin."""
     model = MODELS[name].train()
-    model.carried.clear()
+    model.streaming.carried.clear()
     starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(0)) < 0.05
     starts[:, 0] = True
     steps = [(0, 30, [(0, 1, 2)]), (30, 30, [(2, 0), (1,)]), (60, 30, [(0, 1), (2,)]), (90, 30, [(0, 1, 2)])]
@@ -112,7 +112,7 @@ def test_gradients_are_truncated_at_steps():
     want = {name: p.grad.clone() for name, p in model.named_parameters()}
     for step, memory in ((20, MemorySettings()), (40, MemorySettings(stream=20))):
         model.transformer.memory = memory
-        model.carried.clear()
+        model.streaming.carried.clear()
         model.zero_grad()
         for at in range(0, 120, step):
             model.loss_terms(batch(at, step))[0].backward()
@@ -242,7 +242,7 @@ def test_validation_is_that_of_the_whole(tmp_path):
     got = float(trainer.validate(model, data, verbose=False)[0]["val_loss"])
     tested = float(trainer.test(model, data, verbose=False)[0]["test_loss"])
     bits = trainer.predict(model, data)
-    assert not model.carried_in_evaluation and model.carried
+    assert not model.streaming.carried_in_evaluation and model.streaming.carried
     for split, loss in (("val", got), ("test", tested)):
         steps = list(getattr(data, f"{split}_dataloader")())
         tokens, labels, starts = (torch.cat([b[x] for b in steps], 1) for x in ("tokens", "labels", "starts"))
@@ -263,7 +263,7 @@ def test_validation_is_that_of_the_whole(tmp_path):
 def test_accumulation_and_other_models(tmp_path):
     """Micro-batches go on, too; a model that carries nothing is refused."""
     _, model, _, _ = fitted(tmp_path, 3, accumulate_grad_batches=2)
-    states, _ = model.carried.state_dicts(None)
+    states, _ = model.streaming.carried.state_dicts(None)
     assert {x["position"] for x in states.values()} == {6 * STEP}
     with pytest.raises(TypeError, match="LongNetMLM has no method `stream`"):
         fitted(tmp_path, 1, model=ld.LongNetMLM(GEOMETRIC, vocab_size=VOCABULARY, dim=16, depth=1, num_heads=4))
@@ -336,10 +336,10 @@ def tensors(state):
 def test_states_move_together():
     """Those before a batch, too; one that both have in common stays one."""
     model = MODELS["convolution"].train()
-    model.carried.clear()
+    model.streaming.carried.clear()
     model.loss_terms(batch(0, 30, (0, 1)))
     model.loss_terms(batch(0, 30, (2,)))
-    carried = model.carried
+    carried = model.streaming.carried
     assert carried._now[0, 1] is carried._before[0, 1] and len(tensors(carried._now[0, 1])) > 4
     carried.to("meta")
     assert all(x.is_meta for state in carried._now.values() for x in tensors(state))
@@ -367,7 +367,11 @@ def test_what_a_run_leaves(tmp_path):
     )
     with to, mock.patch.object(CarriedStreams, "put", watched):
         _, model, _, _ = fitted(tmp_path, 4, callbacks=[Looks()], limit_val_batches=0)
-    assert len(refs) == 4 and (model.carried, "cpu") in moved and (model.carried_in_evaluation, "cpu") in moved
+    assert (
+        len(refs) == 4
+        and (model.streaming.carried, "cpu") in moved
+        and (model.streaming.carried_in_evaluation, "cpu") in moved
+    )
 
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -389,18 +393,18 @@ def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
     model = ld.LongNetLM(WIDE, VOCABULARY, 16, 2, 2, kv_conv=3)
     with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
         fitted(tmp_path, 5 if fails else 4, model=model, callbacks=[Fails()], **where)
-    on_host(model.carried)
+    on_host(model.streaming.carried)
     trainer = model.trainer
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     if not fails:
         trainer.validate(model, trainer.datamodule, verbose=False)
-        on_host(model.carried)
+        on_host(model.streaming.carried)
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     positions = {x["position"] for x in torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"].values()}
     assert positions == {4 * STEP}
     _, again, _, rest = fitted(tmp_path, 8, tmp_path / "a.ckpt", **where)
     assert rest == pytest.approx(whole[4:], rel=1e-4)
-    on_host(again.carried)
+    on_host(again.streaming.carried)
 
 
 def on_host(carried):

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
-from lightning_dilated.attention import resolve
 from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.ext.streams import chunk_call
+from lightning_dilated.ext.streams import losses as streamed
+from lightning_dilated.ext.streams.training import streamed_sum
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.memory.streaming import streamed_sum
-from lightning_dilated.models.longnet import streamed
 
 GEOMETRIC = ld.DilatedPattern.longnet([8, 16, 32, 64], [1, 2, 4, 8])
 VOCABULARY = 32
@@ -136,7 +136,7 @@ def test_evaluation_equals_one_pass():
 def test_hidden_dropout_has_the_same_masks_in_both_passes():
     """Each chunk's sum is equal in both, chunks differ, and the generator ends where one rising pass would end."""
     model, batch, sums = lm(dropout=0.3), text(), {}
-    run = lambda i, layers: model._losses(*model._chunk(batch, i, layers), summed=True)  # noqa: E731
+    run = lambda i, layers: model._losses(*model.streaming.chunk(model, batch, i, layers), summed=True)  # noqa: E731
 
     def watched(i, layers):
         out = run(i, layers)
@@ -145,12 +145,14 @@ def test_hidden_dropout_has_the_same_masks_in_both_passes():
 
     model.transformer.memory = MemorySettings(stream=16)
     torch.manual_seed(0)
-    streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
+    streamed_sum(model.transformer.stream, watched, model.streaming.chunks(model, batch), [model], model.head.weight)
     ended = torch.get_rng_state()
     assert all(a == b for a, b in (sums[i] for i in range(3))) and len(sums[3]) == 1
     torch.manual_seed(0)
     with torch.no_grad():
-        streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
+        streamed_sum(
+            model.transformer.stream, watched, model.streaming.chunks(model, batch), [model], model.head.weight
+        )
     assert [x[-1] for x in sums.values()] == [x[0] for x in sums.values()]
     assert torch.equal(torch.get_rng_state(), ended)
 
@@ -223,8 +225,8 @@ def test_stages_stream(stage):
 
     class Count(pl.Callback):
         def setup(self, trainer, pl_module, stage):
-            run = pl_module._chunk
-            pl_module._chunk = lambda *args: (chunks.append(args[1]), run(*args))[1]
+            run = pl_module.streaming.chunk
+            pl_module.streaming.chunk = lambda *args: (chunks.append(args[2]), run(*args))[1]
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "precision": "64-true"}
 
@@ -256,8 +258,8 @@ def test_a_failed_fit_leaves_no_settings_behind():
         pl.Trainer(accelerator="cpu", callbacks=[recompute], max_steps=1, precision="64-true", **quiet).fit(
             broken, loader
         )
-    lengths, run = [], model._chunk
-    model._chunk = lambda *args: (lengths.append(len(model.transformer.stream.tokens(args[1]))), run(*args))[1]
+    lengths, run = [], model.streaming.chunk
+    model.streaming.chunk = lambda *args: (lengths.append(len(model.transformer.stream.tokens(args[2]))), run(*args))[1]
     pl.Trainer(accelerator="cpu", callbacks=[recompute], precision="64-true", **quiet).validate(
         model, loader, verbose=False
     )
@@ -311,9 +313,9 @@ def test_compiled_blocks():
 @pytest.mark.parametrize("settings", [{"policy": "block"}, {"policy": "block", "head_chunks": 4}], ids=str)
 def test_a_route_is_made_once_in_each_pass(settings, monkeypatch):
     """For the forward, the recomputation and the backward together, and for all layers that are alike."""
-    routes, real = [], resolve.chunk_route
+    routes, real = [], chunk_call.chunk_route
     monkeypatch.setattr(
-        resolve, "chunk_route", lambda plan, i, *x: routes.append((i, plan.problem)) or real(plan, i, *x)
+        chunk_call, "chunk_route", lambda plan, i, *x: routes.append((i, plan.problem)) or real(plan, i, *x)
     )
     patterns = [GEOMETRIC, GEOMETRIC.shifted(), GEOMETRIC.shifted(0.25)]
     gradients(lm(patterns, depth=6), text(), stream=16, **settings)
@@ -491,7 +493,7 @@ def test_on_a_gpu(pattern, precision):
 @pytest.mark.gpu
 def test_rows_beyond_the_budget_wait_on_the_host(monkeypatch):
     """With a budget of nothing, gradients stay the same."""
-    from lightning_dilated.attention import stream
+    from lightning_dilated.ext.streams import stream
 
     model = lm(ld.DilatedPattern.geometric(64, 4096)).float().cuda()
     tokens = torch.randint(0, VOCABULARY, (1, 4096), device="cuda")

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.shard import LAYOUTS, ChunkShard, Shard, check_layout
+from lightning_dilated.ext.streams.shard import ChunkShard
+from lightning_dilated.sequence.shard import LAYOUTS, Shard, check_layout
 
 from ..examples import examples
 from .cases import member_of, shards

@@ -23,7 +23,6 @@ from lightning_dilated.attention.backends.base import Band, Engine
 from lightning_dilated.attention.backends.base import merge as log_sum_exp
 from lightning_dilated.attention.dropout import BatchDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
-from lightning_dilated.attention.stream import ChunkRoute, LayerRows
 from lightning_dilated.sequence.exchange import row_ops
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_at, add_rows, take, take_apart
 from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run
@@ -318,44 +317,3 @@ class HeadParallel:
         sizes = [batch * tokens * w for w in widths]
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
         return [*(p.view(batch, tokens, w, q.shape[3]) for p, w in zip(parts, widths, strict=True)), rest]
-
-
-@dataclass(frozen=True)
-class Chunked:
-    """A chunk of a stream, or a rank's piece of it: an exchange in which the rank also holds rows of earlier chunks.
-
-    Attributes:
-        exchange: merges these rows, and where ranks share the chunk, those of others.
-        route: which rows are carried on.
-        carried: the layer's rows of earlier chunks.
-        chunk: its number.
-        leaves: whether the forward leaves rows for later chunks.
-    """
-
-    exchange: RowExchange
-    route: ChunkRoute
-    carried: LayerRows
-    chunk: int
-    leaves: bool
-
-    def masked(self, mask: Dropout) -> Chunked:
-        return replace(self, exchange=self.exchange.masked(mask))
-
-    @with_room
-    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        _, k, v = inputs
-        self.carried.enter(self.chunk, self.route, k)
-        results = self.exchange.forward(inputs, final, self.carried.rows)
-        if self.leaves:
-            self.carried.leave(k, v)
-        return results
-
-    @with_room
-    def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
-    ) -> list[Tensor]:
-        carried = self.carried
-        carried.enter(self.chunk, self.route, tensors[2])
-        total = self.exchange.backward(tensors, lse, received, total, (carried.rows, carried.read_grads(lse.dtype)))
-        carried.add_own_grads(*total[1:])
-        return total

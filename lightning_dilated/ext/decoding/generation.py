@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
-from lightning_dilated.attention.kv_cache import KVCache
-from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.ext.decoding.int8 import call, check_int8, forget_rounded, rounded_weights
+from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
+from lightning_dilated.ext.decoding.shared_prompts import SharedPrompts
 from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, Weights, forget, refuse, token_step
 from lightning_dilated.sequence import SequenceGroup, SequenceSpec, active_sequence, sequence_gather, sequence_sum
 from lightning_dilated.sequence.collectives import stack_ranks

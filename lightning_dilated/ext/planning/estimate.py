@@ -48,10 +48,10 @@ from lightning_dilated.ext.planning.simulating.simulation import (
     simulate,
 )
 from lightning_dilated.ext.planning.streams import Carried, Exchange, further_work, in_chunks, with_carried
+from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
-from lightning_dilated.sequence.chunks import chunk_count
 from lightning_dilated.sequence.planner import ExchangeMemoryError
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16

@@ -29,10 +29,10 @@ from lightning_dilated.ext.planning.plan_request import Request, parser, settled
 from lightning_dilated.ext.planning.simulating.machine import measured_rules
 from lightning_dilated.ext.planning.simulating.rounds import EXACT
 from lightning_dilated.ext.planning.streams import in_chunks
+from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import advice
 from lightning_dilated.pattern.rows import in_turns
-from lightning_dilated.sequence.chunks import chunk_count
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem
 

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_dilated.attention.stream import ON_GPU
 from lightning_dilated.ext.planning.counting.footprint import Exchanged
 from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.streams.carried_rows import chunk_problem, leaving_rows, live_count, received_count
+from lightning_dilated.ext.streams.shard import ChunkShard
+from lightning_dilated.ext.streams.stream import ON_GPU
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
-from lightning_dilated.sequence.chunks import chunk_problem, leaving_rows, live_count, received_count
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
-from lightning_dilated.sequence.shard import ChunkShard
 
 #: rows of all kv heads are counted up to so many pieces and kv heads
 EXACT = 1024

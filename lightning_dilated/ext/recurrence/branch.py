@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import check_documents
-from lightning_dilated.attention.kv_cache import KVCache
-from lightning_dilated.attention.stream import ChunkLayer
+from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.ext.recurrence.chunk_op import chunk_recurrence
 from lightning_dilated.ext.recurrence.op import RECURRENCE, encode
 from lightning_dilated.recurrence import Recurrence, recurrent_attention
 from lightning_dilated.sequence.group import active_sequence, no_sequence
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.decoding.kv_cache import KVCache
 
 EPS = 1e-6
 
@@ -111,7 +113,7 @@ class RecurrentBranch(nn.Module):
         v: Tensor,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        chunk: ChunkLayer | None = None,
+        chunk: LayerPlace | None = None,
     ) -> Tensor:
         """(B, N, H, D) from the layer's input x (B, N, E), q (B, N, H, D) and k, v (B, N, K, D) before their rotation.
 
@@ -178,7 +180,7 @@ class RecurrentBranch(nn.Module):
         v: Tensor,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        chunk: ChunkLayer | None,
+        chunk: LayerPlace | None,
     ) -> tuple[Tensor, ...]:
         if self.conv is None:
             return q, k, v

@@ -8,12 +8,12 @@ Shape letters: B batch, L tokens of this rank's piece of a chunk, H query heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_dilated._ops import Op
-from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
+from lightning_dilated.attention.context import LayerPlace, find_context
 from lightning_dilated.ext.recurrence.op import (
     CALLER,
     GRADIENTS,
@@ -33,17 +33,20 @@ from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.recurrence import RecurrentState
 from lightning_dilated.sequence.group import no_sequence
 
+if TYPE_CHECKING:
+    from lightning_dilated.ext.streams.stream import Stream
+
 
 def chunk_recurrence(
     rows: Sequence[Tensor | None],
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
-    chunk: ChunkLayer,
+    chunk: LayerPlace,
     kind: str,
     segment: int | None,
 ) -> Tensor:
     """(B, L, H, D) of q, k, v, log_decay and beta of a chunk."""
-    return CHUNK(*rows, lengths, cu_seqlens, chunk.place, chunk.stream, encode(kind, segment, True))
+    return CHUNK(*rows, lengths, cu_seqlens, chunk.place, chunk.context, encode(kind, segment, True))
 
 
 class _Chunk:
@@ -57,7 +60,7 @@ class _Chunk:
         self, samples: int, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor, stream: str, spec: str
     ) -> None:
         layer, self.number = place.tolist()
-        self.stream: Stream = find_stream(stream)
+        self.stream: Stream = find_context(stream)
         self.states = self.stream.states_of(layer)
         kind, segment, *_ = RecurrenceSpec.decode(spec)
         self.settings = {"kind": kind, "segment": segment, "sequence": self.stream.group}

@@ -29,8 +29,8 @@ from lightning_dilated.ext.recurrence.chunks import (
 from lightning_dilated.ext.recurrence.rules import positive
 from lightning_dilated.ext.recurrence.runs import CHUNK, Call, Tables, tables
 from lightning_dilated.ext.recurrence.scan import Scan
+from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.ext.recurrence.triton_chunks import gated_delta, layout
-from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.collectives import sequence_sum
 from lightning_dilated.sequence.halo import sequence_halo
 

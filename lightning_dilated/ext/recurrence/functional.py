@@ -21,9 +21,9 @@ from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Computation, Inputs, Output, pieces
 from lightning_dilated.ext.recurrence.runs import Call, Document
 from lightning_dilated.ext.recurrence.scan import Scan
+from lightning_dilated.ext.recurrence.state import RecurrentState, empty_state
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import KINDS, SEGMENTED
-from lightning_dilated.recurrence.state import RecurrentState, empty_state
 from lightning_dilated.sequence.group import SequenceGroup
 
 

@@ -22,10 +22,10 @@ from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Output
 from lightning_dilated.ext.recurrence.functional import recur, recurrent_attention
 from lightning_dilated.ext.recurrence.parts import Part
+from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.memory.recompute import KEPT
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
-from lightning_dilated.recurrence.state import RecurrentState
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
 #: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dilated.ext.recurrence.compute import Output
 from lightning_dilated.ext.recurrence.functional import recur
-from lightning_dilated.recurrence.state import RecurrentState, empty_state
+from lightning_dilated.ext.recurrence.state import RecurrentState, empty_state
 
 #: q, k, v, log_decay and beta
 Tensors = Sequence[Tensor | None]

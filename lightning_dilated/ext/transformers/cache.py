@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lightning_dilated.attention.cache_slots import Clock
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
+from lightning_dilated.ext.decoding.cache_slots import Clock
+from lightning_dilated.ext.decoding.kv_cache import KVCache
+from lightning_dilated.ext.decoding.new_tokens import decode_attention
 from lightning_dilated.ext.transformers.attention import CACHE
 from lightning_dilated.ext.transformers.kinds import other_kinds
 from lightning_dilated.ext.transformers.padding import Padding

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, check_form, mean_token, sample_documents
-from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.transformer import USUAL, init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
 from lightning_dilated.models.with_tokenizer import WithTokenizer
@@ -31,11 +29,14 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
 if TYPE_CHECKING:
+    from lightning_dilated import StreamState
     from lightning_dilated.data import AlleleWindows
 
 Strands = Literal["forward", "reverse", "both"]
 #: entries of a batch that say where a sample comes from, which predictions repeat
 PLACE = ("index", "record", "start", "stop", "strand", "region")
+#: tokens of a call of `LongNetLM.stream` that are computed at a time
+CHUNK = 1 << 16
 
 
 class TokenOptions(SizeOptions, LongNetOptions, total=False):
@@ -232,7 +233,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         return {**{name: batch[name] for name in PLACE if name in batch}, **values}
 
 
-class LongNetLM(StreamedLosses, TokenModel):
+class LongNetLM(TokenModel):
     """Causal language model over tokens (bytes by default).
 
     Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
@@ -245,6 +246,9 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     predicts_next_token = True
     learns_positions = False
+    #: whether `memory.stream` computes long sequences chunk by chunk
+    streams = True
+    host_entries = (*TokenModel.host_entries, "stream", "position", "starts")
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
@@ -272,7 +276,7 @@ class LongNetLM(StreamedLosses, TokenModel):
         positions: Tensor | None = None,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        caches: list[KVCache] | None = None,
+        caches: list[Any] | None = None,
         last_only: bool | Tensor = False,
     ) -> Tensor:
         """Logits (B, N, V) from tokens (B, N); with `last_only` the last token's (B, 1, V), or those of the tokens (B,) that
@@ -296,9 +300,9 @@ class LongNetLM(StreamedLosses, TokenModel):
         """`token_losses`, whatever a subclass trains on: what likelihoods are made of."""
         self._checked(batch)
         if "stream" in batch:
-            return self._carried_nats(batch, per_token=True)
+            return self.streaming.nats(self, batch, per_token=True)
         if self._in_chunks(batch):
-            return torch.cat([self._losses(*states) for states in self._chunk_states(batch)], 1)
+            return torch.cat([self._losses(*states) for states in self.streaming.chunk_states(self, batch)], 1)
         return self._losses(*self._states(batch))
 
     def _checked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -327,9 +331,9 @@ class LongNetLM(StreamedLosses, TokenModel):
         self._checked(batch)
         redefined = type(self).token_losses is not _TOKEN_LOSSES or "token_losses" in vars(self)
         if "stream" in batch:
-            return self._carried_terms(batch, redefined)
+            return self.streaming.carried_terms(self, batch, redefined)
         if self._in_chunks(batch):
-            return self._streamed_terms(batch, redefined)
+            return self.streaming.loss_terms(self, batch, redefined)
         states = None if redefined and self.watch_predictions is None else self._states(batch)
         if states is not None and self.watch_predictions is not None:
             self.watch_predictions(batch, self._predictions(*states))
@@ -413,9 +417,132 @@ class LongNetLM(StreamedLosses, TokenModel):
         hook("free generation memory")(self)
 
     def on_fit_start(self) -> None:
-        """As `DilatedModule`; training needs the memory of generation."""
+        """As `DilatedModule`; training needs the memory of generation, and batches of streams are numbered anew."""
         super().on_fit_start()
         self.free_generation_memory()
+        self._tell_streams("finish_batch")
+
+    # -- streams: long sequences chunk by chunk, and endless ones batch by batch ---------------------------------------
+    _streaming: Any = None
+
+    @property
+    def streaming(self) -> Any:
+        """What computes sequences chunk by chunk, and holds the states of endless ones."""
+        if self._streaming is None:
+            self._streaming = hook("streams of a model")()
+        return self._streaming
+
+    def _tell_streams(self, event: str, *args: Any) -> None:
+        if self._streaming is not None:
+            getattr(self._streaming, event)(*args)
+
+    def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the memory settings stream, and the batch's sequences are longer than a chunk; a collective call."""
+        self.configure_model()
+        return self.transformer.memory.stream is not None and self.streaming.in_chunks(self, batch)
+
+    def stream(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        state: StreamState | None = None,
+        *,
+        chunk: int = CHUNK,
+        starts: Tensor | None = None,
+        per_token: bool = False,
+    ) -> tuple[Tensor, StreamState]:
+        """Nats of the next tokens of endless sequences, and what the next call continues from.
+
+        Memory is that of a chunk and of the keys and values that later tokens read, whatever the number of calls; branches
+        over the whole sequence keep theirs. With gradients enabled this is truncated back-propagation through time:
+        gradients end at the bounds of chunks.
+
+        Args:
+            tokens: (B, n) that follow those of earlier calls.
+            labels: (B, n), -100 where none counts. None: the tokens themselves, each predicted by those before it; without
+                gradients only.
+            state: from the call before; None: nothing came before.
+            chunk: tokens that are computed at a time.
+            starts: (B, n) bool, where a document begins, before which nothing is seen; None: nowhere. The first token of a
+                sequence always does.
+            per_token: return (B, n) nats without gradients, and not their sum.
+
+        Returns:
+            (sum of nats, or (B, n); the new state). The old state stays as it was.
+
+        Raises:
+            ValueError: for shapes that do not fit, without labels where gradients are enabled, for a state of other
+                `head_chunks`, and where ranks share sequences.
+        """
+        return self.streaming.stream(self, tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
+
+    def truncated_parts(self, batch: Any) -> list[range] | None:
+        """The tokens of the batch computed last, in the parts at whose bounds gradients end, as positions in their document.
+
+        None where gradients reach whole documents: for a batch that is none of streams, unless the memory settings truncate.
+        Where ranks share chunks it is None as well, so that FLOPs of truncated training are counted too high there.
+        """
+        if not isinstance(batch, Mapping) or "tokens" not in batch:
+            return None
+        if "stream" not in batch and not self.transformer.memory.truncate:
+            return None
+        return self.streaming.truncated_parts(self, batch)
+
+    def _longest(self, batch: Any) -> int:
+        """As `DilatedModule`; of documents in streams, which grow, a power of two that the longest one has reached."""
+        parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
+        return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """As `DilatedModule`; sequences that are computed chunk by chunk stay on the CPU, and each chunk is copied."""
+        if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys():
+            self.configure_model()
+            if self.transformer.memory.stream is not None and self.streaming.stays_on_host(self, batch):
+                return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As `DilatedModule`; adds the states of training streams of all ranks, which therefore call it together."""
+        super().on_save_checkpoint(checkpoint)
+        self._tell_streams("save", self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As `DilatedModule`; restores the states of training streams, on any number of ranks."""
+        super().on_load_checkpoint(checkpoint)
+        if self._streaming is not None or checkpoint.get("streams"):
+            self.streaming.load(checkpoint)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """As `DilatedModule`; what streams had before the batch is freed."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self._tell_streams("finish_batch")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As `DilatedModule`; states of streams follow the model to the host, as after a run, until they go on."""
+        moved = super()._apply(*args, **kwargs)
+        if self._built and self.head.weight.device.type == "cpu":
+            self._tell_streams("to_host")
+        return moved
+
+    def on_validation_epoch_start(self) -> None:
+        self._tell_streams("finish_evaluation")
+
+    def on_validation_epoch_end(self) -> None:
+        self._tell_streams("finish_evaluation")
+        super().on_validation_epoch_end()
+
+    def on_test_epoch_start(self) -> None:
+        self._tell_streams("finish_evaluation")
+
+    def on_test_epoch_end(self) -> None:
+        self._tell_streams("finish_evaluation")
+        super().on_test_epoch_end()
+
+    def on_predict_epoch_start(self) -> None:
+        self._tell_streams("finish_evaluation")
+
+    def on_predict_epoch_end(self) -> None:
+        self._tell_streams("finish_evaluation")
 
     @classmethod
     def from_torchscale(

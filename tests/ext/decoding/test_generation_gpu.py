@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
-from lightning_dilated.attention.cache_slots import Clock
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.ext.decoding import token_step
+from lightning_dilated.ext.decoding.cache_slots import Clock
+from lightning_dilated.ext.decoding.kv_cache import KVCache
+from lightning_dilated.ext.decoding.new_tokens import decode_attention
 from lightning_dilated.pattern import Branch, Window
 
 from ...models import PATTERN, tiny

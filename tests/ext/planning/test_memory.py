@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.attention import convolution
+from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.candidates import candidates, recommended
 from lightning_dilated.ext.planning.counting import dry_run as trial
 from lightning_dilated.ext.planning.counting.compiled import Graphs

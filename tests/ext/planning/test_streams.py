@@ -9,10 +9,10 @@ from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.streams import carried_rows
+from lightning_dilated.ext.streams.carried_rows import CarryPlan, chunk_problem
+from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
 from lightning_dilated.sequence.requirements import Document
-from lightning_dilated.sequence.shard import ChunkShard
 
 from ...attention.peak import printed
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat import torch as compat
-from lightning_dilated.attention import convolution, rotary
+from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces, of_layer
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.workspace import NAMES

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
+from lightning_dilated.ext.decoding.shared_prompts import DecodedShard, SharedPrompts, numbers
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
-from lightning_dilated.sequence.shard import DecodedShard
 
 #: rows of a new buffer, if its branch can need that many and no `max_length` is given
 SMALLEST = 64

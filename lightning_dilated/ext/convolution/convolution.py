@@ -19,12 +19,12 @@ from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated._ops import Op
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
+from lightning_dilated.attention.context import LayerPlace, find_context
 from lightning_dilated.sequence.group import active_sequence, find_sequence
-from lightning_dilated.sequence.halo import chunk_halo_route, chunk_wire, halo_route, halo_wire
+from lightning_dilated.sequence.halo import halo_route, halo_wire
 
 if TYPE_CHECKING:
-    from lightning_dilated.kernels.convolution import Neighbours
+    from lightning_dilated.ext.convolution.kernels import Neighbours
 
 #: what the kernels take: dtypes, and the most taps, which are unrolled
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
@@ -78,7 +78,7 @@ class ShortConvolution(nn.Module):
         x: Tensor,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        chunk: ChunkLayer | None = None,
+        chunk: LayerPlace | None = None,
     ) -> Tensor:
         """(B, L, C) from x (B, L, C), this rank's tokens within an active `SequenceGroup`, or a chunk's of a stream.
 
@@ -94,7 +94,7 @@ class ShortConvolution(nn.Module):
         parts: Sequence[Tensor],
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        chunk: ChunkLayer | None = None,
+        chunk: LayerPlace | None = None,
     ) -> Sequence[Tensor]:
         """`forward` of tensors (B, L, C_i) whose channels stand side by side and are C together: a tensor for each."""
         x, lengths = parts[0], None if self.causal else lengths  # no token before the padding sees it
@@ -104,7 +104,7 @@ class ShortConvolution(nn.Module):
             return (self._joint(x, lengths, cu_seqlens, chunk),)
         return self._joint(torch.cat(parts, -1), lengths, cu_seqlens, chunk).split([x.shape[-1] for x in parts], -1)
 
-    def _joint(self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: ChunkLayer | None) -> Tensor:
+    def _joint(self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: LayerPlace | None) -> Tensor:
         """`forward` by torch and the ops of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
         if chunk is not None and self.right:
@@ -112,7 +112,7 @@ class ShortConvolution(nn.Module):
                 "a stream computes one chunk after the other: its convolutions are causal. Set causal=True."
             )
         if chunk is not None:
-            return CONVOLUTION(x, weight, None, cu_seqlens, chunk.place, self.right, chunk.stream, False)[0]
+            return CONVOLUTION(x, weight, None, cu_seqlens, chunk.place, self.right, chunk.context, False)[0]
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
@@ -201,7 +201,7 @@ class Seen:
 
     def neighbours(self, weight: Tensor, right: int) -> Neighbours:
         """As the kernels take it."""
-        from lightning_dilated.kernels.convolution import Neighbours
+        from lightning_dilated.ext.convolution.kernels import Neighbours
 
         return Neighbours(len(weight) - 1 - right, self.documents, self.lengths)
 
@@ -224,7 +224,7 @@ def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
         return rows[:, :0].contiguous()
     if not serves(rows.device, rows.dtype, len(weight)):
         return _convolved(rows, weight, left, seen.table(n, left, right, rows.device))
-    from lightning_dilated.kernels.convolution import forward
+    from lightning_dilated.ext.convolution.kernels import forward
 
     return forward(rows, weight, seen.neighbours(weight, right), (left, right))
 
@@ -237,7 +237,7 @@ def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: 
         return torch.zeros_like(rows, dtype=wide), torch.zeros_like(weight, dtype=wide)
     if not serves(rows.device, rows.dtype, len(weight)):
         return _gradients(grad, rows, weight, left, seen.table(grad.shape[1], left, right, rows.device))
-    from lightning_dilated.kernels.convolution import backward
+    from lightning_dilated.ext.convolution.kernels import backward
 
     grad, sums = nn.functional.pad(grad, (0, 0, left, right)), _sums(rows, weight)
     neighbours = seen.neighbours(weight, right)
@@ -250,7 +250,7 @@ def local_convolution(
     parts: Sequence[Tensor], weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int
 ) -> list[Tensor]:
     """y (B, L, C_i), contiguous, of each part (B, L, C_i) of x, whose channels are side by side; weight (W, C) of all."""
-    from lightning_dilated.kernels.convolution import forward
+    from lightning_dilated.ext.convolution.kernels import forward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
     return [forward(x, w, neighbours) for x, w in zip(parts, _split(weight, parts), strict=True)]
@@ -271,7 +271,7 @@ def local_convolution_backward(
     right: int,
 ) -> list[Tensor]:
     """The gradient of each part, and (n, W, C) fp32 whose sum over n is that of the weight."""
-    from lightning_dilated.kernels.convolution import backward
+    from lightning_dilated.ext.convolution.kernels import backward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
     sums = _sums(parts[0], weight)
@@ -329,17 +329,17 @@ local_convolution_backward.register_autograd(_refuse)
 
 
 # -- many ranks, and chunks of a stream -------------------------------------------------------------------------------
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """(L, B C) from (B, L, C)."""
     return x.movedim(1, 0).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
-def _unflat(x: Tensor, like: Tensor) -> Tensor:
+def unflat(x: Tensor, like: Tensor) -> Tensor:
     """(L, B, C) of (L, B C), for `like` (B, ..., C)."""
     return x.view(len(x), like.shape[0], like.shape[2])
 
 
-def _facts(x: Tensor, weight: Tensor, backward: bool, **more: Any) -> dict[str, Any]:
+def call_facts(x: Tensor, weight: Tensor, backward: bool, **more: Any) -> dict[str, Any]:
     """Facts of a call that have to be equal on all ranks."""
     facts = {"call": "kv_conv", "pass": "backward" if backward else "forward", "batch": x.shape[0], "dtype": x.dtype}
     return {**facts, "taps and channels": tuple(weight.shape), **more}
@@ -358,13 +358,13 @@ class _Ranks:
         more = {"right": right, "requires grad": grad, "lengths, cu_seqlens (digests)": digests}
         self.group, self.documents = find_sequence(where), documents
         turn = None if number is None else f"backward of call {int(number)}"
-        agreed = self.group.agree(_facts(x, weight, turn is not None, **more), x.shape[1], 0, turn, later=grad)
+        agreed = self.group.agree(call_facts(x, weight, turn is not None, **more), x.shape[1], 0, turn, later=grad)
         self.number, shard = agreed.number, self.group.shard(agreed.seq_len)
         self.route = halo_route(shard, self.group.rank, len(weight) - 1 - right, right)
 
     def read(self, x: Tensor) -> Tensor:
         """(n, B, C) rows of other ranks."""
-        return _unflat(self.route.fetch(_flat(x), halo_wire(self.group, self.group.forward_traffic)), x)
+        return unflat(self.route.fetch(flat(x), halo_wire(self.group, self.group.forward_traffic)), x)
 
     def runs(self, x: Tensor, halo: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
         """(rows with their neighbours, which of them see each other, local tokens) of each run of consecutive positions."""
@@ -377,93 +377,28 @@ class _Ranks:
     def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
         """Return the gradient of x from the runs' gradients; gradients of other ranks' rows are sent to those ranks."""
         left, right = self.route.left, self.route.right
-        split = [_flat(d).split([left, d.shape[1] - left - right, right]) for d in gradients]
-        nothing = _flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # of a rank without a token
+        split = [flat(d).split([left, d.shape[1] - left - right, right]) for d in gradients]
+        nothing = flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # of a rank without a token
         total = torch.cat([nothing, *(own for _, own, _ in split)])
         around = [part for before, _, after in split for part in (before, after)]
         self.route.give_back(torch.cat([nothing, *around]), total, halo_wire(self.group, self.group.backward_traffic))
-        return _unflat(total, x).movedim(0, 1)
-
-
-class _Chunk:
-    """The neighbours of a chunk x (B, L, C) of the stream named `where`, or of a rank's piece of it; causal."""
-
-    def __init__(
-        self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor, where: str, backward: bool
-    ) -> None:
-        (layer, self.chunk), self.left, self.number = place.tolist(), len(weight) - 1, 0
-        self.stream: Stream = find_stream(where)
-        self.tails, self.documents, self.route = self.stream.tails_of(layer), documents, None
-        if (group := self.stream.group) is not None:
-            shard, turn = self.stream.shard, f"layer {layer}, chunk {self.chunk}"
-            tokens = len(shard.positions(self.chunk))
-            group.agree(_facts(x, weight, backward), x.shape[1], turn=turn, later=True, chunk=tokens)
-            self.route = chunk_halo_route(shard, self.stream.number(self.chunk), self.left)
-
-    def _wire(self, traffic: str) -> Any:
-        stream = self.stream
-        return chunk_wire(stream.group, stream.shard, stream.number(self.chunk), getattr(stream.group, traffic))
-
-    def read(self, x: Tensor) -> Tensor:
-        """(B, W - 1, C) rows before x, which leaves its last ones for the next chunk."""
-        carried = self.tails.before(self.chunk)
-        before = x.new_zeros(len(x), self.left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
-        if self.stream.rising:
-            last = torch.cat([before, x[:, -self.left :]], 1)[:, -self.left :]  # a chunk may be shorter than the taps
-            self.tails.leave(self.chunk, last.clone())
-        if self.route is not None:
-            own = torch.cat([before, x], 1)  # rows that this rank computed
-            before = _unflat(self.route.fetch(_flat(own), self._wire("forward_traffic")), x).movedim(1, 0)
-        return before.clone(memory_format=torch.contiguous_format)
-
-    def runs(self, x: Tensor, before: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
-        """One run: the chunk with the rows before it."""
-        yield torch.cat([before, x], 1), self._seen(x.device), slice(0, x.shape[1])
-
-    def _seen(self, device: torch.device) -> Seen:
-        """By the stream's documents or by `cu_seqlens`."""
-        piece = self.stream.tokens(self.chunk)
-        positions = range(piece.start - self.left, piece.stop)
-        if self.stream.documents is None:
-            return Seen.of(positions, None, self.documents[1], device)
-        starts: dict[int, list[int]] = {}
-        for document in self.stream.documents:
-            starts.setdefault(document.sample, []).append(document.start)
-        if all(x == [0] for x in starts.values()):
-            return Seen()
-        at = torch.arange(positions.start, positions.stop)
-        numbers = [torch.searchsorted(torch.tensor(x), at, right=True, out_int32=True) for x in starts.values()]
-        return Seen(send(torch.stack(numbers), device))
-
-    def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the gradient of x, later chunks' share included; the chunk before is left its rows' gradient."""
-        (d_rows,) = gradients
-        if self.route is not None:  # several ranks computed the rows before x
-            d_before, d_x = d_rows.split([self.left, x.shape[1]], 1)
-            total = _flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
-            self.route.give_back(_flat(d_before), total, self._wire("backward_traffic"))
-            d_rows = _unflat(total, x).movedim(0, 1)
-        if self.stream.exact:
-            if (later := self.tails.take_grad(self.chunk)) is not None:
-                d_rows[:, x.shape[1] :] += later
-            self.tails.leave_grad(self.chunk, d_rows[:, : self.left].clone())
-        return d_rows[:, self.left :]
+        return unflat(total, x).movedim(0, 1)
 
 
 def _neighbours(
     x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor | None, right: int, where: str,
     grad: bool, number: Tensor | None,
-) -> _Ranks | _Chunk:  # fmt: skip
+) -> Any:  # fmt: skip
     if place is None:
         return _Ranks(x, weight, documents, right, where, grad, number)
-    return _Chunk(x, weight, documents, place, where, number is not None)
+    return find_context(where).neighbours(x, weight, documents, place, number is not None)
 
 
 def run_forward(
     x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, right: int,
     where: str, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, C), rows read, number of the call) on the ranks of the group, or of a chunk of the stream, named `where`."""
+    """(y (B, L, C), rows read, number of the call) on the ranks of the group, or in the context, named `where`."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, grad, None)
     read = near.read(x)
     parts = [_run(rows, weight, right, seen) for rows, seen, _ in near.runs(x, read)]

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
 from lightning_dilated.sequence.ranges import clip, common, remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
-from lightning_dilated.sequence.shard import ChunkShard
 
 #: where a document ends whose end is not known yet
 ENDLESS = 1 << 60

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_dilated.attention.stream_state import StreamState
+from lightning_dilated.ext.streams.state import StreamState
 
 #: states by the numbers of the streams in them, in their order
 Groups = dict[tuple[int, ...], StreamState]

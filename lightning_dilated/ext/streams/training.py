@@ -20,14 +20,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_dilated._compat.torch import hooks_paused
-from lightning_dilated.attention.stream import ChunkLayer, Stream
-from lightning_dilated.attention.stream_state import StreamState
+from lightning_dilated.attention.context import LayerPlace
+from lightning_dilated.ext.streams.state import StreamState
+from lightning_dilated.ext.streams.stream import Stream
 from lightning_dilated.memory.recompute import forget_casts
+from lightning_dilated.memory.settings import check_shared
 from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 #: computes a chunk, or this rank's piece of it: its number, and what each layer is given of it
-RunChunk = Callable[[int, list[ChunkLayer]], Tensor]
+RunChunk = Callable[[int, list[LayerPlace]], Tensor]
 
 
 class Chunks(NamedTuple):
@@ -100,25 +102,6 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
     check_whole(modules)
 
 
-def check_shared(chunk: int, layout: str, stream: int | None) -> None:
-    """Raise unless ranks that share a sequence share the chunks that a model streams.
-
-    Args:
-        chunk: C of the model's memory settings.
-        layout, stream: of the ranks.
-    """
-    if layout != "chunked":
-        raise ValueError(
-            f"stream={chunk} computes each sequence chunk by chunk, and with layout={layout!r} the ranks that share it hold "
-            "other parts than pieces of chunks. Set layout='chunked', so that they share every chunk, or sequence_size=1, "
-            "so that every rank streams sequences of its own, or leave stream out."
-        )
-    if stream != chunk:
-        raise ValueError(
-            f"the model streams chunks of {chunk} tokens, and its ranks share chunks of {stream}: take one of them."
-        )
-
-
 def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequence[nn.Module], like: Tensor) -> Tensor:
     """The sum of run(number, layers) over the chunks, with its gradients.
 
@@ -138,7 +121,7 @@ def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequenc
 
 
 @torch.no_grad()
-def streamed(stream: Stream, run: Callable[[int, list[ChunkLayer]], Any], chunks: Chunks) -> Iterator[Any]:
+def streamed(stream: Stream, run: Callable[[int, list[LayerPlace]], Any], chunks: Chunks) -> Iterator[Any]:
     """run(number, layers) of each chunk in rising order, without gradients."""
     seeds = chunks.seeds()
     with chunks.begun(stream, store=False):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,16 +22,22 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.backends import MATH, Request, choose
 from lightning_dilated.attention.backends.base import Engine, merge
-from lightning_dilated.attention.cache_slots import BranchSlots, Clock, Places, layer_slots
 from lightning_dilated.attention.executors.blockwise import suited
-from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.pattern import DilatedPattern, Global, Window
-from lightning_dilated.pattern.branch import LARGEST, AnyBranch
-from lightning_dilated.pattern.rows import check_padding, windowed
-from lightning_dilated.recurrence import Recurrence, RecurrentState
+from lightning_dilated.ext.decoding.cache_slots import BranchSlots, Clock, Places, layer_slots
+from lightning_dilated.ext.decoding.new_tokens import decode_attention
+from lightning_dilated.ext.decoding.shared_prompts import SharedPrompts
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import LARGEST
+from lightning_dilated.pattern.rows import windowed
+from lightning_dilated.recurrence import Recurrence
+from lightning_dilated.sequence.group import active_sequence
+
+if TYPE_CHECKING:
+    from lightning_dilated.attention.modules import MultiheadDilatedAttention
+    from lightning_dilated.ext.recurrence.state import RecurrentState
+    from lightning_dilated.models.transformer import DilatedTransformer
 
 #: most scores of cached keys that are formed at once
 SCORES = 1 << 26
@@ -287,13 +293,13 @@ class KVCache:
             return False
         if q.shape[1] != 1 or not kernels.available(q.device) or self.length < self.clock.longest:
             return False
-        from lightning_dilated.kernels.decode import serves
+        from lightning_dilated.ext.decoding.kernels import serves
 
         return serves(q[:, 0]) and (self._k is None or self._k.dtype == q.dtype)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: RotaryTable | None) -> Tensor:
         """(B, 1, H, D) of one token with k and v (B, 1, K, D), which is added; `table` rotates q and k. In two kernels."""
-        from lightning_dilated.kernels.decode import decode, launch
+        from lightning_dilated.ext.decoding.kernels import decode, launch
 
         self.check(k, v)
         self._places.forget()
@@ -357,6 +363,77 @@ class KVCache:
         if self._k is not None:
             self.select(torch.arange(len(self._k)).repeat_interleave(times))
 
+    # -- as the context of a layer --------------------------------------------------------------------------------------
+    @classmethod
+    def of_layer(
+        cls, layer: MultiheadDilatedAttention, max_length: int | None = None, clock: Clock | None = None
+    ) -> KVCache:
+        """Make an empty cache for a layer; the others as of the class."""
+        recurrence = None if layer.recurrence is None else layer.recurrence.description
+        heads = layer.num_heads, layer.num_kv_heads
+        return cls(layer.attention.pattern, *heads, max_length=max_length, clock=clock, recurrence=recurrence)
+
+    def heads(
+        self,
+        layer: MultiheadDilatedAttention,
+        query: Tensor,
+        positions: Any,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """The heads' outputs (B, n, H, D) of new tokens (B, n, E), which are added. The first call may bring the prompt.
+
+        Raises:
+            ValueError: for a call that does not support a cache, or not this one.
+        """
+        self._check_layer(layer, causal, lengths is not None or cu_seqlens is not None)
+        mix = None if layer.kv_conv is None else partial(self._convolved, layer.kv_conv)
+        furthest, later = None, None
+        if positions is None:
+            positions, furthest = self.token_positions(query)
+        table = layer.table(query, positions, self.length, furthest)
+        if query.shape[1] == 1:  # rotated where they are read
+            table, later = None, table
+        q, k, v, plain_q, plain_k = layer.projected(query, table, mix)
+        added = None if layer.recurrence is None else layer.recurrence.continued(query, plain_q, plain_k, v, self)
+        out = decode_attention(q, k, v, self, layer.attention.scale, layer.attention.engine, later)
+        return out if added is None else out + added.to(out.dtype)
+
+    def _convolved(self, convolution: Any, x: Tensor) -> Tensor:
+        """The convolution of new tokens; the cache keeps the rows that the next tokens need."""
+        if self.shared is not None and self.length == 0:
+            self.recent = self.shared.last_rows(x, convolution.taps - 1)
+            return convolution(x)
+        y, rows = convolution.continued(x, self.recent)
+        self.remember(rows, x.shape[1])
+        return y
+
+    def _check_layer(self, layer: MultiheadDilatedAttention, causal: bool, packed: bool) -> None:
+        """Raise for a call that does not support a cache, or not this one."""
+        reads = None if self.shared is None or self.length else self.shared.group
+        if active_sequence() is not reads:
+            raise ValueError(
+                "a cache serves one rank: decode outside of SequenceGroup.active(). Only prompts that ranks share "
+                "(SharedPrompts) are read within, by their group."
+            )
+        if not causal or packed:
+            raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
+        if layer.training and layer.attention.dropout > 0:
+            raise ValueError("a cache serves inference, without dropout: call .eval() first.")
+        layer_heads, cache_heads = ((x.num_heads, x.num_kv_heads) for x in (layer, self))
+        if self.pattern != layer.attention.pattern or layer_heads != cache_heads:
+            raise ValueError(
+                f"this cache was made for {self.pattern} and (heads, kv heads) {cache_heads}, but the layer has "
+                f"{layer.attention.pattern} and {layer_heads}. Make it by the layer's new_cache()."
+            )
+        own = None if layer.recurrence is None else layer.recurrence.description
+        if self.recurrence != own:
+            raise ValueError(
+                f"this cache was made for recurrence={self.recurrence}, but the layer has {own}. Make it by the layer's "
+                "new_cache()."
+            )
+
     # -- what it holds -------------------------------------------------------------------------------------------------
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
@@ -396,7 +473,7 @@ def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
 @functools.lru_cache(maxsize=64)
 def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
     """The slots of a layer for the kernels."""
-    from lightning_dilated.kernels.decode import NO_WINDOW, Slot
+    from lightning_dilated.ext.decoding.kernels import NO_WINDOW, Slot
 
     places, slots = Places(layer_slots(*of), capacities), []
     for number, branch in enumerate(places.branches):
@@ -408,88 +485,6 @@ def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ..
             place = branch.rate, branch.shift, window, residue, skipped, base + i * capacity, capacity
             slots.append(Slot(number, width, *place, kv_head, heads))
     return tuple(slots)
-
-
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    scale: float | None = None,
-    engine: str = "auto",
-    table: RotaryTable | None = None,
-) -> Tensor:
-    """Causal dilated attention of n new tokens that follow those in `cache`, to which they are added.
-
-    One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
-    products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
-    the same engine; the two are merged by their log-sum-exp. Where ranks share prompts, a prompt is `dilated_attention` of
-    their group, and each attends with a token to the rows that it keeps; one collective merges the parts.
-
-    Args:
-        q: (B, n, H, D), rotated to its global positions if positions are rotary.
-        k, v: (B, n, K, D), likewise.
-        cache: earlier tokens of the same sequences and layer; changed in place.
-        scale, engine: as in `dilated_attention`.
-        table: rotates q and k, which are then not rotated yet.
-
-    Returns:
-        (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
-
-    Raises:
-        ValueError: for shapes that differ from the cache's, and for tensors that require a gradient.
-    """
-    q, k, v = autocast(q, k, v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("a cache serves inference, without gradients: call under torch.no_grad().")
-    start, new, shared = cache.length, q.shape[1], cache.shared
-    check_padding(cache.pattern, cache.after(new))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if cache.kernel_serves(q):
-        return cache.step(q, k, v, scale, table)
-    if table is not None:
-        q, k = table.rotate(q, k)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if new == 1 and start >= cache.clock.longest:
-        cache.append(k, v)
-        out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        cache.attend(q, out, lse, start, scale)
-        return (out if shared is None else shared.merged(out, lse)).to(q.dtype)
-    options = {"causal": True, "scale": scale, "engine": engine}
-    if shared is not None:
-        shared.group.guard(cache.check, k, v)
-        out = dilated_attention(q, k, v, cache.pattern, **options, sequence=shared.group)
-    elif start == 0:
-        out = dilated_attention(q, k, v, cache.pattern, **options)
-    else:
-        merged, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        if (pattern := _continued(cache.pattern, start)) is not None:
-            part, part_lse = dilated_attention(q, k, v, pattern, return_lse=True, **options)
-            merged, lse = part.to(wide), part_lse.transpose(1, 2).contiguous()
-        chosen = choose(engine, Request.of(q, scale=scale), say=False).engine
-        cache.attend(q, merged, lse, start, scale, None if chosen is MATH else chosen)
-        out = merged.to(q.dtype)
-    cache.append(k, v)
-    return out
-
-
-@functools.lru_cache(maxsize=256)
-def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
-    """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding.
-
-    None where they do not see each other: none is a global token, and there are no other branches.
-    """
-
-    def continued(b: AnyBranch) -> AnyBranch:
-        if isinstance(b, Global):
-            return replace(b, tokens=b.tokens - start)
-        if isinstance(b, Window):
-            return b if b.offset is None else replace(b, offset=(b.offset - start) % b.dilation_rate)
-        width = b.segment_length or LARGEST["segment_length"]  # the whole sequence: an endless segment
-        return replace(b, segment_length=width, shift=(b.shift + start) % width)
-
-    seen = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
-    return replace(pattern, branches=tuple(map(continued, seen)), padding="masked") if seen else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -531,3 +526,14 @@ def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_l
     total, weight, part_weight = merge(lse[:, :, heads], part_lse)
     out[:, :, heads] = (out[:, :, heads] * weight[..., None]).addcmul_(part.to(out.dtype), part_weight[..., None])
     lse[:, :, heads] = total
+
+
+def new_caches(
+    stack: DilatedTransformer,
+    max_length: int | None = None,
+    lengths: Sequence[int] | None = None,
+    shared: SharedPrompts | None = None,
+) -> list[KVCache]:
+    """An empty cache for every block, see `DilatedTransformer.new_caches`."""
+    clock = Clock(lengths, shared)
+    return [block.attention.new_cache(max_length, clock) for block in stack.blocks]

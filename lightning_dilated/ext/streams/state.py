@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.recurrence.state import RecurrentState
-from lightning_dilated.sequence.chunks import CarriedRows
+from lightning_dilated.ext.recurrence.state import RecurrentState
+from lightning_dilated.ext.streams.carried_rows import CarriedRows
 from lightning_dilated.sequence.requirements import Document
 
 #: rows (n, 2, D) of keys and values, and which rows these are

@@ -9,28 +9,26 @@ Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row
 from __future__ import annotations
 
 import functools
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.stream_state import Carried, StreamState
-from lightning_dilated.recurrence.state import RecurrentState
-from lightning_dilated.sequence.chunks import ENDLESS, CarryPlan, exchanged
-from lightning_dilated.sequence.exchange import gather
-from lightning_dilated.sequence.exchange.program import Program
-from lightning_dilated.sequence.exchange.row_ops import LocalRows, Rows, add_rows, expand, pair
-from lightning_dilated.sequence.exchange.run import Compiled, compile_program
+from lightning_dilated.attention.context import Context, LayerPlace, OpCall
+from lightning_dilated.attention.resolve import Resolved
+from lightning_dilated.attention.spec import CallSpec
+from lightning_dilated.ext.recurrence.state import RecurrentState
+from lightning_dilated.ext.streams.carried_rows import ENDLESS, CarryPlan
+from lightning_dilated.ext.streams.chunk_call import ChunkRoute, chunk_pairs, resolve_chunk
+from lightning_dilated.ext.streams.neighbours import ChunkNeighbours
+from lightning_dilated.ext.streams.shard import ChunkShard
+from lightning_dilated.ext.streams.state import Carried, StreamState
+from lightning_dilated.sequence.exchange.row_ops import add_rows, pair
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.requirements import Document, Problem
-from lightning_dilated.sequence.shard import ChunkShard
 
 #: stored rows take this share of a GPU's memory; others wait in pinned host memory
 ON_GPU = 1 / 8
@@ -38,69 +36,6 @@ ON_GPU = 1 / 8
 SLAB, ALIGNED = 64 << 20, 256
 
 T = TypeVar("T")
-_streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class ChunkLayer:
-    """What one layer's attention is given of the chunk that is computed.
-
-    Attributes:
-        stream: name of the `Stream`.
-        place: (2,) int64 on the CPU: the layer's number, the chunk's. A tensor, so that compiled layers share a graph.
-        seed: of attention dropout, () int64 on the CPU; None without.
-        shared: whether several ranks compute the chunk, those of the active `SequenceGroup`.
-        whole: whether the chunk has as many tokens as a chunk may have.
-    """
-
-    stream: str
-    place: Tensor
-    seed: Tensor | None = None
-    shared: bool = False
-    whole: bool = False
-
-    def of_recurrence(self) -> ChunkLayer:
-        """The place of the convolution of the layer's recurrence: its layer number is -1 for layer 0, -2 for layer 1, ..."""
-        layer, chunk = self.place.unbind()
-        return replace(self, place=torch.stack([-1 - layer, chunk]))
-
-
-@dataclass(frozen=True)
-class ChunkRoute:
-    """Which rows a rank reads and leaves in a chunk, as index tensors.
-
-    Attributes:
-        exchange: what its piece of the chunk reads: rows that it carries, and where ranks share the chunk, rows of others.
-        leaving: the piece's own rows that later chunks read.
-        staying, dropped: numbers of carried rows that later chunks read as well, and of the others.
-    """
-
-    exchange: Compiled
-    leaving: Rows
-    staying: Tensor
-    dropped: Tensor
-
-
-def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute:
-    """The route of a rank in a chunk."""
-    problem, number = plan.problem, plan.piece(chunk)
-    live, piece = plan.live(chunk), problem.shard.piece(number)
-    program = gather.program(problem, number, problem.shard.each) if exchanged(problem, number) else Program([])
-    exchange = compile_program(problem, number, program, device, live)
-    own = LocalRows((piece,), problem.kv_heads)
-    runs = [
-        run
-        for x in plan.leaving(chunk)
-        for sample in range(x.document.samples)
-        for _, run in own.find(x.document, x.head, x.rows, sample)
-    ]
-    leaving = Rows.of(expand(runs), len(piece), problem.kv_heads[1] - problem.kv_heads[0]).to(device)
-    later = problem.shard.begin(chunk + 1)
-    read_again = np.array([x.last >= later for x in live], dtype=bool)
-    stays = np.repeat(read_again, np.array([x.count for x in live], dtype=np.int64))
-    staying, dropped = (send(torch.from_numpy(np.flatnonzero(x)), device) for x in (stays, ~stays))
-    return ChunkRoute(exchange, leaving, staying, dropped)
 
 
 class Store:
@@ -294,7 +229,7 @@ class LayerCarry(Generic[T]):
             self._grads[chunk - 1] = grad
 
 
-class Stream:
+class Stream(Context):
     """One sequence computed chunk by chunk by a stack of layers. The op finds it by its name.
 
     `begin` starts a sequence; then for every chunk in rising order each layer runs with its `layer`; after `descend`, the
@@ -302,7 +237,7 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self.name = f"stream-{next(_numbers)}"
+        super().__init__()
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerCarry[Tensor]] = {}
         self._states: dict[int, LayerCarry[RecurrentState]] = {}
@@ -321,7 +256,6 @@ class Stream:
         self.rising = True
         #: called with a pass, how many of its chunks are done, 0 as it begins, and of how many; None: nobody looks
         self.watch: Callable[[str, int, int], None] | None = None
-        _streams[self.name] = self
 
     def begin(self, seq_len: int, chunk: int, store: bool, group: SequenceGroup | None = None) -> None:
         """Start a sequence of N tokens in chunks of C.
@@ -426,11 +360,11 @@ class Stream:
         """Where they lie among the rank's tokens."""
         return self.shard.local(self.number(chunk))
 
-    def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[ChunkLayer]:
+    def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[LayerPlace]:
         """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
         shared, whole = self.group is not None, len(self.shard.positions(chunk)) == self.shard.stream
-        return [ChunkLayer(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
+        return [LayerPlace(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
         """The rows of a layer, or of the window of its heads from `first_head` on."""
@@ -447,6 +381,28 @@ class Stream:
     def states_of(self, layer: int) -> LayerCarry[RecurrentState]:
         """The states of a layer's recurrence; gradients by `RecurrentState.floating`."""
         return self._states.setdefault(layer, LayerCarry(self._before and self._before.memories.get(layer)))
+
+    # -- what ops ask --------------------------------------------------------------------------------------------------
+    def resolve(self, call: OpCall) -> tuple[Resolved, int]:
+        """As `Context`."""
+        return resolve_chunk(self, call)
+
+    def pairs(
+        self,
+        spec: CallSpec,
+        shape: Sequence[int],
+        kv_heads: int,
+        documents: tuple[Tensor | None, Tensor | None],
+        place: Tensor,
+    ) -> int:
+        """As `Context`."""
+        return chunk_pairs(self, spec, shape, kv_heads, documents, int(place[1]))
+
+    def neighbours(
+        self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor, backward: bool
+    ) -> ChunkNeighbours:
+        """The rows before a chunk x (B, L, C), for a convolution with `weight` (W, C)."""
+        return ChunkNeighbours(self, x, weight, documents, place, backward)
 
     @property
     def exact(self) -> bool:
@@ -468,15 +424,3 @@ class Stream:
 
     def __reduce__(self) -> tuple[type[Stream], tuple[()]]:
         return Stream, ()
-
-
-def find_stream(name: str) -> Stream:
-    """The stream of a name.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    stream = _streams.get(name)
-    if stream is None:
-        raise ValueError(f"no stream of this process has the name {name!r}: keep the model until the backward has run.")
-    return stream

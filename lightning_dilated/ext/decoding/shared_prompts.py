@@ -7,6 +7,7 @@ dim, C channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +15,43 @@ from torch import Tensor
 from lightning_dilated._validation import integer
 from lightning_dilated.sequence.collectives import sequence_sum, stack_ranks
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.sequence.ranges import clip, size
-from lightning_dilated.sequence.shard import DecodedShard
+from lightning_dilated.sequence.ranges import clip, intersect, size
+from lightning_dilated.sequence.shard import Shard
+
+
+@dataclass(frozen=True)
+class DecodedShard:
+    """Which rows a rank keeps while a sequence is decoded: those of its shard of the prompt, and every R-th later one.
+
+    Later rows are counted for each residue, within the segment: so ranks have equally many, whatever the dilation rate.
+
+    Attributes:
+        shard: of the prompts, N tokens with padding.
+        rank: of the R.
+    """
+
+    shard: Shard
+    rank: int
+
+    def of(self, rows: range, prompt: int) -> list[range]:
+        """The positions, rising, that the rank keeps of a head's rows in a segment, from the segment's first on.
+
+        `prompt`: tokens of the sample's prompt, at most N.
+        """
+        known = len(clip(rows, rows.start, prompt))
+        held = [intersect(rows[:known], x) for x in self.shard.ranges(self.rank)]
+        return [x for x in (*held, rows[known + self.rank :: self.shard.ranks]) if x]
+
+    def count(self, rows: range, prompt: int) -> int:
+        """How many."""
+        return size(self.of(rows, prompt))
+
+    def local(self, rows: range) -> range:
+        """Local numbers of the rank's tokens at these positions, which lie in one piece of its shard."""
+        start, step = self.shard.local(self.rank, rows.start), 1
+        if len(rows) > 1:
+            step = self.shard.local(self.rank, rows.start + rows.step) - start
+        return range(start, start + step * len(rows), step)
 
 
 class SharedPrompts:

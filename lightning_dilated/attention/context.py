@@ -1,0 +1,136 @@
+"""Contexts: the rows before a layer's own, such as a cache of earlier tokens or a stream. Extensions define them.
+
+A layer takes a `LayerContext` of its own, or None for a whole sequence. torch.compile traces the op, which takes strings
+and tensors only: the op finds a `Context` by its name.
+Shape letters: B batch, N tokens of a call, L tokens of this rank, E embedding dim, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.spec import CallSpec
+
+if TYPE_CHECKING:
+    from lightning_dilated.attention.modules import MultiheadDilatedAttention
+    from lightning_dilated.attention.resolve import Resolved
+
+_contexts: weakref.WeakValueDictionary[str, Context] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class OpCall(NamedTuple):
+    """A call of the op with a context, before it is resolved.
+
+    Attributes:
+        key: what the way of computing depends on, for caches.
+        q, k: (B, L, H, D) and (B, L, K, D).
+        documents: `lengths` and `cu_seqlens` of the whole sequence, on the CPU.
+        place: (2,) int64 on the CPU: the layer's number, and a number of the context's own (a stream's chunk).
+        seed: of attention dropout.
+        number, backward: of the call whose backward this is.
+    """
+
+    key: tuple[Any, ...]
+    spec: CallSpec
+    q: Tensor
+    k: Tensor
+    documents: tuple[Tensor | None, Tensor | None]
+    place: Tensor
+    seed: int
+    number: Tensor | None
+    backward: bool
+
+
+class Context(ABC):
+    """Rows before those of a call of the op. The op finds it by its `name` while somebody holds it."""
+
+    def __init__(self) -> None:
+        self.name = f"context-{next(_numbers)}"
+        _contexts[self.name] = self
+
+    @abstractmethod
+    def resolve(self, call: OpCall) -> tuple[Resolved, int]:
+        """Return how this rank computes a call, and the seed that all its ranks use."""
+
+    @abstractmethod
+    def pairs(
+        self,
+        spec: CallSpec,
+        shape: Sequence[int],
+        kv_heads: int,
+        documents: tuple[Tensor | None, Tensor | None],
+        place: Tensor,
+    ) -> int:
+        """Return the (query, key) pairs of a call with q of `shape` (B, L, H, D) and K `kv_heads`, over heads."""
+
+
+def find_context(name: str) -> Any:
+    """Return the context of a name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    context = _contexts.get(name)
+    if context is None:
+        raise ValueError(f"no stream of this process has the name {name!r}: keep the model until the backward has run.")
+    return context
+
+
+class LayerContext(Protocol):
+    """The rows before those of one layer."""
+
+    def heads(
+        self,
+        layer: MultiheadDilatedAttention,
+        query: Tensor,
+        positions: Any,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """Return the outputs (B, N, H, D) of a layer's heads for `query` (B, N, E); the others as of its `forward`."""
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """A layer's place in a `Context` of the op.
+
+    Attributes:
+        context: its name.
+        place: (2,) int64 on the CPU, see `OpCall`. A tensor, so that compiled layers share a graph.
+        seed: of attention dropout, () int64 on the CPU; None without.
+        shared: whether several ranks compute the call, those of the active `SequenceGroup`.
+        whole: whether the call has as many tokens as a chunk may have.
+    """
+
+    context: str
+    place: Tensor
+    seed: Tensor | None = None
+    shared: bool = False
+    whole: bool = False
+
+    def heads(
+        self,
+        layer: MultiheadDilatedAttention,
+        query: Tensor,
+        positions: Any,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        causal: bool,
+    ) -> Tensor:
+        """As `LayerContext`: the op asks the context."""
+        return layer.heads(query, positions, lengths, cu_seqlens, causal, self)
+
+    def of_recurrence(self) -> LayerPlace:
+        """Return the place of the convolution of the layer's recurrence: layer number -1 for layer 0, -2 for layer 1, ..."""
+        layer, chunk = self.place.unbind()
+        return replace(self, place=torch.stack([-1 - layer, chunk]))

@@ -1,0 +1,105 @@
+"""decode_attention: new tokens attend to each other and to a cache of earlier ones.
+
+Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; w segment length, r dilation rate.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.backends import MATH, Request, choose
+from lightning_dilated.attention.functional import autocast, dilated_attention
+from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.pattern import DilatedPattern, Global, Window
+from lightning_dilated.pattern.branch import LARGEST, AnyBranch
+from lightning_dilated.pattern.rows import check_padding
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.decoding.kv_cache import KVCache
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    scale: float | None = None,
+    engine: str = "auto",
+    table: RotaryTable | None = None,
+) -> Tensor:
+    """Causal dilated attention of n new tokens that follow those in `cache`, to which they are added.
+
+    One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
+    products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
+    the same engine; the two are merged by their log-sum-exp. Where ranks share prompts, a prompt is `dilated_attention` of
+    their group, and each attends with a token to the rows that it keeps; one collective merges the parts.
+
+    Args:
+        q: (B, n, H, D), rotated to its global positions if positions are rotary.
+        k, v: (B, n, K, D), likewise.
+        cache: earlier tokens of the same sequences and layer; changed in place.
+        scale, engine: as in `dilated_attention`.
+        table: rotates q and k, which are then not rotated yet.
+
+    Returns:
+        (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
+
+    Raises:
+        ValueError: for shapes that differ from the cache's, and for tensors that require a gradient.
+    """
+    q, k, v = autocast(q, k, v)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("a cache serves inference, without gradients: call under torch.no_grad().")
+    start, new, shared = cache.length, q.shape[1], cache.shared
+    check_padding(cache.pattern, cache.after(new))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cache.kernel_serves(q):
+        return cache.step(q, k, v, scale, table)
+    if table is not None:
+        q, k = table.rotate(q, k)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if new == 1 and start >= cache.clock.longest:
+        cache.append(k, v)
+        out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        cache.attend(q, out, lse, start, scale)
+        return (out if shared is None else shared.merged(out, lse)).to(q.dtype)
+    options = {"causal": True, "scale": scale, "engine": engine}
+    if shared is not None:
+        shared.group.guard(cache.check, k, v)
+        out = dilated_attention(q, k, v, cache.pattern, **options, sequence=shared.group)
+    elif start == 0:
+        out = dilated_attention(q, k, v, cache.pattern, **options)
+    else:
+        merged, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        if (pattern := _continued(cache.pattern, start)) is not None:
+            part, part_lse = dilated_attention(q, k, v, pattern, return_lse=True, **options)
+            merged, lse = part.to(wide), part_lse.transpose(1, 2).contiguous()
+        chosen = choose(engine, Request.of(q, scale=scale), say=False).engine
+        cache.attend(q, merged, lse, start, scale, None if chosen is MATH else chosen)
+        out = merged.to(q.dtype)
+    cache.append(k, v)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
+    """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding.
+
+    None where they do not see each other: none is a global token, and there are no other branches.
+    """
+
+    def continued(b: AnyBranch) -> AnyBranch:
+        if isinstance(b, Global):
+            return replace(b, tokens=b.tokens - start)
+        if isinstance(b, Window):
+            return b if b.offset is None else replace(b, offset=(b.offset - start) % b.dilation_rate)
+        width = b.segment_length or LARGEST["segment_length"]  # the whole sequence: an endless segment
+        return replace(b, segment_length=width, shift=(b.shift + start) % width)
+
+    seen = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
+    return replace(pattern, branches=tuple(map(continued, seen)), padding="masked") if seen else None

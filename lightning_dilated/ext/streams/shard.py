@@ -1,0 +1,92 @@
+"""ChunkShard: how the chunks of a stream are cut over ranks, as pieces that exchanges take for ranks.
+
+Shape letters: C positions of a chunk, K chunks, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dilated.sequence.ranges import join
+from lightning_dilated.sequence.shard import cut
+
+
+@dataclass(frozen=True)
+class ChunkShard:
+    """Chunks of C positions, each cut into a piece for each of R ranks: piece u = i R + r of chunk i is that of rank r.
+
+    To exchanges a piece is a rank of its own, one of K R: the rows that rank r made in chunk i, and those of earlier chunks
+    that it carries. Only the pieces of one chunk exchange rows.
+
+    Attributes:
+        start, stop: the positions of all chunks.
+        stream: C.
+        each: R.
+    """
+
+    start: int
+    stop: int
+    stream: int
+    each: int = 1
+    layout = "chunked"
+    interleaved = False
+
+    @property
+    def chunks(self) -> int:
+        """K; the last one may be shorter."""
+        return -(-(self.stop - self.start) // self.stream)
+
+    @property
+    def ranks(self) -> int:
+        """K R, the pieces."""
+        return self.chunks * self.each
+
+    def begin(self, chunk: int) -> int:
+        """Where a chunk begins, and with K where the last one ends."""
+        return min(self.start + chunk * self.stream, self.stop)
+
+    def positions(self, chunk: int) -> range:
+        """Of a chunk."""
+        return range(self.begin(chunk), self.begin(chunk + 1))
+
+    def piece(self, number: int) -> range:
+        """The positions of a piece, which may be none."""
+        chunk, rank = divmod(number, self.each)
+        at = self.positions(chunk)
+        return cut(at.start, at.stop, rank, self.each)
+
+    def ranges(self, number: int) -> tuple[range, ...]:
+        """The positions of a piece, as `Shard.ranges`."""
+        return join([self.piece(number)])
+
+    def held(self, number: int) -> tuple[range, ...]:
+        """All positions of the piece's rank so far, in rising order."""
+        return tuple(x for u in range(number % self.each, number + 1, self.each) if (x := self.piece(u)))
+
+    def peers(self, number: int) -> range:
+        """The pieces of the same chunk."""
+        first = number // self.each * self.each
+        return range(first, first + self.each)
+
+    def number(self, position: int) -> int:
+        """The piece that holds a position; -1 before the first, K R after the last."""
+        if not self.start <= position < self.stop:
+            return -1 if position < self.start else self.ranks
+        chunk = (position - self.start) // self.stream
+        at = self.positions(chunk)
+        return chunk * self.each + (position - at.start) // len(cut(at.start, at.stop, 0, self.each))
+
+    def local(self, number: int) -> slice:
+        """Where a piece lies among its rank's positions."""
+        chunk, rank = divmod(number, self.each)
+        before = chunk * len(cut(0, self.stream, rank, self.each))  # chunks before the last one are full
+        return slice(before, before + len(self.piece(number)))
+
+    def carrier(self, reader: int, position: int) -> tuple[int, int]:
+        """(piece of the reader's chunk whose rank holds a position, index among that rank's positions from the piece on).
+
+        The position is one of the reader's chunk, or of an earlier one, whose indices are below 0.
+        """
+        owner = self.number(position)
+        peer = self.peers(reader)[owner % self.each]
+        return peer, self.local(owner).start + self.piece(owner).index(position) - self.local(peer).start
