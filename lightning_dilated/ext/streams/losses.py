@@ -228,7 +228,7 @@ class ModelStreams:
         )
         state = carried.take(streams, positions, starts[:, 0].tolist(), number).to(model.head.weight.device)
         chunk = model.transformer.memory.stream or tokens.shape[1]
-        nats, after = self.stream(model, tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
+        nats, after = model.stream(tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
         carried.put(streams, after)
         return nats
 
