@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_dilated.pattern.explain import LONGEST
-
 #: metrics that are reported, by preference, before the loss
 UNITS = ("bits_per_byte", "bits_per_token")
+#: tokens of a pattern that are drawn at most
+LONGEST_DRAWN = 1 << 17
 
 
 class RunReport(pl.Callback):
@@ -56,7 +56,7 @@ class RunReport(pl.Callback):
         seen = m.explain(seq_len)
         self._console.print(str(seen), highlight=False)
         if self.pattern_picture:
-            length = min(seq_len, LONGEST)
+            length = min(seq_len, LONGEST_DRAWN)
             for layer, pattern in enumerate(seen.patterns):
                 if pattern not in seen.patterns[:layer]:
                     target = self.folder / (f"pattern_layer_{layer}.png" if layer else "pattern.png")

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from lightning_dilated.data.module import SplitDataModule
     from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
     from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
-    from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
     from lightning_dilated.data.text.tokens import TokenDataModule
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
     from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule, ListOpsDataModule
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.slides.synthetic import write_synthetic_slides
     from lightning_dilated.ext.text.chat import ChatDataModule
     from lightning_dilated.ext.text.chat_stream import ChatStreamDataModule
+    from lightning_dilated.ext.text.encode_files import EncodedFiles, encode_files
     from lightning_dilated.ext.text.streams import StreamDataModule, StreamSequences
     from lightning_dilated.ext.text.text_stream import TextStreamDataModule
     from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
@@ -33,12 +33,10 @@ CORE = {
     "ByteDataModule": "data.text.bytes:ByteDataModule",
     "ByteSequences": "data.text.bytes:ByteSequences",
     "ByteStream": "data.files:ByteStream",
-    "EncodedFiles": "data.text.tokenizer:EncodedFiles",
     "ResumableLoader": "data.sampler:ResumableLoader",
     "ResumableSampler": "data.sampler:ResumableSampler",
     "SplitDataModule": "data.module:SplitDataModule",
     "TokenDataModule": "data.text.tokens:TokenDataModule",
-    "encode_files": "data.text.tokenizer:encode_files",
 }
 __getattr__, __dir__ = lazy_names(__name__, CORE)
 

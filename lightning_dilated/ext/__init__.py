@@ -9,7 +9,7 @@ MAY_IMPORT = {
     "evaluation": ("transformers",),
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "text"),
-    "planning": ("convolution", "recurrence", "slides", "streams"),
+    "planning": ("convolution", "explain", "recurrence", "slides", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),
     "slides": ("pooled", "text"),

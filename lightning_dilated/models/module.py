@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import yaml
@@ -44,6 +44,7 @@ from lightning_dilated._compat.lightning import (
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import check_input, integer, text_of
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.data.module import rebuilt
@@ -52,14 +53,12 @@ from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, ba
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
 from lightning_dilated.models.transformer import (
     DilatedTransformer,
-    advice,
     layer_bases,
     longest,
     position_advice,
     stored_bases,
 )
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.recurrence.description import (
@@ -70,6 +69,9 @@ from lightning_dilated.recurrence.description import (
 )
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
+
+if TYPE_CHECKING:
+    from lightning_dilated.ext.explain.explanation import Explanation
 
 
 class WarmupCosine(LambdaLR):
@@ -249,7 +251,7 @@ class DilatedModule(Pretrained, LearningRate):
         """What the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
-        seen = explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+        seen = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
         recurrences, dim = getattr(self, "recurrences", ()), int(getattr(self, "dim", self.num_heads))
         return replace(seen, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else seen
 
@@ -524,7 +526,8 @@ class DilatedModule(Pretrained, LearningRate):
                 "shorten the data's sequences."
             )
         if self._explained is not None and seq_len > self._explained:
-            hints = [hint for hint in (advice(self, seq_len), position_advice(self, seq_len)) if hint]
+            advice = hook("advice about patterns")(self, seq_len), position_advice(self, seq_len)
+            hints = [hint for hint in advice if hint]
             self._explained = None if hints else seq_len
             for hint in hints:
                 rank_zero_warn(hint)

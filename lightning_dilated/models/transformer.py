@@ -9,7 +9,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,10 +29,8 @@ from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, defa
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.stack_sizes import BlockAttention, BlockSizes
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle, window_reach
 from lightning_dilated.recurrence import Recurrence
-from lightning_dilated.recurrence.description import reach_in_words
 from lightning_dilated.sequence import SequenceSpec
 
 #: what a model takes as `rotary_base`
@@ -460,35 +457,6 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
             continue
         residual = name.endswith(("out_proj.weight", "fc2.weight"))
         nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)
-
-
-#: dead residues and uncovered rows are looked for up to this length; walls at the whole one
-SHORT = 1 << 14
-
-
-def advice(module: Any, seq_len: int) -> str | None:
-    """What to change about `module.pattern` for sequences of N tokens; None where nothing is wrong."""
-    patterns, heads = getattr(module, "patterns", ()), getattr(module, "num_heads", None)
-    if not patterns or not isinstance(heads, int) or seq_len < 1:
-        return None
-    causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
-    seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
-    # whether all tokens are reached depends on the depth, and is left to `lightning-dilated explain`
-    dead = dict(list(seen.dead_residues.items())[:1])
-    at_length = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
-    hints, taps = at_length.hints, getattr(getattr(module, "options", None), "kv_conv", None)
-    if at_length.walls and taps:
-        reach = taps - 1 if causal else taps // 2
-        hints += (f"Only kv_conv={taps} carries {reach} token(s) over a wall, in each layer.",)
-    recurrences = getattr(module, "recurrences", ())
-    if any(recurrences) and (at_length.walls or dead):
-        hints += (f"But {reach_in_words(recurrences, module.dim // heads)}",)
-    others = len(seen.dead_residues) - 1
-    if others > 0:
-        hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)
-    if not module.released_pattern:
-        hints += sight_hints(sight(patterns, seq_len, heads, kv_heads or heads))
-    return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
 
 
 def position_advice(module: Any, seq_len: int) -> str | None:

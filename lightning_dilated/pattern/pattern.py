@@ -12,13 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, known_keys, one_of, real
 from lightning_dilated.pattern.branch import AnyBranch, Branch, BranchLike, Window, join_residues, read_branch
-from lightning_dilated.pattern.explain import Explanation, explain, plot
 from lightning_dilated.pattern.rows import counts
 
 if TYPE_CHECKING:
     import torch
+
+    from lightning_dilated.ext.explain.explanation import Explanation
 
 
 OFFSETS = ("interleaved", "blocked")
@@ -375,9 +377,9 @@ class DilatedPattern:
     ) -> Explanation:
         """Walls, dead residues, layers to full reach, FLOPs, keys a row and sight at this length; `print` it.
 
-        For layers with different patterns: `model.explain(seq_len)`, or `pattern.explain.explain([pattern, ...], ...)`.
+        For layers with different patterns: `model.explain(seq_len)`.
         """
-        return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
+        return hook("explain patterns")(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
     def plot(
         self,
@@ -391,7 +393,7 @@ class DilatedPattern:
         """A matplotlib Figure of who attends to whom, written to `path` if given: of all heads and of up to three single
         ones, first one for each set of branches that heads take; or of `head` alone.
         """
-        return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
+        return hook("plot a pattern")(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 
 
 def _first_global_layer(depth: int, every: int, first: int | None) -> int:

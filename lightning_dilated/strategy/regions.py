@@ -12,9 +12,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import integer
 from lightning_dilated.strategy.mesh import MeshSizes, nccl_options
-from lightning_dilated.strategy.outer import OuterOptimizer, OuterSteps
+from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.preemption import Preemption
 
 #: regions, as users give them
@@ -47,7 +48,7 @@ class TrainsInRegions:
     """
 
     _options: Any  # SequenceOptions
-    _outer: OuterOptimizer | None = None
+    _outer: Any = None  # the outer optimizer of `ext/regions`
     _region_group: dist.ProcessGroup | None = None  # None: there is one region
     _peers: dist.ProcessGroup | None = None  # the ranks at this one's place in all regions
     _peers_on_host: dist.ProcessGroup | None = None  # the same over gloo
@@ -126,7 +127,7 @@ class TrainsInRegions:
                 f"automatic_optimization={module.automatic_optimization}: let the Trainer step one optimizer, or leave out "
                 "regions and outer."
             )
-        self._outer = OuterOptimizer(_trained(module), settings, self._peers)
+        self._outer = hook("outer optimizer")(_trained(module), settings, self._peers)
         self._outer_applied = True
         if self._loaded_outer is not None:
             dropped = self._outer.load(self._loaded_outer)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import TokenDataModule, encode_files
-from lightning_dilated.data.text import tokenizer
+from lightning_dilated.ext.text import encode_files as tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_dilated.data import encode_files
-from lightning_dilated.data.text import tokenizer
+from lightning_dilated.ext.text import encode_files as tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import models, normalizers, pre_tokenizers, trainers  # noqa: E402

@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lightning_dilated.ext.explain import explanation as explain_module
+from lightning_dilated.ext.explain.explanation import sight_hints
 from lightning_dilated.pattern import Branch, DilatedPattern, Window
-from lightning_dilated.pattern import explain as explain_module
-from lightning_dilated.pattern.explain import sight_hints
 
 from ..examples import examples
 from . import naive

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from lightning_dilated.ext.explain.explanation import LONGEST, PIXELS, picture
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.explain import LONGEST, PIXELS, picture
 
 from ..examples import examples
 from .strategies import patterns

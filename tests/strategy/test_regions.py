@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import lightning_dilated as ld
 from lightning_dilated import LongNetLM, OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.ext.regions.optimizer import OuterOptimizer, split
 from lightning_dilated.strategy.mesh import MeshSizes
-from lightning_dilated.strategy.outer import OuterOptimizer, split
 from lightning_dilated.strategy.preemption import report_lost_ranks
 
 from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer

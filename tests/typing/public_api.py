@@ -15,7 +15,7 @@ from torch import Tensor
 import lightning_dilated as ld
 from lightning_dilated.callbacks import ActivationRecompute, MemoryProfiler, ShardedCheckpoint, ThroughputMonitor
 from lightning_dilated.data import ByteDataModule, ResumableLoader
-from lightning_dilated.pattern.explain import Explanation
+from lightning_dilated.ext.explain.explanation import Explanation
 from lightning_dilated.sequence import Place, Shard
 
 

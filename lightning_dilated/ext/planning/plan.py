@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_dilated.ext.explain.advice import advice
 from lightning_dilated.ext.planning.candidates import (
     candidates_of,
     in_words,
@@ -31,7 +32,6 @@ from lightning_dilated.ext.planning.simulating.rounds import EXACT
 from lightning_dilated.ext.planning.streams import in_chunks
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.transformer import advice
 from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem

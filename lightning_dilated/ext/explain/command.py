@@ -13,9 +13,9 @@ import yaml
 
 from lightning_dilated._validation import text_of
 from lightning_dilated.cli.recipe import made_model, seq_len_of
+from lightning_dilated.ext.explain.explanation import Explanation, explain, sight_table
 from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.explain import Explanation, explain, sight_table
 from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import reach_in_words

@@ -1,0 +1,1 @@
+"""The outer optimizer of regions that train apart."""

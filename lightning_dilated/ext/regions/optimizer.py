@@ -1,0 +1,278 @@
+"""OuterOptimizer: the optimizer and the schedule by which regions that train apart keep one model.
+
+It knows parameters and a process group, nothing of Lightning. P numbers of a fragment.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dilated.strategy.outer import OuterSteps
+
+
+class Fragment:
+    """Parameters that are synchronised together, in one vector of P numbers in fp32 (float64 where a parameter is).
+
+    Args:
+        named: the parameters, on one device.
+        settings: of the outer optimizer.
+        peers: the ranks that hold the same parameters in other regions; None: there is one region.
+
+    Attributes:
+        shared: (P,) the parameters of all regions as of the last outer step.
+        momentum: (P,) of the outer optimizer.
+        sent: (P,) the mean over regions of how far parameters moved, from when it is there until it is applied.
+        flagged: whether a region had set its flag when that was sent.
+    """
+
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], settings: OuterSteps, peers: dist.ProcessGroup | None
+    ) -> None:
+        self.named, self._settings, self._peers = dict(named), settings, peers
+        self._regions = 1 if peers is None else dist.get_world_size(peers)
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in named.values()), torch.float32)
+        self._home = torch.device("cpu") if settings.offload else self.device
+        self.shared = self.local().to(self._home)
+        self.momentum = torch.zeros_like(self.shared)
+        self.sent: Tensor | None = None
+        self.flagged = False
+        self._message: Tensor | None = None  # on its way
+        self._work: dist.Work | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are now."""
+        return next(iter(self.named.values())).device
+
+    def local(self) -> Tensor:
+        """(P,) this region's parameters, a copy."""
+        return torch.cat([p.detach().flatten().to(self.dtype) for p in self.named.values()])
+
+    def by_name(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a vector, in the parameters' shapes."""
+        parts = vector.split([p.numel() for p in self.named.values()])
+        return {name: part.view(p.shape) for (name, p), part in zip(self.named.items(), parts, strict=True)}
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """Set this region's parameters."""
+        for name, values in self.by_name(vector).items():
+            self.named[name].copy_(values)
+
+    def send(self, flagged: bool) -> None:
+        """Begin to average over regions how far parameters moved; with it goes a flag, which all get if one has set it."""
+        moved = self.shared.to(self.device) - self.local()
+        self._message = torch.cat([moved, torch.full((1,), float(flagged), dtype=self.dtype, device=self.device)])
+        if self._peers is not None:
+            self._work = dist.all_reduce(self._message, group=self._peers, async_op=True)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent and not applied."""
+        return self.sent is not None or self._message is not None
+
+    def receive(self) -> None:
+        """Wait until the mean is there, if it is on its way."""
+        if self._message is None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        message, self._message, self._work = self._message, None, None
+        self.sent = (message[:-1] / self._regions).to(self._home)
+        self.flagged = bool(message[-1] > 0)
+
+    def meet(self) -> None:
+        """Let every region go on from the mean of all regions' parameters, which was sent."""
+        self.receive()
+        assert self.sent is not None
+        self.shared.sub_(self.sent)
+        self.sent = None
+        self.write(self.shared.to(self.device))
+
+    def apply(self) -> None:
+        """The outer step of what was sent, and what it makes of this region's parameters."""
+        self.receive()
+        assert self.sent is not None
+        self.momentum.mul_(self._settings.momentum).add_(self.sent)
+        self.shared.sub_(self.sent.add_(self.momentum, alpha=self._settings.momentum), alpha=self._settings.lr)
+        self.sent, shared = None, self.shared.to(self.device)
+        self.write(torch.lerp(shared, self.local(), self._settings.mix) if self._settings.mix else shared)
+
+    def leave(self, failed: bool) -> None:
+        """Forget the group of the other regions, after what is on its way has arrived.
+
+        After an exception other regions may not have sent; then it is dropped.
+        """
+        if failed and self._work is not None and not self._work.is_completed():
+            self._message = self._work = None
+        self.receive()
+        self._peers = None
+
+    def mean(self) -> Tensor:
+        """(P,) the mean of the regions' parameters; every rank calls.
+
+        Raises:
+            RuntimeError: where the run ended before the mean was taken.
+        """
+        if self._peers is None and self._regions > 1:
+            raise RuntimeError(
+                "the run ended with an exception, and the regions no longer meet, so the mean of their parameters is not "
+                "known. Begin a fit from the latest checkpoint."
+            )
+        mean = self.local()
+        if self._peers is not None:
+            dist.all_reduce(mean, group=self._peers)
+        return mean.div_(self._regions)
+
+
+class OuterOptimizer:
+    """Outer steps of a model's parameters, on every rank of every region.
+
+    Args:
+        named: the parameters that are trained, by name; equal in all regions to begin with.
+        settings: when and how.
+        peers: the ranks at this one's place in all regions, which hold the same parameters; None: there is one region.
+
+    Attributes:
+        steps: inner steps so far.
+        local: this region's own parameters while the model shows the mean of all; None: it holds its own.
+
+    Raises:
+        ValueError: for more fragments than the model has blocks.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], settings: OuterSteps, peers: dist.ProcessGroup | None = None
+    ) -> None:
+        self.settings, self.steps = settings, 0
+        self.local: dict[str, Tensor] | None = None
+        self.fragments = [Fragment(part, settings, peers) for part in split(dict(named), settings.fragments)]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All that are synchronised, by name."""
+        return {name: p for fragment in self.fragments for name, p in fragment.named.items()}
+
+    def leave(self, failed: bool) -> None:
+        """Forget the other regions, as a run ends."""
+        for fragment in self.fragments:
+            fragment.leave(failed)
+
+    def step(self, flagged: bool = False) -> tuple[bool, bool]:
+        """After each inner step, on every rank: sends and applies what is due.
+
+        Args:
+            flagged: what this region tells all others with what it sends, such as that it was sent a signal; equal on its
+                ranks.
+
+        Returns:
+            Whether a fragment was applied, and whether a region was flagged when it was sent; equal on all ranks.
+        """
+        self.steps += 1
+        applied = any_flagged = False
+        for number, fragment in enumerate(self.fragments):
+            warmup = self.steps <= self.settings.warmup
+            phase = (self.steps - self.settings.start(number)) % self.settings.every
+            if warmup or phase == 0:
+                fragment.send(flagged)
+            if warmup or (phase == self.settings.delay and fragment.under_way):
+                fragment.meet() if warmup else fragment.apply()
+                applied, any_flagged = True, any_flagged or fragment.flagged
+        return applied, any_flagged
+
+    # -- the mean of the regions, for evaluation and files -------------------------------------------------------------
+    def mean(self) -> dict[str, Tensor]:
+        """The mean of the regions' parameters by name, in the parameters' dtypes; every rank calls."""
+        parts = [(x, x.by_name(x.mean())) for x in self.fragments]
+        return {name: value.to(x.named[name].dtype) for x, values in parts for name, value in values.items()}
+
+    @torch.no_grad()
+    def show_mean(self, on_host: bool = False) -> None:
+        """Let the model hold the mean, and keep this region's own parameters, if requested in host memory."""
+        if self.local is None:
+            device = "cpu" if on_host or self.settings.offload else None
+            local = {name: p.detach().to(device, copy=True) for name, p in self.parameters.items()}
+            for fragment in self.fragments:
+                fragment.write(fragment.mean())
+            self.local = local
+
+    @torch.no_grad()
+    def show_local(self) -> None:
+        """Let the model hold this region's own parameters again."""
+        local, self.local = self.local, None
+        for name, p in self.parameters.items() if local is not None else ():
+            p.copy_(local[name])
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """Equal in all regions; its "tensors" are by kind and the parameters' names. Waits for what is on its way."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for fragment in self.fragments:
+            fragment.receive()
+            for kind in KINDS:
+                if (vector := getattr(fragment, kind)) is not None:
+                    tensors.setdefault(kind, {}).update(fragment.by_name(vector))
+        return {"steps": self.steps, "settings": asdict(self.settings), "tensors": tensors}
+
+    def load(self, state: Mapping[str, Any]) -> str | None:
+        """Go on from a state; settings may differ.
+
+        Returns:
+            What of it is not gone on from, in words; None where all is.
+
+        Raises:
+            ValueError: naming parameters that it lacks.
+        """
+        tensors, settings = state["tensors"], state["settings"]
+        missing = [name for name in self.parameters if name not in tensors["shared"]]
+        if missing:
+            raise ValueError(
+                f"the checkpoint has no outer state of {missing[:3]}: it is of a model with other trained parameters. Begin "
+                "anew from its weights, or train the parameters that it trained."
+            )
+        self.steps, sent = int(state["steps"]), tensors.get("sent", {})
+        same = all(settings.get(name, getattr(OuterSteps, name)) == getattr(self.settings, name) for name in SCHEDULE)
+        for fragment in self.fragments:
+            if same and all(name in sent for name in fragment.named):
+                fragment.sent = torch.empty_like(fragment.shared)
+            for kind in KINDS:
+                vector = getattr(fragment, kind)
+                for name, part in fragment.by_name(vector).items() if vector is not None else ():
+                    part.copy_(tensors[kind][name])
+        if same or not sent:
+            return None
+        return "fragments that were under way between regions are dropped: every, fragments, delay or warmup changed."
+
+
+#: the vectors of a fragment that checkpoints hold
+KINDS = ("shared", "momentum", "sent")
+#: the settings that say which parameters are under way, and until when
+SCHEDULE = ("every", "fragments", "delay", "warmup")
+
+
+def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
+    """The parameters of each of `count` fragments: blocks (entries of lists of modules) and other modules in turn.
+
+    Raises:
+        ValueError: for more fragments than there are of these.
+    """
+    units: dict[str, dict[str, nn.Parameter]] = {}
+    for name, p in named.items():
+        block = re.match(r"(.*?\.)?\d+\.", name)
+        units.setdefault(block[0] if block else name.rpartition(".")[0], {})[name] = p
+    if len(units) < count:
+        raise ValueError(
+            f"fragments={count}, but the model has {len(units)} blocks and other modules that are trained: take no more."
+        )
+    parts: list[dict[str, nn.Parameter]] = [{} for _ in range(count)]
+    for number, unit in enumerate(units.values()):
+        parts[number % count] |= unit
+    return parts
