@@ -19,9 +19,10 @@ from lightning_dilated.data import ByteDataModule, Genome, SlideDataModule, Toke
 from lightning_dilated.data.opener import Opener
 from lightning_dilated.data.text.tokenizer import load_tokenizer
 from lightning_dilated.ext.decoding.command import parsed
+from lightning_dilated.ext.explain import command as explain
 from lightning_dilated.ext.export.torchscale import read_state_dict
 from lightning_dilated.ext.genomes.regions import read_bed
-from lightning_dilated.ext.planning import explain, plan_request
+from lightning_dilated.ext.planning import plan_request
 from lightning_dilated.ext.pooled import folds
 from lightning_dilated.ext.slides.files import SlideReader
 from lightning_dilated.ext.slides.heat_maps import _open_thumbnail

@@ -8,7 +8,8 @@ import pytest
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.executors.blockwise import Blockwise
 from lightning_dilated.attention.executors.fused import Fused
-from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
+from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
+from lightning_dilated.ext.streams.chunk_call import Chunked
 
 CALLS = 300
 

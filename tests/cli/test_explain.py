@@ -8,8 +8,8 @@ import yaml
 import lightning_dilated as ld
 from lightning_dilated import LongNetLM
 from lightning_dilated.cli.recipe import class_of, with_length
+from lightning_dilated.ext.explain import command as explain_command
 from lightning_dilated.ext.explain.advice import advice
-from lightning_dilated.ext.planning import explain as explain_command
 from lightning_dilated.models.transformer import position_advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN

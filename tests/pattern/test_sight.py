@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from lightning_dilated.ext.explain import explanation as explain
 from lightning_dilated.ext.explain.explanation import sight, sight_hints, sight_table
-from lightning_dilated.pattern import DilatedPattern, explain
+from lightning_dilated.pattern import DilatedPattern
 
 from ..examples import examples
 from .test_explain import cases
