@@ -15,20 +15,14 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.pooled.pooled_model import (
     PooledModule,
-    PooledOptions,
     check_lengths,
     checked_by_all,
     first_token,
 )
 from lightning_dilated.models.documents import Documents, check_documents, check_mapping, mean_token
 from lightning_dilated.models.transformer import init_weights
-from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec
-
-
-class ClassifierOptions(SizeOptions, LongNetOptions, PooledOptions, total=False):
-    """Options of a LongNetClassifier that are not its own."""
 
 
 class LongNetClassifier(PooledModule):
@@ -59,7 +53,6 @@ class LongNetClassifier(PooledModule):
     )
     input_layers = ("embedding.", "project.")
     length_from_data = True
-    settled = ("residual_dtype", "shift_layers", "shift_below")
 
     def __init__(
         self,
@@ -71,7 +64,7 @@ class LongNetClassifier(PooledModule):
         pool: Literal["mean", "first"] = "mean",
         *,
         drop_path: float = 0.0,
-        **options: Unpack[ClassifierOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
             pattern, task, num_classes, drop_path=drop_path,

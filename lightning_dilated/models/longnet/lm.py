@@ -25,7 +25,7 @@ from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, check_form, mean_token, sample_documents
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.transformer import USUAL, init_weights
-from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
+from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.models.with_tokenizer import WithTokenizer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
 Strands = Literal["forward", "reverse", "both"]
 #: entries of a batch that say where a sample comes from, which predictions repeat
 PLACE = ("index", "record", "start", "stop", "strand", "region")
-
-
-class TokenOptions(SizeOptions, LongNetOptions, total=False):
-    """Options of a LongNetLM and a LongNetMLM, for type checkers and editors."""
-
-    tie_embeddings: bool
-    residual_dtype: Literal["float32", "bfloat16", "float16"] | None
-    shift_layers: Literal["none", "odd"]
-    shift_below: int | None
-    predict_embeddings: bool
 
 
 class TokenModel(WithTokenizer, TransformerModel):
@@ -70,7 +60,6 @@ class TokenModel(WithTokenizer, TransformerModel):
     strands: Strands = "forward"
     causal = True
     length_from_data = predicts_rows = True
-    settled = ("drop_path",)
 
     def __init__(
         self,
@@ -86,7 +75,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
         predict_embeddings: bool = False,
-        **options: Unpack[LongNetOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
             pattern, dim, depth, num_heads, residual_dtype=residual_dtype, shift_layers=shift_layers,
