@@ -97,13 +97,11 @@ def _check_names(cls: type, names: Collection[str]) -> None:
     for name in sorted(names - known):
         is_set = any(name in options_of(base) for base in ours.__mro__ if issubclass(base, TransformerModel))
         if is_set or not users:
-            near = get_close_matches(name, known, 1)
-            hint = (
-                f"Did you mean {near[0]!r}?"
-                if near
-                else "Where a checkpoint names it, load that with the class that wrote it."
-            )
-            hint = "The class sets it itself." if is_set else hint
+            hint = "Where a checkpoint names it, load that with the class that wrote it."
+            if is_set:
+                hint = "The class sets it itself."
+            elif near := get_close_matches(name, known, 1):
+                hint = f"Did you mean {near[0]!r}?"
             raise TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
 
 

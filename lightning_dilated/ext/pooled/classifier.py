@@ -39,7 +39,6 @@ class LongNetClassifier(PooledModule):
         task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
         num_classes: classes; of a regression its targets, 1 if None; see `PooledModule`.
         pool: "mean" over the tokens, or "first", the first token's.
-        drop_path: see `TransformerModel`.
         options: others of `PooledModule` and `TransformerModel`, but for residual_dtype, shift_layers and shift_below.
 
     Raises:
@@ -62,14 +61,11 @@ class LongNetClassifier(PooledModule):
         task: Literal["classification", "regression", "ordinal", "survival"] | None = "classification",
         num_classes: int | None = None,
         pool: Literal["mean", "first"] = "mean",
-        *,
-        drop_path: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(
-            pattern, task, num_classes, drop_path=drop_path,
-            residual_dtype=None, shift_layers="none", shift_below=None, **options,
-        )  # fmt: skip
+            pattern, task, num_classes, residual_dtype=None, shift_layers="none", shift_below=None, **options
+        )
         if (feature_dim is None) == (vocab_size is None):
             raise ValueError(
                 f"give feature_dim (batches of features) or vocab_size (batches of tokens), one of them; got "

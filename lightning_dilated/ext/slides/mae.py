@@ -42,7 +42,6 @@ class SlidePretrainer(SlideBackbone):
         decoder_dim: features of the decoder; its heads and pattern are the encoder's.
         decoder_depth: layers of the decoder.
         mask_seed: seed of the choice of hidden tiles.
-        drop_path: see `TransformerModel`.
         options: those of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
@@ -60,11 +59,9 @@ class SlidePretrainer(SlideBackbone):
         decoder_dim: int = 512,
         decoder_depth: int = 2,
         mask_seed: int = 0,
-        *,
-        drop_path: float = 0.0,
         **options: Any,
     ) -> None:
-        super().__init__(drop_path=drop_path, **options)
+        super().__init__(**options)
         ratio = real(mask_ratio, "mask_ratio", above=0, below=1, hint=" 0.75 is MAE's.")
         self.hiding = Dropout(ratio, integer(mask_seed, "mask_seed", 0))
         self.normalise = flag(normalise, "normalise")

@@ -48,7 +48,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
         predict_embeddings: `predict` gives `embedding` (B, E), the mean of each sequence's last hidden states, in place of
             likelihoods. Not kept in checkpoints.
-        dim, depth, num_heads, residual_dtype, shift_layers, shift_below: see `TransformerModel`.
+        dim, depth, num_heads: see `TransformerModel`.
         options: its others, but for `drop_path`.
 
     Raises:
@@ -71,16 +71,10 @@ class TokenModel(WithTokenizer, TransformerModel):
         *,
         tie_embeddings: bool = True,
         bytes_per_token: float = 1.0,
-        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        shift_layers: Literal["none", "odd"] = "none",
-        shift_below: int | None = None,
         predict_embeddings: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            pattern, dim, depth, num_heads, residual_dtype=residual_dtype, shift_layers=shift_layers,
-            shift_below=shift_below, drop_path=0.0, **options,
-        )  # fmt: skip
+        super().__init__(pattern, dim, depth, num_heads, drop_path=0.0, **options)
         real(bytes_per_token, "bytes_per_token", above=0)
         self.vocab_size = integer(vocab_size, "vocab_size", 1)
         self.tie_embeddings, self.bytes_per_token = flag(tie_embeddings, "tie_embeddings"), bytes_per_token
