@@ -60,8 +60,6 @@ class _NamedArguments:
     A base class, since jsonargparse would read the `__new__` of a model's own class.
     """
 
-    _arguments: dict[str, Any]
-
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
         if args or options:  # a copy has none
