@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import launchers
 from torch import nn
@@ -652,6 +653,13 @@ def test_types_of_arguments():
     assert types["size"] == [int] and types["rows"] == [list[int] | None], (
         "argument_types reads no annotations from jsonargparse: values of a checkpoint are not checked"
     )
+
+
+def test_values_of_a_recipe():
+    assert ours.given_hyperparameters() == {}
+    with _given_hyperparameters_context({"size": 3}, "x"):
+        values = ours.given_hyperparameters()
+    assert values == {"size": 3, "_instantiator": "x"}, "given_hyperparameters misses what LightningCLI offers to save"
 
 
 def test_modules_of_checkpoints():

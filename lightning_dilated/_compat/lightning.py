@@ -23,6 +23,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, ThroughputMonitor
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.core.saving import _default_map_location, _load_state
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -412,6 +413,14 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
         if section == "of" and name and not name.endswith(".help"):
             types.setdefault(name.partition(".")[0], []).append(getattr(action, "_typehint", action.type))
     return types
+
+
+def given_hyperparameters() -> dict[str, Any]:
+    """The values of the recipe that the command line makes the module from, and its class; else empty.
+
+    LightningCLI offers them to `save_hyperparameters` only, by `_given_hyperparameters`. Known to hold for lightning 2.6.6.
+    """
+    return _given_hyperparameters.get() or {}
 
 
 def load_to_cpu_by_name(strategy: Any, check: Callable[[Any], None]) -> None:

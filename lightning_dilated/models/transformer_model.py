@@ -6,15 +6,18 @@ line finds every option by following `super().__init__(..., **options)`; checkpo
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self
 
 import torch
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from lightning_dilated._compat.lightning import given_hyperparameters
 from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
@@ -26,11 +29,6 @@ from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_p
 from lightning_dilated.pattern.pattern import LAYERS
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
-
-if TYPE_CHECKING:
-    from typing import Unpack
-else:
-    Unpack = list  # jsonargparse would read a TypedDict, which has no defaults, and not follow the call that has them
 
 #: the most features of a hidden state; of a feed-forward 8 times as many
 WIDTH = 1 << 20
@@ -48,102 +46,76 @@ NOT_SAVED = (
 )
 
 
-class SizeOptions(TypedDict, total=False):
-    """Sizes of a stack, for type checkers and editors; see `TransformerModel`."""
-
-    dim: int
-    depth: int
-    num_heads: int
-
-
-class StackOptions(TypedDict, total=False):
-    """Options that every model takes, apart from its sizes."""
-
-    ffn_dim: int | None
-    attention_dropout: float
-    engine: str
-    compile_blocks: bool
-    cuda_graphs: bool
-    graph_padding: float
-    linear_dtype: Literal["float8"] | None
-    optimizer: OptimizerCallable
-    lr_scheduler: LRSchedulerCallable | None
+@functools.cache
+def options_of(cls: type) -> dict[str, Any]:
+    """The default of each argument of a class by name, as the command line reads them: also of those that it passes on."""
+    parser = ArgumentParser(exit_on_error=False)
+    keys = parser.add_class_arguments(cls, "model", fail_untyped=False)
+    return {key.partition(".")[2]: parser.get_default(key) for key in keys}
 
 
-class LongNetOptions(StackOptions, total=False):
-    """Options of models whose blocks are not those of a release."""
+class _NamedArguments:
+    """Stores the arguments of the call by name, and refuses unknown ones.
 
-    dropout: float
-    num_kv_heads: int | None
-    norm: Literal["rmsnorm", "layernorm"]
-    ffn: Literal["swiglu", "gelu"]
-    bias: bool
-    sub_layernorm: bool
-    position_encoding: Literal["none", "rotary", "xpos"]
-    rotary_base: float | str | list[float | str] | None
-    max_seq_len: int | None
-    xpos_scale_base: float
-    kv_conv: int | None
-    recurrence: Any
+    A base class, since jsonargparse would read the `__new__` of a model's own class.
+    """
 
-
-def options_of(cls: type) -> set[str]:
-    """Names of the arguments that the constructor of `cls` takes, those that it passes on to its bases included."""
-    names: set[str] = set()
-    settled: set[str] = {"self"}
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-            names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - settled
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                break
-        settled |= set(vars(base).get("settled", ()))
-    return names
-
-
-class _RemembersArguments:
-    """Keeps the names of the keywords that the caller passed; in a base class, since jsonargparse would read `__new__`."""
-
-    _passed: frozenset[str] = frozenset()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
-        object.__setattr__(self, "_passed", frozenset(kwargs))
-        known = options_of(cls)
-        # a constructor of a user's own may take what it does not name
-        wrong = self._passed - known if _is_ours(cls) else self._passed & settled_options(cls) - known
-        if wrong:
-            name = min(wrong)
-            if name in settled_options(cls):
-                hint = "The class sets it itself."
-            elif near := get_close_matches(name, known, 1):
-                hint = f"Did you mean {near[0]!r}?"
-            else:
-                hint = "Where a checkpoint names it, load that with the class that wrote it."
-            raise TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
+        if args or options:  # a copy has none
+            _check_names(cls, options.keys())
+            self.__dict__["_arguments"] = {**dict(zip(_positional(cls), args, strict=False)), **options}
         return self
 
 
-def _is_ours(cls: type) -> bool:
-    """Whether the constructor of a class is one of this package's."""
-    return next(base for base in cls.__mro__ if "__init__" in vars(base)).__module__.startswith("lightning_dilated.")
+def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
+    """(signatures of the constructors in a user's classes, this package's first class that has one)."""
+    owners = [base for base in cls.__mro__ if "__init__" in vars(base)]
+    first = next(i for i, base in enumerate(owners) if base.__module__.startswith("lightning_dilated."))
+    return [inspect.signature(vars(base)["__init__"]) for base in owners[:first]], owners[first]
 
 
-def _set_by_subclass(cls: type, passed: frozenset[str]) -> set[str]:
-    """Options that a user's constructor, which passes `**options` on, sets by itself: neither its own nor its caller's."""
-    parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
-    kinds = {p.kind for p in parameters}
-    if _is_ours(cls) or inspect.Parameter.VAR_KEYWORD not in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
-        return set()
-    return options_of(cls) - {p.name for p in parameters} - passed
+def _positional(cls: type) -> Iterator[str]:
+    """Names of the arguments by position, through constructors that pass `*args` on."""
+    users, ours = _constructors(cls)
+    for signature in [*users, inspect.signature(vars(ours)["__init__"])]:
+        parameters = list(signature.parameters.values())[1:]
+        yield from (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return
 
 
-def settled_options(cls: type) -> set[str]:
-    """Options of the bases that a class settles by itself."""
-    return {name for base in cls.__mro__ for name in vars(base).get("settled", ())}
+def _check_names(cls: type, names: Collection[str]) -> None:
+    """Raise TypeError for a keyword that this package's constructor does not take.
+
+    A user's constructor may take keywords that it does not name, but none that a class of this package sets.
+    """
+    users, ours = _constructors(cls)
+    known = options_of(ours).keys() | {name for signature in users for name in signature.parameters}
+    for name in sorted(names - known):
+        is_set = any(name in options_of(base) for base in ours.__mro__ if issubclass(base, TransformerModel))
+        if is_set or not users:
+            hint = "Where a checkpoint names it, load that with the class that wrote it."
+            if is_set:
+                hint = "The class sets it itself."
+            elif near := get_close_matches(name, known, 1):
+                hint = f"Did you mean {near[0]!r}?"
+            raise TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
 
 
-class TransformerModel(_RemembersArguments, DilatedModule):
+def _defaults(cls: type) -> dict[str, Any]:
+    """Defaults of the arguments that a checkpoint stores.
+
+    A user's constructor may set arguments that it does not name, unless it passes all of them on by `*args`.
+    """
+    users, ours = _constructors(cls)
+    parameters = list(users[0].parameters.values()) if users else []
+    passes_all_on = not users or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    named = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return options_of(ours) | named if passes_all_on else named
+
+
+class TransformerModel(_NamedArguments, DilatedModule):
     """A DilatedModule around one `DilatedTransformer`; checks its sizes, patterns and block options, and saves them.
 
     Args:
@@ -197,8 +169,6 @@ class TransformerModel(_RemembersArguments, DilatedModule):
 
     #: whether a token sees only those before it
     causal = False
-    #: options that the class passes on by itself, so that checkpoints do not name them; subclasses add theirs
-    settled: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -275,22 +245,20 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
-        # arguments of all constructors that are running, from this one outwards
-        left_out = settled_options(type(self)) | _set_by_subclass(type(self), self._passed)
-        self.save_hyperparameters(ignore=[*NOT_SAVED, *left_out])
-        if self._saves_pattern():
-            self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
-        if "recurrence" in self.hparams:
-            self.save_hyperparameters({"recurrence": plain_recurrences(self.recurrences)})
-        if position_encoding != "none" and "rotary_base" in self.hparams:
-            # in numbers, so that no other length changes what was trained
-            self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
+        self._save_arguments()
 
-    def _saves_pattern(self) -> bool:
-        """Whether the class takes the pattern as an argument; one that settles it in its constructor does not."""
-        parameters = inspect.signature(type(self).__init__).parameters
-        by_position = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-        return by_position or "pattern" in self._passed or "pattern" in parameters
+    def _save_arguments(self) -> None:
+        """Save the arguments as hyperparameters: patterns, recurrences and rotary bases as plain values."""
+        arguments = _defaults(type(self)) | self.__dict__.pop("_arguments", {}) | given_hyperparameters()
+        saved = {name: value for name, value in arguments.items() if name not in NOT_SAVED}
+        if "pattern" in arguments and not self.released_pattern:
+            saved["pattern"] = plain_patterns(self.pattern)
+        if "recurrence" in saved:
+            saved["recurrence"] = plain_recurrences(self.recurrences)
+        if "rotary_base" in saved and self.options.position_encoding != "none":
+            # in numbers, so that no other length changes what was trained
+            saved["rotary_base"] = stored_bases(self.rotary_bases)
+        self.save_hyperparameters(saved)
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         """The first `depth` layers, with fresh weights."""
@@ -313,21 +281,12 @@ class ReleasedModel(TransformerModel):
         options: dim, depth, num_heads, ffn_dim, dropout, attention_dropout, drop_path, engine and those of training.
     """
 
-    settled = (
-        "num_kv_heads", "norm", "ffn", "bias", "sub_layernorm", "position_encoding", "rotary_base", "max_seq_len",
-        "xpos_scale_base", "kv_conv", "recurrence", "residual_dtype", "shift_layers", "shift_below",
-    )  # fmt: skip
-
     def __init__(self, pattern: Any, **options: Any) -> None:
         super().__init__(
             pattern=pattern, norm="layernorm", ffn="gelu", bias=True, sub_layernorm=True, position_encoding="none",
             num_kv_heads=None, rotary_base=None, max_seq_len=None, xpos_scale_base=512.0, kv_conv=None,
             recurrence=None, residual_dtype=None, shift_layers="none", shift_below=None, **options,
         )  # fmt: skip
-
-    def _saves_pattern(self) -> bool:
-        """Whether the pattern is another than the release's, which follows from other arguments."""
-        return not self.released_pattern
 
     def _own_pattern(self, pattern: LayersLike | None, padding: str, replaced: Mapping[str, Any]) -> LayersLike | None:
         """The pattern in place of the release's, if there is one; to be called before `__init__`.

@@ -43,7 +43,7 @@ def decomposed(
     Raises:
         ValueError: for a call that cannot be exported, and for padding="attended" where it is not defined.
     """
-    named = {"sequence": "a sequence shared by ranks", "stream": "a chunk of a stream", "window": "a chunk of heads"}
+    named = {"sequence": "a sequence shared by ranks", "context": "a chunk of a stream", "window": "a chunk of heads"}
     for name, what in named.items():
         if getattr(spec, name):
             raise ValueError(f"{what} cannot be exported: export whole sequences on one rank.")

@@ -15,20 +15,14 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.pooled.pooled_model import (
     PooledModule,
-    PooledOptions,
     check_lengths,
     checked_by_all,
     first_token,
 )
 from lightning_dilated.models.documents import Documents, check_documents, check_mapping, mean_token
 from lightning_dilated.models.transformer import init_weights
-from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec
-
-
-class ClassifierOptions(SizeOptions, LongNetOptions, PooledOptions, total=False):
-    """Options of a LongNetClassifier that are not its own."""
 
 
 class LongNetClassifier(PooledModule):
@@ -45,7 +39,6 @@ class LongNetClassifier(PooledModule):
         task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
         num_classes: classes; of a regression its targets, 1 if None; see `PooledModule`.
         pool: "mean" over the tokens, or "first", the first token's.
-        drop_path: see `TransformerModel`.
         options: others of `PooledModule` and `TransformerModel`, but for residual_dtype, shift_layers and shift_below.
 
     Raises:
@@ -59,7 +52,6 @@ class LongNetClassifier(PooledModule):
     )
     input_layers = ("embedding.", "project.")
     length_from_data = True
-    settled = ("residual_dtype", "shift_layers", "shift_below")
 
     def __init__(
         self,
@@ -69,14 +61,11 @@ class LongNetClassifier(PooledModule):
         task: Literal["classification", "regression", "ordinal", "survival"] | None = "classification",
         num_classes: int | None = None,
         pool: Literal["mean", "first"] = "mean",
-        *,
-        drop_path: float = 0.0,
-        **options: Unpack[ClassifierOptions],
+        **options: Any,
     ) -> None:
         super().__init__(
-            pattern, task, num_classes, drop_path=drop_path,
-            residual_dtype=None, shift_layers="none", shift_below=None, **options,
-        )  # fmt: skip
+            pattern, task, num_classes, residual_dtype=None, shift_layers="none", shift_below=None, **options
+        )
         if (feature_dim is None) == (vocab_size is None):
             raise ValueError(
                 f"give feature_dim (batches of features) or vocab_size (batches of tokens), one of them; got "

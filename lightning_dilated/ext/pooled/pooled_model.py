@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,20 +63,6 @@ def merge_lora(transformer: nn.Module) -> None:
             module.merge()
             parent, _, child = name.rpartition(".")
             setattr(transformer.get_submodule(parent), child, module.get_base_layer())
-
-
-class PooledOptions(TypedDict, total=False):
-    """Options that every PooledModule takes, for type checkers and editors."""
-
-    regression_loss: Literal["mse", "smooth_l1"]
-    class_weights: Literal["balanced"] | list[float] | None
-    survival_loss: Literal["discrete", "cox"]
-    time_bins: list[float] | None
-    predict_embeddings: bool
-    layer_decay: float
-    freeze_encoder: bool
-    lora_rank: int | None
-    lora_alpha: float | None
 
 
 class PooledModule(TransformerModel):

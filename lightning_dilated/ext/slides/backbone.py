@@ -22,7 +22,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.pooled.pooled_model import checked_by_all
 from lightning_dilated.models.documents import Documents, check_documents, check_form, check_mapping
 from lightning_dilated.models.module import DilatedModule
-from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
+from lightning_dilated.models.transformer_model import ReleasedModel
 from lightning_dilated.pattern import DilatedPattern, Global
 
 #: coordinates of rows that are not tiles: the class token's and padding
@@ -171,19 +171,6 @@ def released_pattern(
             "were trained without it."
         )
     return replace(pattern, branches=(*pattern.branches, Global(1)))
-
-
-class SlideOptions(StackOptions, total=False):
-    """Options of both slide models, for type checkers and editors."""
-
-    segment_lengths: list[int] | None
-    dilation_rates: list[int] | None
-    max_wsi_size: int | None
-    tile_size: int
-    grid: int
-    padding: Literal["masked", "attended"]
-    global_class_token: bool
-    pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None
 
 
 class SlideBackbone(ReleasedModel):

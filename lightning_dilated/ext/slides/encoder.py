@@ -18,12 +18,11 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, attention_weights
 from lightning_dilated.ext.pooled.pooled_model import (
     PooledModule,
-    PooledOptions,
     check_lengths,
     checked_by_all,
     first_token,
 )
-from lightning_dilated.ext.slides.backbone import SlideBackbone, SlideOptions
+from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.ext.slides.weights import (
     PUBLISHED,
     load_backbone,
@@ -37,7 +36,6 @@ from lightning_dilated.ext.slides.weights import (
 from lightning_dilated.models.documents import Documents, mean_token
 from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 
@@ -112,13 +110,6 @@ def tile_rows(queries: Any, tiles: int) -> list[int]:
 PRETRAINING = ("mask_ratio", "normalise", "decoder_dim", "decoder_depth", "mask_seed")
 
 
-class SlideEncoderOptions(SlideOptions, PooledOptions, total=False):
-    """Options of a SlideEncoder that are not its own."""
-
-    task: Literal["classification", "regression", "ordinal", "survival"] | None
-    num_classes: int | None
-
-
 class SlideEncoder(SlideBackbone, PooledModule):
     """The slide encoder of GigaPath (doi 10.1038/s41586-024-07441-w): tile features and coordinates to one embedding.
 
@@ -154,7 +145,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         pretrained: str | None = None,
         dropout: float = 0.25,
         drop_path: float = 0.1,
-        **options: Unpack[SlideEncoderOptions],
+        **options: Any,
     ) -> None:
         super().__init__(feature_dim, dim, depth, num_heads, dropout=dropout, drop_path=drop_path, **options)
         if pool not in ("class", "mean"):

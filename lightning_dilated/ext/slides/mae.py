@@ -17,20 +17,12 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.ext.pooled.pooled_model import check_lengths, checked_by_all
-from lightning_dilated.ext.slides.backbone import SlideBackbone, SlideOptions
+from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.models.transformer_model import SizeOptions, Unpack
 from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.sequence import SequenceSpec
-
-
-class SlidePretrainerOptions(SizeOptions, SlideOptions, total=False):
-    """Options of a SlidePretrainer that are not its own."""
-
-    feature_dim: int
-    dropout: float
 
 
 class SlidePretrainer(SlideBackbone):
@@ -50,7 +42,6 @@ class SlidePretrainer(SlideBackbone):
         decoder_dim: features of the decoder; its heads and pattern are the encoder's.
         decoder_depth: layers of the decoder.
         mask_seed: seed of the choice of hidden tiles.
-        drop_path: see `TransformerModel`.
         options: those of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
@@ -68,11 +59,9 @@ class SlidePretrainer(SlideBackbone):
         decoder_dim: int = 512,
         decoder_depth: int = 2,
         mask_seed: int = 0,
-        *,
-        drop_path: float = 0.0,
-        **options: Unpack[SlidePretrainerOptions],
+        **options: Any,
     ) -> None:
-        super().__init__(drop_path=drop_path, **options)
+        super().__init__(**options)
         ratio = real(mask_ratio, "mask_ratio", above=0, below=1, hint=" 0.75 is MAE's.")
         self.hiding = Dropout(ratio, integer(mask_seed, "mask_seed", 0))
         self.normalise = flag(normalise, "normalise")

@@ -23,7 +23,7 @@ from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, check_form, mean_token, sample_documents
 from lightning_dilated.models.transformer import USUAL, init_weights
-from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
+from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.models.with_tokenizer import WithTokenizer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
@@ -39,16 +39,6 @@ PLACE = ("index", "record", "start", "stop", "strand", "region")
 CHUNK = 1 << 16
 
 
-class TokenOptions(SizeOptions, LongNetOptions, total=False):
-    """Options of a LongNetLM and a LongNetMLM, for type checkers and editors."""
-
-    tie_embeddings: bool
-    residual_dtype: Literal["float32", "bfloat16", "float16"] | None
-    shift_layers: Literal["none", "odd"]
-    shift_below: int | None
-    predict_embeddings: bool
-
-
 class TokenModel(WithTokenizer, TransformerModel):
     """Embedding, blocks and output projection of a model over tokens (bytes by default); base of LongNetLM and LongNetMLM.
 
@@ -59,7 +49,7 @@ class TokenModel(WithTokenizer, TransformerModel):
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
         predict_embeddings: `predict` gives `embedding` (B, E), the mean of each sequence's last hidden states, in place of
             likelihoods. Not kept in checkpoints.
-        dim, depth, num_heads, residual_dtype, shift_layers, shift_below: see `TransformerModel`.
+        dim, depth, num_heads: see `TransformerModel`.
         options: its others, but for `drop_path`.
 
     Raises:
@@ -71,7 +61,6 @@ class TokenModel(WithTokenizer, TransformerModel):
     strands: Strands = "forward"
     causal = True
     length_from_data = predicts_rows = True
-    settled = ("drop_path",)
 
     def __init__(
         self,
@@ -83,16 +72,10 @@ class TokenModel(WithTokenizer, TransformerModel):
         *,
         tie_embeddings: bool = True,
         bytes_per_token: float = 1.0,
-        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        shift_layers: Literal["none", "odd"] = "none",
-        shift_below: int | None = None,
         predict_embeddings: bool = False,
-        **options: Unpack[LongNetOptions],
+        **options: Any,
     ) -> None:
-        super().__init__(
-            pattern, dim, depth, num_heads, residual_dtype=residual_dtype, shift_layers=shift_layers,
-            shift_below=shift_below, drop_path=0.0, **options,
-        )  # fmt: skip
+        super().__init__(pattern, dim, depth, num_heads, drop_path=0.0, **options)
         real(bytes_per_token, "bytes_per_token", above=0)
         self.vocab_size = integer(vocab_size, "vocab_size", 1)
         self.tie_embeddings, self.bytes_per_token = flag(tie_embeddings, "tie_embeddings"), bytes_per_token

@@ -24,10 +24,9 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.documents import Documents, check_form, sample_documents
-from lightning_dilated.models.longnet.lm import Strands, TokenModel, TokenOptions
+from lightning_dilated.models.longnet.lm import Strands, TokenModel
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
-from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import sequence_sum
 
@@ -198,7 +197,6 @@ class LongNetMLM(TokenModel):
     """
 
     causal = False
-    settled = ("bytes_per_token",)
 
     def __init__(
         self,
@@ -212,7 +210,7 @@ class LongNetMLM(TokenModel):
         ignore_tokens: list[int] | None = None,
         mask_seed: int = 0,
         strands: Literal["forward", "both"] = "forward",
-        **options: Unpack[TokenOptions],
+        **options: Any,
     ) -> None:
         super().__init__(pattern, vocab_size, bytes_per_token=1.0, **options)
         if self.options.position_encoding == "xpos":

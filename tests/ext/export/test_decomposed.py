@@ -65,7 +65,7 @@ def test_half_precision():
     [
         ({"dropout": 0.1}, "dropout"),
         ({"sequence": "x"}, "shared by ranks"),
-        ({"stream": "x"}, "stream"),
+        ({"context": "x"}, "stream"),
         ({"window": (0, 1, 1)}, "heads"),
     ],
 )

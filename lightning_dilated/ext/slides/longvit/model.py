@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.ext.pooled.pooled_model import PooledModule, PooledOptions, checked_by_all
+from lightning_dilated.ext.pooled.pooled_model import PooledModule, checked_by_all
 from lightning_dilated.ext.slides.backbone import RELEASED_RATES
 from lightning_dilated.ext.slides.longvit.image_patches import image_patches, table_positions
 from lightning_dilated.ext.slides.longvit.weights import PUBLISHED, load_longvit, read_longvit
@@ -23,7 +23,7 @@ from lightning_dilated.ext.slides.weights import missing_file
 from lightning_dilated.models.documents import mean_token
 from lightning_dilated.models.pretrained import check_depth
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions, Unpack
+from lightning_dilated.models.transformer_model import ReleasedModel
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
@@ -47,14 +47,6 @@ def released_pattern(
     )
     rates = RELEASED_RATES if dilation_rates is None else dilation_rates
     return DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
-
-
-class LongViTOptions(StackOptions, PooledOptions, total=False):
-    """Options of a LongViT that are not its own."""
-
-    dropout: float
-    task: Literal["classification", "regression", "ordinal", "survival"] | None
-    num_classes: int | None
 
 
 class LongViT(ReleasedModel, PooledModule):
@@ -109,7 +101,7 @@ class LongViT(ReleasedModel, PooledModule):
         pretrained: str | None = None,
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         drop_path: float = 0.1,
-        **options: Unpack[LongViTOptions],
+        **options: Any,
     ) -> None:
         integer(image_size, "image_size", 1)
         settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
