@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.attention.context import LayerContext
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
@@ -50,9 +50,30 @@ def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = 
     return ((drawn >= p) / (1 - p)).to(x.device, x.dtype)
 
 
-@dataclass
+@dataclass(frozen=True)
 class BlockOptions:
-    """Options of a block apart from its sizes; `TransformerModel` documents them."""
+    """Options of a block apart from its sizes.
+
+    Args:
+        norm: kind of all norms between blocks.
+        ffn: activation of the feed-forward; "swiglu" has a gate (arXiv 2002.05202).
+        bias: whether linear layers have a bias.
+        dropout: probability for hidden features, in [0, 1).
+        attention_dropout: probability for attention weights, in [0, 1).
+        drop_path: stochastic depth of the last layer (arXiv 1603.09382); it rises linearly from 0 in the first.
+        sub_layernorm: norms in front of the output projections of attention and feed-forward (arXiv 2210.06423).
+        position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
+        xpos_scale_base: tokens over which xPos decays.
+        engine: attention backend, "auto" for the fastest that fits.
+        kv_conv: taps of a short convolution on the keys and values of every layer , 4 usually: a
+            token then sees its neighbours before attention looks for it. None: no convolution.
+        residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
+            precision, where they are float32 otherwise.
+        rotary_base: of the layer's rotary positions.
+
+    Raises:
+        ValueError, TypeError: naming the option.
+    """
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     ffn: Literal["swiglu", "gelu"] = "swiglu"
@@ -75,6 +96,8 @@ class BlockOptions:
             raise ValueError(
                 f"residual_dtype must be float32, bfloat16, float16 or null (the embedding's); got {self.residual_dtype!r}."
             )
+        flag(self.bias, "bias")
+        flag(self.sub_layernorm, "sub_layernorm")
         if self.kv_conv is not None:
             integer(self.kv_conv, "kv_conv", 2)
         for name in ("dropout", "attention_dropout", "drop_path"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, Literal, Self
 
@@ -95,12 +96,16 @@ def _check_names(cls: type, names: Collection[str]) -> None:
     for name in sorted(names - known):
         is_set = any(name in options_of(base) for base in ours.__mro__ if issubclass(base, TransformerModel))
         if is_set or not users:
-            hint = "Where a checkpoint names it, load that with the class that wrote it."
-            if is_set:
-                hint = "The class sets it itself."
-            elif near := get_close_matches(name, known, 1):
-                hint = f"Did you mean {near[0]!r}?"
-            raise TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
+            raise _no_argument(cls, name, known, "The class sets it itself." if is_set else None)
+
+
+def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None = None) -> TypeError:
+    """The error of an unknown keyword; without a hint it names the nearest known one."""
+    near = get_close_matches(name, known, 1)
+    other = (
+        f"Did you mean {near[0]!r}?" if near else "Where a checkpoint names it, load that with the class that wrote it."
+    )
+    return TypeError(f"{cls.__name__} has no argument {name!r}. {hint or other}")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -127,28 +132,14 @@ class TransformerModel(_NamedArguments, DilatedModule):
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of num_heads; None: as many as query heads.
         ffn_dim: hidden features of the feed-forward; None: 4 dim (GELU), or about 8/3 dim (SwiGLU).
-        norm: kind of all norms between blocks.
-        ffn: activation of the feed-forward; "swiglu" has a gate (arXiv 2002.05202).
-        bias: whether linear layers have a bias.
-        dropout: probability for hidden features, in [0, 1).
-        attention_dropout: probability for attention weights, in [0, 1).
-        drop_path: stochastic depth of the last layer (arXiv 1603.09382); it rises linearly from 0 in the first.
-        sub_layernorm: norms in front of the output projections of attention and feed-forward (arXiv 2210.06423).
-        position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
         rotary_base: a number; or "length": that of `max_seq_len`, max(1e4, 0.0424 N^1.628) rounded up to a power of ten (the
             bound of arXiv 2405.14591); or "none", no positions; or a list of those for layers 0, 1, ..., which repeats.
             None is "length" where `max_seq_len` is given, else 10,000, which serves 2,000 tokens.
         max_seq_len: the longest sequence that the model is made for; kept in checkpoints, with the bases that
             follow from it. It never follows the data; the command line sets it to theirs in a recipe that names neither.
-        xpos_scale_base: tokens over which xPos decays.
-        engine: attention backend, "auto" for the fastest that fits.
-        kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
-            token then sees its neighbours before attention looks for it. None: no convolution.
         recurrence: a memory of constant size beside the pattern, through which a layer reaches all earlier tokens,
             compressed: a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them for layers 0, 1,
             ..., None for a layer without, which repeats; None: no layer has one.
-        residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
-            precision, where they are float32 otherwise.
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
             nested segments leave (see `pattern.explain`).
         shift_below: tokens; only segments shorter than this are shifted, None: every finite one.
@@ -162,6 +153,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         linear_dtype: "float8" multiplies in float8 in the linear layers of the blocks (not in the projection to q, k and v),
             on an H100 or later, by torchao; for wide models, with `compile_blocks`. None: in the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.
+        options: those of `BlockOptions`.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -178,21 +170,9 @@ class TransformerModel(_NamedArguments, DilatedModule):
         num_heads: int = 4,
         num_kv_heads: int | None = None,
         ffn_dim: int | None = None,
-        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
-        ffn: Literal["swiglu", "gelu"] = "swiglu",
-        bias: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        drop_path: float = 0.0,
-        sub_layernorm: bool = False,
-        position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
         rotary_base: float | str | list[float | str] | None = None,
         max_seq_len: int | None = None,
-        xpos_scale_base: float = 512.0,
-        engine: str = "auto",
-        kv_conv: int | None = None,
         recurrence: dict[str, Any] | Recurrence | list[dict[str, Any] | Recurrence | None] | None = None,
-        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
         compile_blocks: bool = False,
@@ -201,8 +181,13 @@ class TransformerModel(_NamedArguments, DilatedModule):
         linear_dtype: Literal["float8"] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
+        if unknown := options.keys() - {field.name for field in fields(BlockOptions)}:
+            raise _no_argument(type(self), min(unknown), options_of(TransformerModel))
+        self.options = BlockOptions(**options)
+        encoding, dropout = self.options.position_encoding, self.options.attention_dropout
         self.dim = integer(dim, "dim", 1, most=WIDTH)
         self.depth = integer(depth, "depth", 1, most=LAYERS)
         self.num_heads = integer(num_heads, "num_heads", 1)
@@ -211,21 +196,21 @@ class TransformerModel(_NamedArguments, DilatedModule):
         _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
         self.recurrences = layer_recurrences(recurrence, depth, self.causal)
         self.max_seq_len = max_seq_len
-        self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
+        self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, encoding)
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
-        self.ffn_dim = default_hidden(dim, ffn) if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1, most=8 * WIDTH)
-        for name, value in (("bias", bias), ("sub_layernorm", sub_layernorm), ("compile_blocks", compile_blocks)):
-            flag(value, name)
-        self.compile_blocks = compile_blocks
+        self.ffn_dim = (
+            default_hidden(dim, self.options.ffn) if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1, most=8 * WIDTH)
+        )
+        self.compile_blocks = flag(compile_blocks, "compile_blocks")
         self.cuda_graphs = flag(cuda_graphs, "cuda_graphs")
         self.graph_padding = real(graph_padding, "graph_padding", least=0, most=1)
         if linear_dtype not in (None, "float8"):
             raise ValueError(f'linear_dtype must be "float8" or null, got {linear_dtype!r}.')
         self.linear_dtype = linear_dtype
-        if cuda_graphs and attention_dropout:
+        if cuda_graphs and dropout:
             raise ValueError(
-                f"cuda_graphs cannot record attention_dropout={attention_dropout}, whose mask follows a seed of the host. "
+                f"cuda_graphs cannot record attention_dropout={dropout}, whose mask follows a seed of the host. "
                 "Set one of them only; dropout and drop_path are recorded."
             )
         if cuda_graphs and any(self.recurrences):
@@ -233,15 +218,8 @@ class TransformerModel(_NamedArguments, DilatedModule):
                 "cuda_graphs cannot record layers with a recurrence, whose tables of tokens are copied from the host. Set "
                 "one of them only."
             )
-        self.options = BlockOptions(
-            norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding,
-            xpos_scale_base=xpos_scale_base, engine=engine, kv_conv=kv_conv, drop_path=drop_path,
-            residual_dtype=residual_dtype,
-        )  # fmt: skip
-        hint = (
-            rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len) if position_encoding == "rotary" else None
-        )
-        if hint:
+        rotary = encoding == "rotary"
+        if hint := rotary and rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)

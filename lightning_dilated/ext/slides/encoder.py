@@ -122,7 +122,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
         pool: "class", the class token, or "mean" over the tiles; either is then normalised.
         pretrained: a file to start from: a release, or a checkpoint of this class or of `SlidePretrainer`.
         feature_dim, dim, depth, num_heads: see `SlideBackbone`.
-        dropout, drop_path: see `TransformerModel`.
+        dropout: see `BlockOptions`.
+        drop_path: see `BlockOptions`.
         options: others of `SlideBackbone` and `PooledModule`.
 
     Raises:

@@ -73,7 +73,7 @@ class LongViT(ReleasedModel, PooledModule):
         pretrained: a released file to start from, see `from_longvit`.
         pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
             dilation_rates and padding.
-        drop_path: see `TransformerModel`.
+        drop_path: see `BlockOptions`.
         options: those of `PooledModule` and `ReleasedModel`.
 
     Raises:
