@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = (
     "ext/transformers/test_hf_plan.py", "ext/transformers/test_transformers.py", "strategy/test_outer_steps.py",
     "strategy/test_regions.py", "distributed/test_equals_one_rank.py", "ext/planning/test_slides_images.py",
-    "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "models/test_streaming.py",
+    "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "ext/streams/test_streaming.py",
     "strategy/test_equals_one_rank.py", "ext/planning/test_memory.py", "strategy/test_cpu_offload.py",
     "ext/planning/test_advice.py", "strategy/test_alike.py", "strategy/test_leaves_nothing.py",
     "strategy/test_several_loaders.py", "cli/test_round_trips.py", "models/test_file_classes.py",
@@ -38,14 +38,14 @@ LONGEST = (
     "ext/planning/test_hooks.py", "callbacks/test_preemption.py", "sequence/test_strided.py", "sequence/test_scale.py",
     "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
     "strategy/test_first_batch.py", "strategy/test_pooled.py", "distributed/test_exchange_script.py",
-    "models/test_frozen.py", "ext/decoding/test_generation.py", "kernels/test_decode.py",
+    "models/test_frozen.py", "ext/decoding/test_generation.py", "ext/decoding/test_kernels.py",
     "ext/recurrence/test_gated_delta.py", "ext/transformers/test_hf_causal_lm.py",
     "ext/transformers/test_transformers_ranks.py", "ext/transformers/test_evaluate.py",
-    "strategy/test_accuracy_by_depth.py", "distributed/test_recurrence.py", "models/test_carried_streams.py",
+    "strategy/test_accuracy_by_depth.py", "distributed/test_recurrence.py", "ext/streams/test_carried_streams.py",
     "strategy/test_sampler_order.py", "strategy/test_hooks.py", "strategy/test_resume.py", "distributed/test_pooled.py",
     "strategy/test_mlm.py", "strategy/test_loss_by_position.py", "strategy/test_fsdp.py", "distributed/test_modules.py",
     "strategy/test_stream_data.py", "strategy/test_predictions.py", "strategy/test_evaluation.py",
-    "data/test_packing.py", "models/test_traced.py", "ext/planning/test_recorded.py", "attention/test_stream.py",
+    "data/test_packing.py", "models/test_traced.py", "ext/planning/test_recorded.py", "ext/streams/test_stream.py",
 )  # fmt: skip
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}

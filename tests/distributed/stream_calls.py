@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dilated.sequence.exchange.transport import TrafficLog
 from lightning_dilated.sequence.planner import moved
 
-from ..attention.chunks import Chunks
+from ..ext.streams.chunks import Chunks
 from .calls import SEED, Result, positions, sequence
 
 NAMES = ("out", "dq", "dk", "dv")

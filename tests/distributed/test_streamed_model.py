@@ -9,7 +9,7 @@ from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.streams import Exchange
 from lightning_dilated.memory.settings import MemorySettings
 
-from ..models.test_streaming import CASES, GEOMETRIC, gradients, lm, text
+from ..ext.streams.test_streaming import CASES, GEOMETRIC, gradients, lm, text
 from .calls import positions, sequence
 from .test_deferred_checks import as_on_gpus, deferred_checks
 

@@ -2,3 +2,4 @@
 
 from ..callbacks.conftest import pool  # noqa: F401
 from ..data.conftest import file, folder, lambda_virus, store, touched  # noqa: F401
+from ..kernels.conftest import free_of_determinism, interpreter  # noqa: F401

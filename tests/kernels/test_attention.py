@@ -172,7 +172,7 @@ def in_chunks(rank, group):
     from lightning_dilated.attention.backends import TRITON
     from lightning_dilated.kernels import dense
 
-    from ..attention.chunks import Chunks
+    from ..ext.streams.chunks import Chunks
 
     case = Case(DilatedPattern([(16, 1), (None, 3)]), 1, 90, 4, 2, 8, causal=True)
     q, k, v, grad = case.tensors(torch.float32)

@@ -11,8 +11,8 @@ from matplotlib.image import imread
 from lightning_dilated.ext.explain.explanation import LONGEST, PIXELS, picture
 from lightning_dilated.pattern import Branch, DilatedPattern
 
-from ..examples import examples
-from .strategies import patterns
+from ...examples import examples
+from ...pattern.strategies import patterns
 
 PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both directions"])

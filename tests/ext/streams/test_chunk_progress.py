@@ -14,8 +14,8 @@ from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.ext.streams import progress as chunk_progress
 
-from ..models import batch, tiny, trainer
-from ..strategy.runs import launched
+from ...models import batch, tiny, trainer
+from ...strategy.runs import launched
 
 PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 

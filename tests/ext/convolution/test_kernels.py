@@ -14,8 +14,8 @@ from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 from lightning_dilated.ext.recurrence.branch import RecurrentBranch
 
-from ..attention.convolution_cases import CASES, Case, compare, drawn, without_kernels
-from ..distributed.calls import positions, sequence
+from ...distributed.calls import positions, sequence
+from .cases import CASES, Case, compare, drawn, without_kernels
 
 
 def equal(rank, group, name):

@@ -14,9 +14,9 @@ from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.new_tokens import decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
-from ..examples import examples
-from ..pattern.strategies import head_counts, patterns
-from .recorder import record
+from ...attention.recorder import record
+from ...examples import examples
+from ...pattern.strategies import head_counts, patterns
 
 LONGEST, D = 80, 3
 TOL = {"rtol": 1e-10, "atol": 1e-10}

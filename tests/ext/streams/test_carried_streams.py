@@ -20,7 +20,7 @@ from lightning_dilated.ext.streams.carried import CarriedStreams
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 
-from ..examples import examples
+from ...examples import examples
 from .test_endless import MODELS, VOCABULARY, call
 from .test_streaming import GEOMETRIC, lm
 

@@ -9,7 +9,7 @@ from lightning_dilated import DilatedPattern, LongNetLM, MultiheadDilatedAttenti
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.memory.settings import MemorySettings
 
-from ..models import tiny
+from ...models import tiny
 
 PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 

@@ -12,9 +12,9 @@ from lightning_dilated.ext.decoding.cache_slots import Clock
 from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.new_tokens import decode_attention
 
-from ..attention.test_decode import shaped_patterns
-from ..examples import examples
-from ..ext.decoding.test_generation import lively
+from ...examples import examples
+from .test_decode import shaped_patterns
+from .test_generation import lively
 
 TOL = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no products of bfloat16
 

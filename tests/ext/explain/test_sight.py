@@ -8,7 +8,7 @@ from lightning_dilated.ext.explain import explanation as explain
 from lightning_dilated.ext.explain.explanation import sight, sight_hints, sight_table
 from lightning_dilated.pattern import DilatedPattern
 
-from ..examples import examples
+from ...examples import examples
 from .test_explain import cases
 
 PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768, 65536], [1, 2, 4, 8, 8, 8])

@@ -22,10 +22,10 @@ from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.ext.streams.stream import Store, Stream
 from lightning_dilated.sequence.requirements import Document
 
-from ..examples import examples
-from ..pattern.strategies import patterns
+from ...attention.strategies import Case, cases
+from ...examples import examples
+from ...pattern.strategies import patterns
 from .chunks import Chunks
-from .strategies import Case, cases
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
 

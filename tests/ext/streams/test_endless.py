@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 
-from ..examples import examples
+from ...examples import examples
 from .test_streaming import GEOMETRIC, HYBRID, VOCABULARY, lm
 
 MODELS = {

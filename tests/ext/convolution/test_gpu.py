@@ -8,7 +8,7 @@ import torch
 from lightning_dilated import LongNetLM
 from lightning_dilated.ext.convolution import convolution
 
-from .convolution_cases import CASES, TOLERANCES, Case, compare, without_kernels
+from .cases import CASES, TOLERANCES, Case, compare, without_kernels
 
 pytestmark = pytest.mark.gpu
 MANY = {

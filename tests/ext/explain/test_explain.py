@@ -11,9 +11,9 @@ from lightning_dilated.ext.explain import explanation as explain_module
 from lightning_dilated.ext.explain.explanation import sight_hints
 from lightning_dilated.pattern import Branch, DilatedPattern, Window
 
-from ..examples import examples
-from . import naive
-from .strategies import head_counts, patterns
+from ...examples import examples
+from ...pattern import naive
+from ...pattern.strategies import head_counts, patterns
 
 GEOMETRIC = DilatedPattern.geometric(4, 16)
 
