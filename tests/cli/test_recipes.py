@@ -14,7 +14,8 @@ import yaml
 from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 
 from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
-from lightning_dilated.cli.lightning_cli import recipe_folders, with_checkpoint
+from lightning_dilated.cli.lightning_cli import with_checkpoint
+from lightning_dilated.cli.recipe import recipe_folders
 from lightning_dilated.data import write_synthetic_slides, write_version_pairs
 from lightning_dilated.models.transformer import position_advice
 
