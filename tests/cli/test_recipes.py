@@ -206,6 +206,7 @@ ORDERS = {
     "recipe": (lambda s: FIRST, (STEPS, SIZES["dim"])),
     "recipe, second": (lambda s: [*FIRST, *s], (7, 64)),
     "recipe, second, command line": (lambda s: [*FIRST, *s, "--model.dim", "32"], (7, 32)),
+    "command line, recipe, second": (lambda s: ["--model.dim", "32", *FIRST, *s], (7, 32)),
     "command line twice": (lambda s: [*FIRST, "--model.dim", "32", "--model.dim", "48"], (STEPS, 48)),
 }
 
