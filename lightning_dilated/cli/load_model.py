@@ -69,12 +69,12 @@ def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
-    """The model of a checkpoint as arguments, without its training options, which are the recipe's.
+    """The model of a checkpoint as options, without its training options, which are the recipe's.
 
     Args:
         path: of a .ckpt.
-        class_name: the model's class in recipe and arguments; None takes the checkpoint's.
-        own: arguments of the model that they name; they replace the checkpoint's where that are no plain values.
+        class_name: the model's class in recipes and options; None takes the checkpoint's.
+        own: arguments of the model that recipes and options set; they replace a checkpoint's value that is not plain.
     """
     stored = read_checkpoint(path)
     named = stored_class(stored)

@@ -86,13 +86,13 @@ def help_of(section: str, cls: type) -> str:
     """The keys of a class, each with its meaning, type and default."""
     parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_class_arguments(cls, section, fail_untyped=False)
-    lines, kept = parser.format_help().strip("\n").split("\n"), True
+    lines, shown = parser.format_help().strip("\n").split("\n"), True
     page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
     for line in lines:
         if not line.startswith("   "):  # the first line of an option
             # nested helps are options of this parser only, and a file of the class's arguments is seldom used
-            kept = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
-        page += [line] if kept else []
+            shown = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
+        page += [line] if shown else []
     return "\n".join(page)
 
 

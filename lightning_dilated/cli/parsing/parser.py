@@ -28,7 +28,7 @@ from lightning_dilated.models.pretrained import VALUES
 OPTIONS = ("config", "ckpt_path", "seed_everything", "print_config", "model", "data")
 #: of a class with so few keys an error lists all
 FEW = 12
-#: of the classes that a command line names
+#: bases of the classes whose keys a command line sets
 BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
@@ -117,8 +117,8 @@ def advice(message: str, argv: list[str]) -> Iterator[str]:
         if name in message and owner in classes:
             yield from unknown_key(name, classes[owner])
         elif name in message and len(owner) == 1 and section in SECTIONS:
-            classes_there = ", ".join(names(section))
-            yield f"No class was chosen before this key: give --{section} CLASS first; one of {classes_there}."
+            choices = ", ".join(names(section))
+            yield f"No class was chosen before this key: give --{section} CLASS first; one of {choices}."
         elif name in message and section not in (*OPTIONS, "trainer"):
             known = [*OPTIONS, *(f"trainer.{x}" for x in inspect.signature(pl.Trainer).parameters)]
             yield from did_you_mean(".".join(key), [*known, *(f"{x}.{name}" for x in SECTIONS if owner)], "--")
@@ -152,9 +152,9 @@ def did_you_mean(word: str, known: list[str], dashes: str = "") -> Iterator[str]
 
 def where_listed(argv: list[str]) -> str:
     """Which commands list the keys."""
-    command, pages = f"{PROG} {' '.join(argv[:1])}", ""
+    command, listed = f"{PROG} {' '.join(argv[:1])}", ""
     for section, path in chosen_classes(argv).items():
         name = str(path or "CLASS").rpartition(".")[2]
         name = name if path is None or name in names(section) else path
-        pages += f"`{command} --{section}.help {name}` lists the keys of {name}, "
-    return f"{pages}`{command} --help` all others."
+        listed += f"`{command} --{section}.help {name}` lists the keys of {name}, "
+    return f"{listed}`{command} --help` all others."

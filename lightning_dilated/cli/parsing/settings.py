@@ -18,7 +18,7 @@ CONFIG: Key = ("config",)
 
 
 class Option(NamedTuple):
-    """An option as it is typed, its name with dashes, its name as a key, and its values; or words before all options."""
+    """An option as typed, its name with dashes, its name as a key, and its values; or the words before all options."""
 
     words: list[str]
     name: str
@@ -27,7 +27,7 @@ class Option(NamedTuple):
 
 
 def options(argv: Sequence[str]) -> list[Option]:
-    """The options of a command line, recipes first, as all others replace their values."""
+    """The options of a command line: recipes first, since all others replace their values."""
     grouped: list[list[str]] = []
     for word in argv:
         if not grouped or word.startswith("--") or word.partition("=")[0] in ("-c", "-h"):
