@@ -51,5 +51,5 @@ def essence(message: str) -> str:
     noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
     lines = [line.strip() for line in message.splitlines()]
-    kept = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
-    return "\n  ".join(line[:1000] for line in kept[:12]) or message
+    shown = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
+    return "\n  ".join(line[:1000] for line in shown[:12]) or message

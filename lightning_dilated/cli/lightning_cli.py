@@ -4,17 +4,12 @@ checkpoint's model settings between those of the recipe and of the command line.
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
-import json
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, RichProgressBar
@@ -22,18 +17,15 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 import lightning_dilated
 from lightning_dilated import callbacks
-from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated.callbacks import MetricsProgressBar, PredictionWriter
 from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
-from lightning_dilated.cli.load_model import read_checkpoint, stored_class
+from lightning_dilated.cli.load_model import checkpoint_settings, read_checkpoint
 from lightning_dilated.cli.parsing import Parser
-from lightning_dilated.cli.parsing.parser import check_texts
+from lightning_dilated.cli.parsing.settings import CONFIG, chosen_classes, options, settings, with_parts
 from lightning_dilated.cli.recipe import class_of, with_length
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.module import stored_hparams
-from lightning_dilated.models.pretrained import file_arguments, imported
 from lightning_dilated.strategy import launched_nodes
 
 #: keywords that Lightning itself understands in place of a path
@@ -41,15 +33,13 @@ CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 
 def with_checkpoint(argv: list[str]) -> list[str]:
-    """The arguments in the order recipe, settings of the model in --ckpt_path, everything else: the later one wins."""
-    if any(re.match(r"(-h|--help|--[\w.]+\.help)(=|$)|--print_config", word) for word in argv):
+    """The arguments in the order recipes, settings of the model in --ckpt_path, other options: the later one wins."""
+    listed, values, class_name = options(argv), settings(argv), chosen_classes(argv)["model"]
+    path = dict(values).get(("ckpt_path",))
+    is_folder = bool(path) and Path(path).is_dir()
+    if any(option.key[-1] in ("h", "help", "print_config") for option in listed):
         return argv
-    configs, rest = split_configs(argv[1:])
-    class_name = model_class(configs, rest)
-    in_configs = (c["ckpt_path"] for c in reversed(read(configs)) if c.get("ckpt_path"))
-    path = option(argv, "--ckpt_path") or next(in_configs, None)
-    is_folder = path is not None and Path(path).is_dir()
-    if path is None or path in CKPT_WORDS or is_folder:
+    if not path or path in CKPT_WORDS or is_folder:
         if is_folder and not (Path(path) / ".metadata").exists():
             fail(f"--ckpt_path {path} is a folder, but not a sharded checkpoint. Pass a .ckpt file inside it.")
         if not class_name:
@@ -60,223 +50,10 @@ def with_checkpoint(argv: list[str]) -> list[str]:
             f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
             "The config.yaml in its run folder does." + _recipe_of_run(path)
         )
-    return [argv[0], *configs, *checkpoint_settings(path, class_name, model_arguments(configs, rest)), *rest]
-
-
-def with_parts(argv: list[str]) -> list[str]:
-    """The arguments; in place of each that sets a part of a mapping or list, such as --model.pattern.hybrid.local 128, the
-    whole of it with that part changed. The parser alone would drop the other parts."""
-    out: list[str] = []
-    wholes: dict[tuple[str, str], Any] = {}
-    words = iter(argv)
-    for word in words:
-        option, equals, text = word.partition("=")
-        match = re.fullmatch(r"--(model|data)\.(?:init_args\.)?(\w+)((?:\.\w+)*)", option)
-        is_config = option in ("--config", "-c")
-        following = [] if equals or not (match or is_config) else [*itertools.islice(words, 1)]
-        text = next(iter(following), text)
-        if is_config:
-            for config in read([text]):
-                wholes |= _arguments(config)
-        elif match:
-            key, parts = (match[1], match[2]), match[3].split(".")[1:]
-            whole = wholes.get(key, {} if key == ("model", "pattern") else None)
-            if not parts:
-                wholes[key] = _plain(text)
-            elif isinstance(whole, dict | list) and "class_path" not in whole:
-                wholes[key] = _with_part(copy.deepcopy(whole), parts, _plain(text), option)
-                flow = yaml.safe_dump(wholes[key], default_flow_style=True, sort_keys=False, width=float("inf")).strip()
-                word, following = f"{option.removesuffix(match[3])}={flow}", []
-        out += [word, *following]
-    return out
-
-
-def _arguments(config: dict[str, Any]) -> dict[tuple[str, str], Any]:
-    """{(section, name): value} of the arguments of a recipe's model and data."""
-    sections = ((section, config.get(section)) for section in ("model", "data"))
-    arguments = ((section, x.get("init_args")) for section, x in sections if isinstance(x, dict))
-    return {(section, name): value for section, x in arguments if isinstance(x, dict) for name, value in x.items()}
-
-
-def _plain(text: str) -> Any:
-    """The value of an option; text that is no YAML as it is."""
-    with contextlib.suppress(yaml.YAMLError):
-        return yaml.safe_load(text)
-    return text
-
-
-def _with_part(whole: Any, keys: list[str], value: Any, option: str) -> Any:
-    """A mapping or list, in which the part that the keys lead to has this value."""
-    part = whole
-    for i, key in enumerate(keys):
-        name = ".".join([option.removesuffix("." + ".".join(keys)), *keys[:i]])
-        place: Any = next((x for x in part if str(x) == key), key) if isinstance(part, dict) else key
-        if isinstance(part, list):
-            if not key.isdecimal() or int(key) >= len(part):
-                fail(f"{option}: {name} is a list, whose parts are called 0 to {len(part) - 1}; got {key!r}.")
-            place = int(key)
-        elif not isinstance(part, dict):
-            fail(f"{option}: {name} is {part!r}, which has no parts. Set {name} itself.")
-        if i == len(keys) - 1:
-            part[place] = value
-        elif isinstance(part, list) or part.get(place) is not None:
-            part = part[place]
-        else:
-            part[place] = part = {}
-    return whole
-
-
-def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
-    """The model of a checkpoint as arguments, without its training options, which are the recipe's.
-
-    Args:
-        path: of a .ckpt.
-        class_name: the model's class in recipe and arguments; None takes the checkpoint's.
-        own: arguments of the model that they name; they replace the checkpoint's where that are no plain values.
-    """
-    stored = read_checkpoint(path)
-    named = stored_class(stored)
-    if class_name is not None and named.rpartition(".")[2] != class_name.rpartition(".")[2]:
-        fail(
-            f"--ckpt_path {path} holds a {named}, but the recipe or --model names {class_name}. Use one class for both."
-        )
-    cls = imported(named) if class_name is None else _class_of_recipe(class_name)
-    if class_name is None and not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
-        fail(
-            f"--ckpt_path {path} names {named} (the model's class), which is no DilatedModule that is imported here, and "
-            "files do not decide what is. If you trust it, name it in your own recipe or as --model, or import "
-            f"{named.rpartition('.')[0]} before."
-        )
-    types = {} if cls is None else argument_types(cls)  # without a class the parser fails, and says why
-    settings: dict[str, Any] = {}
-    for name, value in stored_hparams(stored).items() if cls is not None else ():
-        try:
-            plain = file_arguments({name: value}, f"--ckpt_path {path}")
-            check_texts(plain, types, f"--ckpt_path {path}")
-        except ValueError as error:
-            if name not in own:
-                fail(error)
-        else:
-            settings |= plain
-    arguments = [f"--model.{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in settings.items()]
-    return arguments if class_name else [f"--model={named}", *arguments]
-
-
-def _class_of_recipe(name: str) -> Any:
-    """The class that a recipe or argument names, as a parser reads it; None where there is none."""
-    with contextlib.suppress(ValueError):
-        return class_of(Path("the recipe"), name, "lightning_dilated")
-    todo: list[type] = [DilatedModule]
-    while todo:
-        cls = todo.pop()
-        if cls.__name__ == name:
-            return cls
-        todo += cls.__subclasses__()
-    return None
-
-
-def model_class(configs: list[str], rest: list[str]) -> str | None:
-    """The class that the recipes and arguments name for the model, the last one; None where none does."""
-    name = "LongNetLM" if configs else None
-    for config in read(configs):
-        model = config.get("model")
-        name = (model.get("class_path") if isinstance(model, dict) else model) or name
-    for key in ("--model", "--model.class_path"):
-        value = option(rest, key)
-        if value is not None:
-            name = value
-    return name
-
-
-def data_class(configs: list[str], rest: list[str]) -> str | None:
-    """The class that the recipes and arguments name for the data, the last one; None where none does."""
-    name = None
-    for config in read(configs):
-        data = config.get("data")
-        name = (data.get("class_path") if isinstance(data, dict) else data) or name
-    for key in ("--data", "--data.class_path"):
-        name = option(rest, key) or name
-    return name
-
-
-def chosen_classes(argv: list[str]) -> dict[str, str | None]:
-    """The classes of model and data that a command would take; None where nothing names a model."""
-    configs, rest = split_configs(argv)
-    return {
-        "model": model_class(configs, rest),
-        "data": data_class(configs, rest) or ("ByteDataModule" if configs else None),
-    }
-
-
-def model_arguments(configs: list[str], rest: list[str]) -> set[str]:
-    """Names of the model's arguments in recipes and arguments."""
-    models = [model for config in read(configs) if isinstance(model := config.get("model"), dict)]
-    inner = [x for model in models if isinstance(x := model.get("init_args"), dict)]
-    words = [match[1] for word in rest if (match := re.match(r"--model\.(?:init_args\.)?(\w+)", word))]
-    names = {*words, *(str(name) for mapping in (*models, *inner) for name in mapping)}
-    return names - {"class_path", "init_args"}
-
-
-def read(configs: list[str]) -> list[dict[str, Any]]:
-    """The mappings in config files; other files are left to the parser, which reports what is wrong with them."""
-    mappings = []
-    for word in configs:
-        path = Path(word.partition("=")[2] or word)
-        if path.is_file():
-            with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
-                values = yaml.safe_load(path.read_text())
-                mappings += [values] if isinstance(values, dict) else []
-    return mappings
-
-
-def split_configs(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(the --config arguments with their values, all others)."""
-    configs, others, following = [], [], False
-    for argument in argv:
-        is_config = following or argument in ("--config", "-c") or argument.startswith(("--config=", "-c="))
-        (configs if is_config else others).append(argument)
-        following = argument in ("--config", "-c")
-    return configs, others
-
-
-def option(argv: list[str], name: str) -> str | None:
-    """The last value of an option, in either spelling."""
-    value = None
-    for word, following in itertools.zip_longest(argv, argv[1:]):
-        if word == name:
-            value = following
-        elif word.startswith(name + "="):
-            value = word.removeprefix(name + "=")
-    return value
-
-
-def recipe_folders() -> list[Path]:
-    """Folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return [f for f in (package / "recipes", package.parent / "recipes") if f.is_dir()]
-
-
-def find_recipe(name: str) -> str:
-    """The path of a config: as given, else the package's recipe of that file name."""
-    if Path(name).is_file():
-        return name
-    in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
-    for folder in recipe_folders():
-        if in_package and (folder / Path(name).name).is_file():
-            return str(folder / Path(name).name)
-    known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
-    fail(f"--config {name}: no such file, and no recipe of that name. Recipes: {', '.join(known)}.")
-
-
-def with_recipes(argv: list[str]) -> list[str]:
-    """The arguments, each --config replaced by the file it means."""
-    out = list(argv)
-    for i, word in enumerate(out):
-        if word in ("--config", "-c") and i + 1 < len(out):
-            out[i + 1] = find_recipe(out[i + 1])
-        elif word.startswith(("--config=", "-c=")):
-            out[i] = "--config=" + find_recipe(word.partition("=")[2])
-    return out
+    own = {key[1] for key, _ in values if key[0] == "model" and len(key) > 1}
+    recipes = [word for option in listed if option.key == CONFIG for word in option.words]
+    others = [word for option in listed[1:] if option.key != CONFIG for word in option.words]
+    return [argv[0], *recipes, *checkpoint_settings(path, class_name, own), *others]
 
 
 class Trainer(pl.Trainer):
@@ -321,7 +98,7 @@ class DilatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The default data is Python's source code."""
-        if not data_class(*split_configs(sys.argv[2:])):  # else its defaults would become those of the named class
+        if not dict(settings(sys.argv[1:])).get(("data",)):  # else its defaults would become those of the named class
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -332,8 +109,14 @@ class DilatedCLI(LightningCLI):
         self._subcommand_method_arguments[subcommand] = []
         return self.init_parser(**kwargs)
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+        """Parse the recipes, the checkpoint's settings and the options, in this order."""
+        with one_line_errors():
+            words = with_parts(with_checkpoint(sys.argv[1:]) if args is None else args)
+        self.config = parser.parse_args(words)
+
     def _parse_ckpt_path(self) -> None:
-        """Does nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
+        """Does nothing: `parse_arguments` has read the checkpoint."""
 
     def before_instantiate_classes(self) -> None:
         """Without positions in the recipe, the model is made for sequences as long as the data's."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
+from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated._extensions import hook
 from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.cli.errors import fail
+from lightning_dilated.cli.parsing.class_help import subclass
+from lightning_dilated.cli.parsing.parser import check_texts
+from lightning_dilated.cli.recipe import class_of
 from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
 from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models import DilatedModule
@@ -59,6 +66,49 @@ def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
         ValueError: for arguments that are not plain values, as `file_arguments`; `where` is the file, for messages.
     """
     return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
+
+
+def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
+    """The model of a checkpoint as options, without its training options, which are the recipe's.
+
+    Args:
+        path: of a .ckpt.
+        class_name: the model's class in recipes and options; None takes the checkpoint's.
+        own: arguments of the model that recipes and options set; they replace a checkpoint's value that is not plain.
+    """
+    stored = read_checkpoint(path)
+    named = stored_class(stored)
+    if class_name is not None and named.rpartition(".")[2] != class_name.rpartition(".")[2]:
+        fail(
+            f"--ckpt_path {path} holds a {named}, but the recipe or --model names {class_name}. Use one class for both."
+        )
+    cls = imported(named) if class_name is None else _class_of_recipe(class_name)
+    if class_name is None and not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
+        fail(
+            f"--ckpt_path {path} names {named} (the model's class), which is no DilatedModule that is imported here, and "
+            "files do not decide what is. If you trust it, name it in your own recipe or as --model, or import "
+            f"{named.rpartition('.')[0]} before."
+        )
+    types = {} if cls is None else argument_types(cls)  # without a class the parser fails, and says why
+    settings: dict[str, Any] = {}
+    for name, value in stored_hparams(stored).items() if cls is not None else ():
+        try:
+            plain = file_arguments({name: value}, f"--ckpt_path {path}")
+            check_texts(plain, types, f"--ckpt_path {path}")
+        except ValueError as error:
+            if name not in own:
+                fail(error)
+        else:
+            settings |= plain
+    arguments = [f"--model.{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in settings.items()]
+    return arguments if class_name else [f"--model={named}", *arguments]
+
+
+def _class_of_recipe(name: str) -> Any:
+    """The class that a recipe or option names, as a parser reads it; None where there is none."""
+    with contextlib.suppress(ValueError):
+        return class_of(Path("the recipe"), name, "lightning_dilated")
+    return subclass(DilatedModule, name)
 
 
 def load_module(path: str | Path) -> DilatedModule:

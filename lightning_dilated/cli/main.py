@@ -11,8 +11,9 @@ from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
 from lightning_dilated._extensions import COMMANDS, place
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
-from lightning_dilated.cli.lightning_cli import DilatedCLI, chosen_classes, with_checkpoint, with_parts, with_recipes
+from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.parsing import class_help
+from lightning_dilated.cli.recipe import with_recipes
 
 #: beginnings of warnings that are left out
 NOISE = (
@@ -88,13 +89,13 @@ def main(argv: list[str] | None = None) -> None:
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
         with one_line_errors():
             argv = with_recipes(argv)
-            if pages := class_help.pages(argv, chosen_classes(argv[1:])):
+            if pages := class_help.pages(argv):
                 print("\n\n".join(pages))
                 return
-            sys.argv = [sys.argv[0], *with_parts(with_checkpoint(argv))]
+            sys.argv = [sys.argv[0], *argv]
         try:
             DilatedCLI()
         finally:
             if any(word in ("-h", "--help") for word in argv):
                 with one_line_errors():
-                    print(f"\n{class_help.footer(argv[0], chosen_classes(argv[1:]))}")
+                    print(f"\n{class_help.footer(argv)}")

@@ -1,4 +1,4 @@
-"""Read the model and the data of a recipe before either is made."""
+"""Find recipes by name, and read the model and the data of a recipe before either is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,37 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from lightning_dilated.cli.errors import fail
 from lightning_dilated.models import DilatedModule
+
+
+def recipe_folders() -> list[Path]:
+    """Folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return [f for f in (package / "recipes", package.parent / "recipes") if f.is_dir()]
+
+
+def find_recipe(name: str) -> str:
+    """The path of a config: as given, else the package's recipe of that file name."""
+    if Path(name).is_file():
+        return name
+    in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
+    for folder in recipe_folders():
+        if in_package and (folder / Path(name).name).is_file():
+            return str(folder / Path(name).name)
+    known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
+    fail(f"--config {name}: no such file, and no recipe of that name. Recipes: {', '.join(known)}.")
+
+
+def with_recipes(argv: list[str]) -> list[str]:
+    """The arguments, each --config replaced by the file it means."""
+    out = list(argv)
+    for i, word in enumerate(out):
+        if word in ("--config", "-c") and i + 1 < len(out):
+            out[i + 1] = find_recipe(out[i + 1])
+        elif word.startswith(("--config=", "-c=")):
+            out[i] = "--config=" + find_recipe(word.partition("=")[2])
+    return out
 
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:

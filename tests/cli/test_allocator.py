@@ -27,7 +27,7 @@ def test_commands_ask_for_them(monkeypatch):
     """Before anything is built, and for the workers that they start."""
     env, module = {}, importlib.import_module("lightning_dilated.cli.main")
     monkeypatch.setattr(module.os, "environ", env)
-    monkeypatch.setattr(module, "with_checkpoint", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
+    monkeypatch.setattr(module, "with_recipes", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
     with pytest.raises(KeyError, match="expandable_segments:True"):
         module.main(["fit"])
 

@@ -4,6 +4,7 @@ import csv
 import io
 import logging
 import shlex
+import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_dilated._extensions import COMMANDS as EXTENSIONS
 from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.main import HELP, quiet
+from lightning_dilated.cli.recipe import find_recipe
 from lightning_dilated.ext.decoding.command import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
@@ -335,6 +337,16 @@ def test_bench_measures_this_machine(cli):
         assert float(ours[6]) == pytest.approx(float(ours[4]) / float(dense[4]), rel=0.1)
     assert (found.folder / "a" / "b.png").stat().st_size > 5000
     assert (found.folder / "table.md").read_text().strip() in found.out
+
+
+def test_workers_are_started_with_the_words_of_the_command(cli, fitted, monkeypatch):
+    """A launcher repeats `sys.argv`: the recipe by its path, and no settings of the checkpoint, which each worker reads."""
+    words = ["--model.pattern.hybrid.local", "32", "--config", "quickstart.yaml", "--ckpt_path", str(fitted.ckpt)]
+    started: list[list[str]] = []
+    monkeypatch.setattr(DilatedCLI, "__init__", lambda self: started.append(sys.argv[1:]))
+    cli("validate", *words)
+    words[3] = find_recipe("quickstart.yaml")
+    assert started == [["validate", *words]] and Path(words[3]).is_absolute()
 
 
 def test_a_run_begins_quietly(fitted):

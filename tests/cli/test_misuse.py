@@ -26,6 +26,7 @@ FIT = {
     ),
     "key of the trainer": (["--trainer.max_stepz", "3"], [r"trainer\.max_stepz", "--help"]),
     "group": (["--trainr.max_steps", "3"], [r"trainr\.max_steps", "Did you mean '--trainer.max_steps'", "--help"]),
+    "key without its group": (["--max_steps", "3"], ["Did you mean '--trainer.max_steps'", "--help"]),
     "key of the pattern": (
         [PATTERN, '{"segment_lengts": [8], "dilation_rates": [1]}'],
         ["segment_lengts", "Did you mean 'segment_lengths'"],

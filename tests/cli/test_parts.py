@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_dilated.cli.lightning_cli import with_parts
+from lightning_dilated.cli.parsing.settings import with_parts
 
 from .conftest import TINY
 

@@ -14,7 +14,8 @@ import yaml
 from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 
 from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
-from lightning_dilated.cli.lightning_cli import recipe_folders, with_checkpoint
+from lightning_dilated.cli.lightning_cli import with_checkpoint
+from lightning_dilated.cli.recipe import recipe_folders
 from lightning_dilated.data import write_synthetic_slides, write_version_pairs
 from lightning_dilated.models.transformer import position_advice
 
@@ -205,6 +206,7 @@ ORDERS = {
     "recipe": (lambda s: FIRST, (STEPS, SIZES["dim"])),
     "recipe, second": (lambda s: [*FIRST, *s], (7, 64)),
     "recipe, second, command line": (lambda s: [*FIRST, *s, "--model.dim", "32"], (7, 32)),
+    "command line, recipe, second": (lambda s: ["--model.dim", "32", *FIRST, *s], (7, 32)),
     "command line twice": (lambda s: [*FIRST, "--model.dim", "32", "--model.dim", "48"], (STEPS, 48)),
 }
 

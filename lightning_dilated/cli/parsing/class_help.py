@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import lightning_dilated
 from lightning_dilated import data, models
 from lightning_dilated.cli.errors import PROG
+from lightning_dilated.cli.parsing.settings import chosen_classes, options
 from lightning_dilated.models import DilatedModule
 
 #: section of a recipe: (base of its classes, modules whose classes go by their name alone)
@@ -37,6 +38,17 @@ def names(section: str) -> list[str]:
 def is_class(value: Any, base: type) -> bool:
     """Whether a value is a subclass of `base`."""
     return isinstance(value, type) and issubclass(value, base)
+
+
+def subclass(base: type, name: str) -> type | None:
+    """The subclass of `base` with this name among the imported ones; None without one."""
+    todo = [base]
+    while todo:
+        cls = todo.pop()
+        if cls.__name__ == name:
+            return cls
+        todo += cls.__subclasses__()
+    return None
 
 
 def resolve(section: str, name: str) -> type:
@@ -74,33 +86,32 @@ def help_of(section: str, cls: type) -> str:
     """The keys of a class, each with its meaning, type and default."""
     parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_class_arguments(cls, section, fail_untyped=False)
-    lines, kept = parser.format_help().strip("\n").split("\n"), True
+    lines, shown = parser.format_help().strip("\n").split("\n"), True
     page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
     for line in lines:
         if not line.startswith("   "):  # the first line of an option
             # nested helps are options of this parser only, and a file of the class's arguments is seldom used
-            kept = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
-        page += [line] if kept else []
+            shown = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
+        page += [line] if shown else []
     return "\n".join(page)
 
 
 def requested(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """(section, class or None) of each --model.help and --data.help."""
-    for i, word in enumerate(argv):
-        option, equals, name = word.partition("=")
-        section = option.removeprefix("--").removesuffix(".help")
-        if option == f"--{section}.help" and section in SECTIONS:
-            following = argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else None
-            yield section, name if equals else following
+    for option in options(argv):
+        if option.key in [(section, "help") for section in SECTIONS]:
+            yield option.key[0], next(iter(option.values), None)
 
 
-def pages(argv: Sequence[str], chosen: dict[str, str | None]) -> list[str]:
+def pages(argv: Sequence[str]) -> list[str]:
     """What --model.help and --data.help ask for; of the class that is chosen elsewhere where they name none.
 
     Raises:
         ValueError: for no class, or none of that name.
     """
-    return [help_of(section, _class(section, name or chosen[section])) for section, name in requested(argv)]
+    return [
+        help_of(section, _class(section, name or chosen_classes(argv)[section])) for section, name in requested(argv)
+    ]
 
 
 def _class(section: str, name: str | None) -> type:
@@ -111,12 +122,12 @@ def _class(section: str, name: str | None) -> type:
     return resolve(section, name)
 
 
-def footer(command: str, chosen: dict[str, str | None]) -> str:
+def footer(argv: Sequence[str]) -> str:
     """What `--help` says of the classes: the keys of those that are chosen, and how to see others."""
-    texts = [help_of(section, resolve(section, name)) for section, name in chosen.items() if name is not None]
+    texts = [help_of(section, resolve(section, name)) for section, name in chosen_classes(argv).items() if name]
     for section in SECTIONS:
         texts.append(
-            f"`{PROG} {command} --{section}.help CLASS` lists the keys of another class for {section}: "
+            f"`{PROG} {argv[0]} --{section}.help CLASS` lists the keys of another class for {section}: "
             f"{', '.join(names(section))}."
         )
     return "\n\n".join(texts)

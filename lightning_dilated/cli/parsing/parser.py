@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import pkgutil
-import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -16,16 +13,23 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 
 import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser, Namespace
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dilated._extensions import public_path
 from lightning_dilated.cli.errors import PROG, essence, fail, wants_traceback
-from lightning_dilated.cli.parsing.class_help import SECTIONS, keys, names
+from lightning_dilated.cli.parsing.class_help import SECTIONS, keys, names, subclass
+from lightning_dilated.cli.parsing.settings import Key, chosen_classes, options, settings
+from lightning_dilated.data import ByteDataModule
+from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.pretrained import VALUES
 
 #: options of every command of Lightning's besides `trainer`
 OPTIONS = ("config", "ckpt_path", "seed_everything", "print_config", "model", "data")
 #: of a class with so few keys an error lists all
 FEW = 12
+#: bases of the classes whose keys a command line sets
+BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
 #: types that a parser reads without looking for a class, a function or another file, as are subclasses of Enum and PurePath
@@ -100,87 +104,57 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or wants_traceback():
             super().error(message, ex)
-        lines = [
-            essence(message),
-            *filter(None, (unknown_key(message), unknown_words(message), unknown_class(message))),
-        ]
-        fail("\n".join([*lines, where_listed(message)]))
+        fail("\n".join([essence(message), *dict.fromkeys(advice(message, sys.argv[1:])), where_listed(sys.argv[1:])]))
 
 
-def unknown_key(message: str) -> str | None:
-    """What was meant by a key that a class does not have."""
-    match = re.search(r"Option '([\w.]+)' is not accepted(?:\. Got value: Namespace\(class_path='([\w.]+)')?", message)
-    if match is None:
-        return None
-    before = re.findall(r"given class_path '([\w.]+)'", message[: match.start()])
-    path = match[2] or (before[-1] if before else None)
-    try:
-        cls = pkgutil.resolve_name(path or "")
-        known = keys(cls)
-    except (ImportError, AttributeError, ValueError, TypeError):
-        return None
-    if section := next((name for name, (base, _) in SECTIONS.items() if cls is base), None):
-        return f"No class was chosen before this key: give --{section} CLASS first; one of {', '.join(names(section))}."
-    hint = did_you_mean(match[1], known)
-    listed = f"Keys of {cls.__name__}: {', '.join(known)}." if len(known) <= FEW else ""
-    return " ".join(filter(None, (hint, listed))) or None
+def advice(message: str, argv: list[str]) -> Iterator[str]:
+    """What may be meant by the keys, classes and words of a command line that an error, in whatever wording, names."""
+    classes: dict[Key, type | None] = {("trainer",): pl.Trainer}
+    if not dict(settings(argv)).get(("data",)):
+        classes["data",] = ByteDataModule
+    for key, value in settings(argv):
+        section, owner, name = key[0], key[:-1], key[-1]
+        if name in message and owner in classes:
+            yield from unknown_key(name, classes[owner])
+        elif name in message and len(owner) == 1 and section in SECTIONS:
+            choices = ", ".join(names(section))
+            yield f"No class was chosen before this key: give --{section} CLASS first; one of {choices}."
+        elif name in message and section not in (*OPTIONS, "trainer"):
+            known = [*OPTIONS, *(f"trainer.{x}" for x in inspect.signature(pl.Trainer).parameters)]
+            yield from did_you_mean(".".join(key), [*known, *(f"{x}.{name}" for x in SECTIONS if owner)], "--")
+        if isinstance(value, str):
+            word = value.rpartition(".")[2]
+            classes[key] = next(filter(None, (subclass(base, word) for base in BASES)), None)
+            if not owner and section in SECTIONS and classes[key] is None and word in message:
+                yield from did_you_mean(word, names(section))
+    for option in options(argv):
+        if option.values[1:] and option.values[1] in message:
+            file = next((Path(word) for word in option.values[1:] if Path(word).exists()), Path("slides/x.h5"))
+            yield (
+                "An option takes one value. Quote a glob, so that the shell does not expand it: "
+                f'{option.name} "{file.with_stem("*")}".'
+            )
 
 
-def unknown_class(message: str) -> str | None:
-    """What was meant by a class of the model or the data that is not there."""
-    section = re.search(r'Parser key "(\w+)"', message)
-    if section is None or section[1] not in SECTIONS or "Option '" in message:
-        return None
-    words = re.findall(r"Given value: (\S+)|import path (\S+)|class_path='([\w.]+)'", message)
-    tried = next((x.strip("'\"").rpartition(".")[2] for found in words for x in found if x), None)
-    return did_you_mean(tried, names(section[1])) if tried else None
+def unknown_key(name: str, cls: type | None) -> Iterator[str]:
+    """What may be meant by a key that the class does not have."""
+    known = keys(cls) if cls else [name]
+    if name not in known:
+        yield from did_you_mean(name, known)
+        if len(known) <= FEW:
+            yield f"Keys of {cls.__name__}: {', '.join(known)}."
 
 
-def unknown_words(message: str) -> str | None:
-    """What was meant by options that do not exist, and by files that a glob of the shell left over."""
-    match = re.search(r"unrecognized arguments: (.*)", message, re.I)
-    if match is None:
-        return None
-    words = shlex.split(match[1].replace("'", ""))
-    if not words[0].startswith("-"):
-        option = _option_before(words[0])
-        files = [word for word in words if Path(word).exists()]
-        pattern = f"{Path(files[0]).parent}/*{Path(files[0]).suffix}" if files else "slides/*.h5"
-        return (
-            f"An option takes one value. Quote a glob, so that the shell does not expand it: {option or '--data.paths'} "
-            f'"{pattern.removeprefix("./")}".'
-        )
-    known = [*OPTIONS, *(f"trainer.{name}" for name in inspect.signature(pl.Trainer).parameters)]
-    name = words[0].lstrip("-").partition("=")[0]
-    section, dot, rest = name.partition(".")
-    close = difflib.get_close_matches(section, ("model", "data", "trainer"), 1)
-    if dot and close and section != close[0]:
-        return f"Did you mean '--{close[0]}.{rest}'?"
-    return did_you_mean(name, known, "--")
+def did_you_mean(word: str, known: list[str], dashes: str = "") -> Iterator[str]:
+    """The nearest of the known words, as a question."""
+    yield from (f"Did you mean '{dashes}{close}'?" for close in difflib.get_close_matches(word, known, 1))
 
 
-def _option_before(word: str) -> str | None:
-    """The last option before a word of the command line."""
-    before = sys.argv[: sys.argv.index(word)] if word in sys.argv else []
-    return next((x for x in reversed(before) if x.startswith("--")), None)
-
-
-def did_you_mean(word: str, known: list[str], dashes: str = "") -> str | None:
-    """The nearest of the known words, as a question; None where none is near."""
-    close = difflib.get_close_matches(word, known, 1)
-    return f"Did you mean '{dashes}{close[0]}'?" if close else None
-
-
-def where_listed(message: str) -> str:
-    """Which command lists the keys."""
-    command = f"{PROG} {' '.join(sys.argv[1:2])}"
-    section = re.search(r'Parser key "(\w+)"', message)
-    cls = re.search(r"given class_path '([\w.]+)'", message)
-    bases = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base, _ in SECTIONS.values()}
-    if section and cls and section[1] in SECTIONS and cls[1] not in bases:
-        name = cls[1].rpartition(".")[2]
-        name = name if name in names(section[1]) else cls[1]
-        return f"`{command} --{section[1]}.help {name}` lists the keys of {name}, `{command} --help` all others."
-    return (
-        f"`{command} --help` lists the keys; those of model and data with --config, or by --model.help and --data.help."
-    )
+def where_listed(argv: list[str]) -> str:
+    """Which commands list the keys."""
+    command, listed = f"{PROG} {' '.join(argv[:1])}", ""
+    for section, path in chosen_classes(argv).items():
+        name = str(path or "CLASS").rpartition(".")[2]
+        name = name if path is None or name in names(section) else path
+        listed += f"`{command} --{section}.help {name}` lists the keys of {name}, "
+    return f"{listed}`{command} --help` all others."
