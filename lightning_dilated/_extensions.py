@@ -27,6 +27,7 @@ NAMES = {
     "callbacks.CommunicationProfiler": "profiling.communication:CommunicationProfiler",
     "callbacks.LossByPosition": "evaluation.by_distance:LossByPosition",
     "callbacks.MemoryProfiler": "profiling.memory.profiler:MemoryProfiler",
+    "callbacks.PredictionWriter": "evaluation.predictions:PredictionWriter",
     "callbacks.RecallByDistance": "evaluation.by_distance:RecallByDistance",
     "data.AlleleWindows": "genomes.variants:AlleleWindows",
     "data.ChatDataModule": "text.chat:ChatDataModule",

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.cli.load_model import load_language_model, load_module
+from lightning_dilated.cli.load_model import load_module
+from lightning_dilated.ext.decoding.load import load_language_model
 
 #: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), what is said
 CASES = {

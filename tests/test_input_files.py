@@ -14,11 +14,12 @@ import pytest
 from lightning_dilated import DilatedPattern, LongNetLM, SlideEncoder
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.reader import load_file
-from lightning_dilated.cli.load_model import load_any, read_checkpoint, stored_tokenizer
+from lightning_dilated.cli.load_model import load_any, read_checkpoint
 from lightning_dilated.data import ByteDataModule, Genome, SlideDataModule, TokenDataModule, read_variants
 from lightning_dilated.data.opener import Opener
 from lightning_dilated.data.text.tokenizer import load_tokenizer
 from lightning_dilated.ext.decoding.command import parsed
+from lightning_dilated.ext.decoding.load import stored_tokenizer
 from lightning_dilated.ext.explain import command as explain
 from lightning_dilated.ext.export.torchscale import read_state_dict
 from lightning_dilated.ext.genomes.regions import read_bed

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-
 from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated._extensions import hook
 from lightning_dilated.checkpoint.reader import load_file
@@ -16,17 +14,12 @@ from lightning_dilated.cli.errors import fail
 from lightning_dilated.cli.parsing.class_help import subclass
 from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.cli.recipe import class_of
-from lightning_dilated.data.text.tokenizer import load_tokenizer, tokenizer_of
-from lightning_dilated.data.text.tokenizer_files import MAIN, checked_files
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import current_class_path, file_arguments, imported
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-#: ids by which vocabularies are usually padded at most
-_PADDING = 1024
+    pass
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -57,15 +50,6 @@ def stored_class(stored: dict[str, Any]) -> str:
     """The dotted name of the model's class in a checkpoint; LongNetLM where an older one does not name its class."""
     named = stored_hparams(stored).get("_class_path") or stored.get("class_path")
     return current_class_path(str(named or "lightning_dilated.LongNetLM"))
-
-
-def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
-    """{"class_path", "init_args"} of the model in a checkpoint.
-
-    Raises:
-        ValueError: for arguments that are not plain values, as `file_arguments`; `where` is the file, for messages.
-    """
-    return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
 
 
 def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
@@ -153,68 +137,3 @@ def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
             f"a folder of a sharded checkpoint: lightning-dilated consolidate {path} --out FOLDER."
         )
     return load_module(path)
-
-
-def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """As `load_any`. Raises: ValueError also for models that do not predict the next token."""
-    model = load_any(path, tile)
-    if not model.predicts_next_token:
-        raise ValueError(
-            f"--ckpt_path {path} holds a {type(model).__name__}, which does not predict the next token; evaluate takes a "
-            "LongNetLM or a HFCausalLM."
-        )
-    return model
-
-
-def stored_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer that a checkpoint, or a folder of `save_pretrained`, holds; None without.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_checkpoint`; also for a tokenizer that cannot be read.
-        ModuleNotFoundError: without the library.
-    """
-    if Path(path).is_dir():
-        return load_tokenizer(Path(path) / MAIN) if (Path(path) / MAIN).is_file() else None
-    files = checked_files(read_checkpoint(path).get("tokenizer"), f"ckpt_path {path}")
-    return None if files is None else tokenizer_of(files[MAIN], f"the tokenizer of ckpt_path {path}")
-
-
-def load_language_model(path: str | Path, vocab_size: int | None = None) -> DilatedModule:
-    """A language model from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
-
-    A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
-    unused, or more than half, it warns, as that may be another tokenizer than the one of the training. A model over
-    bytes (vocab_size 256 and bytes_per_token 1) is never padded.
-
-    Raises:
-        ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
-            with fewer tokens than the tokenizer.
-    """
-    model = load_any(path)
-    size = getattr(model, "vocab_size", None)
-    description = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {size}"
-    of_bytes = model.predicts_next_token and size == 256 and model.bytes_per_token in (1, None)
-    if not model.predicts_next_token or (vocab_size is None and not of_bytes):
-        more = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
-        raise ValueError(
-            f"{description}{more}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
-            "(vocab_size 256), or --tokenizer with the tokenizer.json that it was trained with, if it holds none."
-        )
-    model.configure_model()  # a folder of transformers is read now
-    if vocab_size is None:
-        return model
-    if vocab_size > size:
-        raise ValueError(
-            f"{description}, but the tokenizer has {vocab_size} tokens. Pass the one that the model was trained with."
-        )
-    if of_bytes and vocab_size != size:
-        raise ValueError(
-            f"{description} and bytes_per_token 1, so it is over bytes, but the tokenizer has {vocab_size} tokens. Leave "
-            "--tokenizer out."
-        )
-    if size - vocab_size > min(_PADDING, size // 2):
-        rank_zero_warn(
-            f"{description}, but the tokenizer has {vocab_size} tokens only, more than padding leaves unused: is it the one "
-            "that the model was trained with?"
-        )
-    return model

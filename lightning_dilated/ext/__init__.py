@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "planning": ("convolution", "explain", "recurrence", "slides", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),
-    "slides": ("pooled", "text"),
+    "slides": ("evaluation", "pooled", "text"),
     "streams": ("convolution", "recurrence"),
     "transformers": ("decoding",),
 }

@@ -18,9 +18,11 @@ import yaml
 from lightning_dilated import Branch, DilatedModule, DilatedPattern, LongNetLM, Recurrence, SlideEncoder
 from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated.cli.lightning_cli import with_checkpoint
-from lightning_dilated.cli.load_model import load_any, load_causal_model, load_language_model, load_module
+from lightning_dilated.cli.load_model import load_any, load_module
 from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.data import ByteDataModule
+from lightning_dilated.ext.decoding.load import load_language_model
+from lightning_dilated.ext.evaluation.evaluate import load_causal_model
 from lightning_dilated.ext.export import consolidate
 from lightning_dilated.ext.genomes.score import genome_model
 from lightning_dilated.models.pretrained import file_arguments, made_values

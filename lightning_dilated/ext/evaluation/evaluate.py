@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 
 from lightning_dilated._validation import integer
 from lightning_dilated.cli.errors import check_device
-from lightning_dilated.cli.load_model import load_causal_model
+from lightning_dilated.cli.load_model import load_any
 from lightning_dilated.cli.main import quiet
 from lightning_dilated.data import LongContextDataModule
 from lightning_dilated.data.text.tokenizer_files import MAIN, write_files
 from lightning_dilated.ext.evaluation.by_depth import NAME, AccuracyByDepth, check_fits
 from lightning_dilated.ext.transformers import HFCausalLM
-from lightning_dilated.models import LongNetLM
+from lightning_dilated.models import DilatedModule, LongNetLM
 
 TASKS = ("needle", "multi_key", "multi_value", "tracing")
 ABOUT = """
@@ -41,6 +41,17 @@ _SAMPLES = {
     "batch_size": (1, "samples computed at a time"),
     "seed": (0, "of the samples"),
 }
+
+
+def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
+    """As `load_any`. Raises: ValueError also for models that do not predict the next token."""
+    model = load_any(path, tile)
+    if not model.predicts_next_token:
+        raise ValueError(
+            f"--ckpt_path {path} holds a {type(model).__name__}, which does not predict the next token; evaluate takes a "
+            "LongNetLM or a HFCausalLM."
+        )
+    return model
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from lightning_dilated.checkpoint.folder import checked, read_meta, read_tensors
 from lightning_dilated.checkpoint.ranks import Peers
-from lightning_dilated.cli.load_model import model_config, read_checkpoint
+from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.data.text.tokenizer_files import checked_files, write_files
 from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import (
     config_of,
+    file_arguments,
     imported,
     library_of,
     made_of,
@@ -25,6 +27,15 @@ from lightning_dilated.models.pretrained import (
 )
 
 SUFFIX = ".safetensors"
+
+
+def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
+    """{"class_path", "init_args"} of the model in a checkpoint.
+
+    Raises:
+        ValueError: for arguments that are not plain values, as `file_arguments`; `where` is the file, for messages.
+    """
+    return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.callbacks.predictions import say_when
+from lightning_dilated.ext.evaluation.predictions import say_when
 from lightning_dilated.ext.slides.encoder import SlideEncoder
 from lightning_dilated.ext.slides.files import slide_name
 from lightning_dilated.ext.slides.heat_maps import write_heat_map
