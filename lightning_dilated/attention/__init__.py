@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightning_dilated._extensions import lazy_names
+from lightning_dilated.attention import ranks  # noqa: F401 - registers the context of calls that ranks share
 from lightning_dilated.attention.functional import dilated_attention
 from lightning_dilated.attention.modules import DilatedAttention, MultiheadDilatedAttention
 

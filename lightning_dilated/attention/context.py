@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from lightning_dilated.attention.modules import MultiheadDilatedAttention
     from lightning_dilated.attention.resolve import Resolved
 
+#: name of the context of calls that ranks share
+RANKS = "ranks"
 _contexts: weakref.WeakValueDictionary[str, Context] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -34,7 +35,8 @@ class OpCall(NamedTuple):
         key: what the way of computing depends on, for caches.
         q, k: (B, L, H, D) and (B, L, K, D).
         documents: `lengths` and `cu_seqlens` of the whole sequence, on the CPU.
-        place: (2,) int64 on the CPU: the layer's number, and a number of the context's own (a stream's chunk).
+        place: (2,) int64 on the CPU: the layer's number, and a number of the context's own (a stream's chunk); None: no
+            layer of a stack calls.
         seed: of attention dropout.
         number, backward: of the call whose backward this is.
     """
@@ -44,7 +46,7 @@ class OpCall(NamedTuple):
     q: Tensor
     k: Tensor
     documents: tuple[Tensor | None, Tensor | None]
-    place: Tensor
+    place: Tensor | None
     seed: int
     number: Tensor | None
     backward: bool
@@ -53,8 +55,8 @@ class OpCall(NamedTuple):
 class Context(ABC):
     """Rows before those of a call of the op. The op finds it by its `name` while somebody holds it."""
 
-    def __init__(self) -> None:
-        self.name = f"context-{next(_numbers)}"
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or f"context-{next(_numbers)}"
         _contexts[self.name] = self
 
     @abstractmethod
@@ -63,14 +65,9 @@ class Context(ABC):
 
     @abstractmethod
     def pairs(
-        self,
-        spec: CallSpec,
-        shape: Sequence[int],
-        kv_heads: int,
-        documents: tuple[Tensor | None, Tensor | None],
-        place: Tensor,
+        self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
-        """Return the (query, key) pairs of a call with q of `shape` (B, L, H, D) and K `kv_heads`, over heads."""
+        """Return the (query, key) pairs of a call with q (B, L, H, D) and k (B, L, K, D), over samples and heads."""
 
 
 def find_context(name: str) -> Any:

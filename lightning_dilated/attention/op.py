@@ -16,14 +16,9 @@ from torch import Tensor
 
 from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._ops import Op
-from lightning_dilated.attention.context import find_context
-from lightning_dilated.attention.executors import HeadWindow
-from lightning_dilated.attention.resolve import head_window, resolve, share
+from lightning_dilated.attention.context import RANKS, find_context
+from lightning_dilated.attention.resolve import resolve, whole_pairs
 from lightning_dilated.attention.spec import CallSpec, decode
-from lightning_dilated.attention.views import Span, spans
-from lightning_dilated.pattern.rows import pairs
-from lightning_dilated.sequence.group import find_sequence
-from lightning_dilated.sequence.planner import joint_pairs
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -123,28 +118,10 @@ def attention_pairs(
     On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
     In a stream: those of the chunk's queries; traced, as if the chunk were the first.
     """
-    batch, seq_len, own, _ = q.shape
-    window = head_window(spec, own, k.shape[2])
     lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
-    if spec.context and place is not None:
-        return find_context(spec.context).pairs(spec, q.shape, k.shape[2], (lengths, cu_seqlens), place)
-    group = find_sequence(spec.sequence) if spec.sequence else None
-    if group is None or group.agreed is None:
-        documents = spans(batch, seq_len, lengths, cu_seqlens)
-        return sum(
-            s.batches * pairs(spec.pattern, s.length, *window[1:3], spec.causal, window.heads) for s in documents
-        )
-    seq_len = group.agreed.seq_len
-    documents = spans(batch, seq_len, lengths, cu_seqlens)
-    sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
-    chosen, local = share(group, spec, window, documents, seq_len, sizes)
-    joint = joint_pairs(chosen.problem, group.rank // chosen.head_size)
-    return local_pairs(window._replace(heads=chosen.problem.heads), spec.causal, local) + joint
-
-
-def local_pairs(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
-    """Pairs of the blocks that a rank, or a chunk, computes alone."""
-    return sum(x.batches * block.pairs(causal) for x in local for block in window.blocks(x.document, x.part))
+    call = spec, q, k, (lengths, cu_seqlens)
+    name = spec.context if place is not None else RANKS if spec.sequence else ""
+    return find_context(name).pairs(*call, place) if name else whole_pairs(*call)
 
 
 #: all that the forward takes but its tensors of rows

@@ -8,35 +8,29 @@ Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dilated.attention import executors
-from lightning_dilated.attention.backends import TRITON, Request, choose, environment, triton_up_to
-from lightning_dilated.attention.context import OpCall, find_context
+from lightning_dilated.attention.backends import TRITON, Request, choose, environment
+from lightning_dilated.attention.context import RANKS, OpCall, find_context
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, HeadWindow, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
-from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
 from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
-from lightning_dilated.pattern.rows import check_bounds, check_padding
-from lightning_dilated.sequence.consensus import Agreement
-from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.run import Compiled, compile_program
-from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
-from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
-from lightning_dilated.sequence.group import SequenceGroup, find_sequence
-from lightning_dilated.sequence.head_size import in_groups, plan_in_groups
-from lightning_dilated.sequence.planner import Plan, plan
-from lightning_dilated.sequence.requirements import Document, Problem, straddling
+from lightning_dilated.pattern.rows import check_bounds, check_padding, pairs
+
+if TYPE_CHECKING:
+    from lightning_dilated.sequence.exchange.transport import Planned
+    from lightning_dilated.sequence.planner import Plan
+    from lightning_dilated.sequence.requirements import Document
 
 #: the lengths of sequences that are cut to one length are multiples of it
 WHOLE = 64
@@ -100,11 +94,9 @@ def resolve(
     key = code, q.shape, k.shape[2], q.dtype, q.device, documents, bounds, environment(q.device)
     spec = decode(code)
     drawn = 0 if seed is None else int(seed)
-    if place is not None:
+    if place is not None or spec.sequence:
         call = OpCall(key, spec, q, k, (lengths, cu_seqlens), place, drawn, number, backward)
-        resolved, drawn = find_context(spec.context).resolve(call)
-    elif spec.sequence:
-        resolved, drawn = _agreed(key, spec, q, k, (lengths, cu_seqlens), drawn, number, backward)
+        resolved, drawn = find_context(RANKS if place is None else spec.context).resolve(call)
     else:
         # a CUDA graph that records may lack a table that the next one has, so what it takes is not remembered
         resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
@@ -231,159 +223,6 @@ def of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
     return bool(seq_len % WHOLE) or any(document.length != seq_len for document in documents)
 
 
-# -- one sequence on many ranks ----------------------------------------------------------------------------------------
-def _agreed(
-    key: tuple,
-    spec: CallSpec,
-    q: Tensor,
-    k: Tensor,
-    documents: tuple[Tensor | None, Tensor | None],
-    seed: int,
-    number: Tensor | None,
-    backward: bool,
-) -> tuple[Resolved, int]:
-    """The call of a rank of a sequence, and the seed of all ranks."""
-    group = find_sequence(spec.sequence)
-    turn = None if number is None else f"backward of call {int(number)}"
-    agreed, engine = compare(group, spec, q, k, documents, seed, turn, backward)
-    key = *key, engine, agreed.lengths
-    resolved = group.remember(key, lambda: _shared(spec, group, documents, agreed.lengths, q, k))
-    record_planned(group, resolved.planned, backward)
-    group.plan = resolved.plan
-    return replace(resolved, number=agreed.number), agreed.seed
-
-
-def compare(
-    group: SequenceGroup,
-    spec: CallSpec,
-    q: Tensor,
-    k: Tensor,
-    documents: tuple[Tensor | None, Tensor | None],
-    seed: int,
-    turn: str | None,
-    backward: bool,
-    chunk: int | None = None,
-) -> tuple[Agreement, str]:
-    """The ranks' agreement on a call (of a chunk of so many tokens), and the name of an engine that serves it."""
-    request = Request.of(q, spec.dropout, spec.scale)
-    # that some engine serves is seen before anything moves; which one is known better where the blocks are known
-    engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
-    facts = _facts(spec, q, k, documents, backward)
-    later = spec.needs_grad or chunk is not None
-    return group.agree(facts, q.shape[1], seed, turn, later=later, chunk=chunk), engine.name
-
-
-def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
-    """Record an exchange as planned, where the group is watched."""
-    if group is not None and planned is not None and group.forward_traffic.log is not None:
-        group.forward_traffic.log.planned.append(planned[backward])
-
-
-def _facts(
-    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
-) -> dict[str, object]:
-    """What has to be equal on all ranks, besides the group's own settings."""
-    lengths, bounds = documents
-    digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
-    return {
-        "pass": "backward" if backward else "forward",
-        "requires grad": spec.needs_grad,
-        "pattern": spec.pattern.code,
-        "batch": q.shape[0],
-        "heads": q.shape[2],
-        "kv heads": k.shape[2],
-        "window of heads": spec.window,
-        "head dim": q.shape[3],
-        "dtype": q.dtype,
-        "causal": spec.causal,
-        "scale": spec.scale,
-        "dropout": spec.dropout,
-        "lengths": None if lengths is None else lengths.tolist(),
-        "cu_seqlens (number, digest)": None if bounds is None else (len(bounds), digest),
-    }
-
-
-def _shared(
-    spec: CallSpec,
-    group: SequenceGroup,
-    documents: tuple[Tensor | None, Tensor | None],
-    lengths: tuple[int, ...],
-    q: Tensor,
-    k: Tensor,
-) -> Resolved:
-    """What a rank of a sequence computes, alone and with others; `lengths` are the tokens of each rank."""
-    batch, _, heads, head_dim = q.shape
-    window = head_window(spec, heads, k.shape[2])
-    every = find_documents(batch, sum(lengths), *documents, spec)
-    sizes = {"head_dim": head_dim, "element_size": q.element_size()}
-    chosen, parts = share(group, spec, window, every, sum(lengths), sizes)
-    problem, head_size = chosen.problem, chosen.head_size
-    ring, member = divmod(group.rank, head_size)
-    members = range(ring * head_size, (ring + 1) * head_size)
-    per_node = max(1, group.ranks_per_node // head_size)
-    route = None
-    if name := chosen.exchange:
-        routed = problem, ring, name, per_node, q.device
-        route = group.remember(routed, functools.partial(_compile, *routed))
-    whole = isinstance(route, CompiledSwitch)
-    changing = of_any_length(every, sum(lengths))
-    request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
-    shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
-    window = window._replace(heads=problem.heads, whole=whole)
-    call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
-    both = group.forward_traffic, group.backward_traffic
-    planned = None
-    if name and route is not None:
-        ranks = tuple(range(member, group.ranks, head_size))
-        wires = for_passes(lambda x: Wire(group.group, ranks, ring, x), both)
-        executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
-        planned = for_passes(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
-    if head_size > 1:
-        cuts = windows(heads, k.shape[2], head_size)
-        kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
-        tokens = tuple(lengths[m] for m in members)
-        groups = for_passes(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
-        executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
-    return Resolved(executor, chosen, planned)
-
-
-def for_passes(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
-    """One for the forward and one for the backward."""
-    return make(both[0]), make(both[1])
-
-
-def share(
-    group: SequenceGroup,
-    spec: CallSpec,
-    window: HeadWindow,
-    documents: Sequence[Span],
-    seq_len: int,
-    sizes: Mapping[str, int],
-) -> tuple[Plan, tuple[Span, ...]]:
-    """The plan of the problem that this rank's ring solves, and the parts of documents that the rank computes alone;
-    `sizes` are the planner's head_dim and element_size."""
-    pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
-    shard = group.shard(seq_len)
-    problem = Problem(*window[:3], spec.causal, shard, straddling(pieces, shard), window.heads)
-    options: dict[str, Any] = {"ranks_per_node": group.ranks_per_node, "links": group.links, **sizes}
-    options["exchange_memory"] = group.exchange_memory
-    if group.head_size == "auto" and group.layout != "chunked":
-        chosen = plan_in_groups(problem, group.rank, group.exchange, **options)
-    else:
-        size = group.head_size if isinstance(group.head_size, int) else 1
-        chosen = plan(in_groups(problem, size, group.rank % size), group.exchange, **options)
-    ring = chosen.problem.shard.ranges(group.rank // chosen.head_size)
-    return chosen, local_spans(pieces, ring)
-
-
-def _compile(
-    problem: Problem, rank: int, exchange: str, per_node: int, device: torch.device
-) -> Compiled | CompiledSwitch:
-    program: Any = EXCHANGES[exchange].program(problem, rank, per_node)
-    make = compile_switch if exchange == "switch" else compile_program
-    return make(problem, rank, program, device)
-
-
 def local_spans(documents: Sequence[Document], pieces: Sequence[range]) -> tuple[Span, ...]:
     """The parts of documents that lie in runs of consecutive positions of a rank."""
     parts, start = [], 0
@@ -395,3 +234,17 @@ def local_spans(documents: Sequence[Document], pieces: Sequence[range]) -> tuple
                 parts.append(Span(d.sample, d.samples, here, high - low, d.stop - d.start, low - d.start, origin))
         start += len(piece)
     return tuple(parts)
+
+
+def whole_pairs(spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None]) -> int:
+    """(query, key) pairs of whole sequences with q (B, N, H, D) and k (B, N, K, D), over samples and heads."""
+    window = head_window(spec, q.shape[2], k.shape[2])
+    return sum(
+        s.batches * pairs(spec.pattern, s.length, *window[1:3], spec.causal, window.heads)
+        for s in spans(q.shape[0], q.shape[1], *documents)
+    )
+
+
+def local_pairs(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
+    """Pairs of the blocks that a rank, or a chunk, computes alone."""
+    return sum(x.batches * block.pairs(causal) for x in local for block in window.blocks(x.document, x.part))

@@ -168,8 +168,8 @@ def in_chunks(rank, group):
     """A stream whose carried rows triton attends to, forward and backward, while another engine computes the rest."""
     from unittest import mock
 
-    from lightning_dilated.attention import resolve
     from lightning_dilated.attention.backends import TRITON
+    from lightning_dilated.ext.streams import chunk_call
     from lightning_dilated.kernels import dense
 
     from ..ext.streams.chunks import Chunks
@@ -181,7 +181,7 @@ def in_chunks(rank, group):
     chunks = Chunks(case, 40)
     chunks.options["engine"] = "math"
     with (
-        mock.patch.object(resolve, "triton_up_to", lambda *unused: (1e9, 1e9)),
+        mock.patch.object(chunk_call, "triton_up_to", lambda *unused: (1e9, 1e9)),
         mock.patch.object(dense, "forward", wraps=dense.forward) as forward,
         mock.patch.object(dense, "backward", wraps=dense.backward) as backward,
     ):

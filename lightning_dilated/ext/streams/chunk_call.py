@@ -21,17 +21,15 @@ from lightning_dilated.attention.backends import Request, triton_up_to
 from lightning_dilated.attention.context import OpCall
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors.remote import RowExchange
-from lightning_dilated.attention.op import local_pairs
+from lightning_dilated.attention.ranks import compare, for_passes, record_planned
 from lightning_dilated.attention.resolve import (
     Resolved,
-    compare,
     find_documents,
-    for_passes,
     head_window,
     local_executor,
+    local_pairs,
     local_spans,
     of_any_length,
-    record_planned,
 )
 from lightning_dilated.attention.spec import CallSpec
 from lightning_dilated.attention.views import Span
@@ -141,6 +139,7 @@ def chunk_pairs(
 
 def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
     """Return how this rank computes a call, and the seed of all ranks that share the chunk."""
+    assert call.place is not None, "a chunk has a place in a stream"
     (layer, chunk), agreed, key, spec = call.place.tolist(), None, call.key, call.spec
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is not None:

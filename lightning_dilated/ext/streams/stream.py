@@ -388,15 +388,11 @@ class Stream(Context):
         return resolve_chunk(self, call)
 
     def pairs(
-        self,
-        spec: CallSpec,
-        shape: Sequence[int],
-        kv_heads: int,
-        documents: tuple[Tensor | None, Tensor | None],
-        place: Tensor,
+        self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
         """As `Context`."""
-        return chunk_pairs(self, spec, shape, kv_heads, documents, int(place[1]))
+        assert place is not None, "a chunk has a place in a stream"
+        return chunk_pairs(self, spec, q.shape, k.shape[2], documents, int(place[1]))
 
     def neighbours(
         self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], place: Tensor, backward: bool

@@ -1,0 +1,205 @@
+"""One call on many ranks: they compare it, then each takes its part of the sequence and the exchange that the planner chose.
+
+Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.backends import Request, choose, triton_up_to
+from lightning_dilated.attention.context import RANKS, Context, OpCall
+from lightning_dilated.attention.executors import HeadWindow
+from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
+from lightning_dilated.attention.resolve import (
+    Resolved,
+    find_documents,
+    head_window,
+    local_executor,
+    local_pairs,
+    local_spans,
+    of_any_length,
+    whole_pairs,
+)
+from lightning_dilated.attention.spec import CallSpec
+from lightning_dilated.attention.views import Span, spans
+from lightning_dilated.sequence.consensus import Agreement
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.run import Compiled, compile_program
+from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
+from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
+from lightning_dilated.sequence.group import SequenceGroup, find_sequence
+from lightning_dilated.sequence.head_size import in_groups, plan_in_groups
+from lightning_dilated.sequence.planner import Plan, joint_pairs, plan
+from lightning_dilated.sequence.requirements import Document, Problem, straddling
+
+
+class Ranks(Context):
+    """The rows of other ranks: the context of each call whose `CallSpec` names a `SequenceGroup`."""
+
+    def resolve(self, call: OpCall) -> tuple[Resolved, int]:
+        """The call of a rank of a sequence, and the seed of all ranks."""
+        group = find_sequence(call.spec.sequence)
+        turn = None if call.number is None else f"backward of call {int(call.number)}"
+        agreed, engine = compare(group, call.spec, call.q, call.k, call.documents, call.seed, turn, call.backward)
+        key = *call.key, engine, agreed.lengths
+        make = functools.partial(_shared, call.spec, group, call.documents, agreed.lengths, call.q, call.k)
+        resolved = group.remember(key, make)
+        record_planned(group, resolved.planned, call.backward)
+        group.plan = resolved.plan
+        return replace(resolved, number=agreed.number), agreed.seed
+
+    def pairs(
+        self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
+    ) -> int:
+        """Pairs of this rank's own queries (with head groups, of its heads), which sum to those of one rank."""
+        group = find_sequence(spec.sequence)
+        if group.agreed is None:
+            return whole_pairs(spec, q, k, documents)
+        seq_len, window = group.agreed.seq_len, head_window(spec, q.shape[2], k.shape[2])
+        sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
+        chosen, local = share(group, spec, window, spans(len(q), seq_len, *documents), seq_len, sizes)
+        joint = joint_pairs(chosen.problem, group.rank // chosen.head_size)
+        return local_pairs(window._replace(heads=chosen.problem.heads), spec.causal, local) + joint
+
+
+def compare(
+    group: SequenceGroup,
+    spec: CallSpec,
+    q: Tensor,
+    k: Tensor,
+    documents: tuple[Tensor | None, Tensor | None],
+    seed: int,
+    turn: str | None,
+    backward: bool,
+    chunk: int | None = None,
+) -> tuple[Agreement, str]:
+    """The ranks' agreement on a call (of a chunk of so many tokens), and the name of an engine that serves it."""
+    request = Request.of(q, spec.dropout, spec.scale)
+    # that some engine serves is seen before anything moves; which one is known better where the blocks are known
+    engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
+    facts = _facts(spec, q, k, documents, backward)
+    later = spec.needs_grad or chunk is not None
+    return group.agree(facts, q.shape[1], seed, turn, later=later, chunk=chunk), engine.name
+
+
+def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
+    """Record an exchange as planned, where the group is watched."""
+    if group is not None and planned is not None and group.forward_traffic.log is not None:
+        group.forward_traffic.log.planned.append(planned[backward])
+
+
+def _facts(
+    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
+) -> dict[str, object]:
+    """What has to be equal on all ranks, besides the group's own settings."""
+    lengths, bounds = documents
+    digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
+    return {
+        "pass": "backward" if backward else "forward",
+        "requires grad": spec.needs_grad,
+        "pattern": spec.pattern.code,
+        "batch": q.shape[0],
+        "heads": q.shape[2],
+        "kv heads": k.shape[2],
+        "window of heads": spec.window,
+        "head dim": q.shape[3],
+        "dtype": q.dtype,
+        "causal": spec.causal,
+        "scale": spec.scale,
+        "dropout": spec.dropout,
+        "lengths": None if lengths is None else lengths.tolist(),
+        "cu_seqlens (number, digest)": None if bounds is None else (len(bounds), digest),
+    }
+
+
+def _shared(
+    spec: CallSpec,
+    group: SequenceGroup,
+    documents: tuple[Tensor | None, Tensor | None],
+    lengths: tuple[int, ...],
+    q: Tensor,
+    k: Tensor,
+) -> Resolved:
+    """What a rank of a sequence computes, alone and with others; `lengths` are the tokens of each rank."""
+    batch, _, heads, head_dim = q.shape
+    window = head_window(spec, heads, k.shape[2])
+    every = find_documents(batch, sum(lengths), *documents, spec)
+    sizes = {"head_dim": head_dim, "element_size": q.element_size()}
+    chosen, parts = share(group, spec, window, every, sum(lengths), sizes)
+    problem, head_size = chosen.problem, chosen.head_size
+    ring, member = divmod(group.rank, head_size)
+    members = range(ring * head_size, (ring + 1) * head_size)
+    per_node = max(1, group.ranks_per_node // head_size)
+    route = None
+    if name := chosen.exchange:
+        routed = problem, ring, name, per_node, q.device
+        route = group.remember(routed, functools.partial(_compile, *routed))
+    whole = isinstance(route, CompiledSwitch)
+    changing = of_any_length(every, sum(lengths))
+    request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
+    shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
+    window = window._replace(heads=problem.heads, whole=whole)
+    call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
+    both = group.forward_traffic, group.backward_traffic
+    planned = None
+    if name and route is not None:
+        ranks = tuple(range(member, group.ranks, head_size))
+        wires = for_passes(lambda x: Wire(group.group, ranks, ring, x), both)
+        executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
+        planned = for_passes(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
+    if head_size > 1:
+        cuts = windows(heads, k.shape[2], head_size)
+        kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
+        tokens = tuple(lengths[m] for m in members)
+        groups = for_passes(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
+        executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
+    return Resolved(executor, chosen, planned)
+
+
+def for_passes(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
+    """One for the forward and one for the backward."""
+    return make(both[0]), make(both[1])
+
+
+def share(
+    group: SequenceGroup,
+    spec: CallSpec,
+    window: HeadWindow,
+    documents: Sequence[Span],
+    seq_len: int,
+    sizes: Mapping[str, int],
+) -> tuple[Plan, tuple[Span, ...]]:
+    """The plan of the problem that this rank's ring solves, and the parts of documents that the rank computes alone;
+    `sizes` are the planner's head_dim and element_size."""
+    pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
+    shard = group.shard(seq_len)
+    problem = Problem(*window[:3], spec.causal, shard, straddling(pieces, shard), window.heads)
+    options: dict[str, Any] = {"ranks_per_node": group.ranks_per_node, "links": group.links, **sizes}
+    options["exchange_memory"] = group.exchange_memory
+    if group.head_size == "auto" and group.layout != "chunked":
+        chosen = plan_in_groups(problem, group.rank, group.exchange, **options)
+    else:
+        size = group.head_size if isinstance(group.head_size, int) else 1
+        chosen = plan(in_groups(problem, size, group.rank % size), group.exchange, **options)
+    ring = chosen.problem.shard.ranges(group.rank // chosen.head_size)
+    return chosen, local_spans(pieces, ring)
+
+
+def _compile(
+    problem: Problem, rank: int, exchange: str, per_node: int, device: torch.device
+) -> Compiled | CompiledSwitch:
+    program: Any = EXCHANGES[exchange].program(problem, rank, per_node)
+    make = compile_switch if exchange == "switch" else compile_program
+    return make(problem, rank, program, device)
+
+
+#: kept, since contexts are found only while somebody holds them
+_RANKS = Ranks(RANKS)
