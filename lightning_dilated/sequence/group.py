@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,19 @@ from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import Agreement, Consensus
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import Plan, check_exchange, check_exchange_memory
-from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_head_size, check_layout, check_stream
+from lightning_dilated.sequence.shard import (
+    Place,
+    Shard,
+    check_chunked,
+    check_exchange,
+    check_exchange_memory,
+    check_head_size,
+    check_layout,
+    check_stream,
+)
+
+if TYPE_CHECKING:
+    from lightning_dilated.sequence.planner import Plan
 
 _groups: dict[str, SequenceGroup] = {}
 _active = ThreadStack(ContextVar("active", default=()))

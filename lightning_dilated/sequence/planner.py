@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated._validation import integer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import global_tokens, row_pairs, windowed
 from lightning_dilated.sequence import strided
@@ -32,7 +32,7 @@ from lightning_dilated.sequence.requirements import (
     straddling,
     wide_segments,
 )
-from lightning_dilated.sequence.shard import Shard
+from lightning_dilated.sequence.shard import GIB, Shard, check_exchange
 
 #: up to this many ranks are priced; of more ranks, as many evenly spread ones
 PRICED = 8
@@ -48,7 +48,6 @@ KEPT = 4
 DEFAULTS = Links()
 #: up to this many ranks' programs are listed to see what an exchange holds; of more ranks, those of `PRICED`
 LISTED = 64
-GIB = 2**30
 
 
 class ExchangeMemoryError(ValueError):
@@ -174,11 +173,6 @@ class Plan:
                 "layout='zigzag' gives every rank an early and a late part"
             )
         return "\n".join(lines)
-
-
-def check_exchange(name: str) -> str:
-    """`name`, or an error that lists the exchanges."""
-    return one_of(name, "exchange", ("auto", *EXCHANGES))
 
 
 def make_problem(
@@ -360,11 +354,6 @@ def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, ele
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in _windows(problem) for r in listed)
-
-
-def check_exchange_memory(gib: float | None) -> int | None:
-    """Bytes of a bound in GiB."""
-    return None if gib is None else int(real(gib, "exchange_memory_gib", above=0, hint=" It is in GiB.") * GIB)
 
 
 def _too_much(holds: dict[str, int], bound: int, named: str | None = None) -> ExchangeMemoryError:

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from lightning_dilated._validation import integer, one_of
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.sequence.ranges import join
 
 LAYOUTS = ("contiguous", "zigzag", "strided", "chunked")
+#: names of `exchange.EXCHANGES`, which imports them all
+EXCHANGE_NAMES = ("gather", "butterfly", "switch", "ring", "hierarchical_gather", "hierarchical_butterfly")
+GIB = 1 << 30
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> range:
@@ -166,6 +169,16 @@ class Shard:
 def check_layout(layout: str) -> str:
     """`layout`, or an error that lists them."""
     return one_of(layout, "layout", LAYOUTS)
+
+
+def check_exchange(name: str) -> str:
+    """`name`, or an error that lists the exchanges."""
+    return one_of(name, "exchange", ("auto", *EXCHANGE_NAMES))
+
+
+def check_exchange_memory(gib: float | None) -> int | None:
+    """Bytes of a bound in GiB."""
+    return None if gib is None else int(real(gib, "exchange_memory_gib", above=0, hint=" It is in GiB.") * GIB)
 
 
 def check_stream(layout: str, stream: int | None) -> None:

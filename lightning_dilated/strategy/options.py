@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_dilated._validation import integer, real
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import check_exchange, check_exchange_memory
-from lightning_dilated.sequence.shard import check_chunked, check_layout
+from lightning_dilated.sequence.shard import check_chunked, check_exchange, check_exchange_memory, check_layout
 from lightning_dilated.strategy.mesh import HeadSize, SequenceSize
 from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.regions import Regions, check_regions

@@ -9,13 +9,13 @@ from lightning_dilated.sequence.head_size import head_prices
 from lightning_dilated.sequence.planner import (
     GIB,
     ExchangeMemoryError,
-    check_exchange_memory,
     held,
     make_problem,
     most_held,
     moved,
     plan,
 )
+from lightning_dilated.sequence.shard import EXCHANGE_NAMES, check_exchange_memory
 
 DENSE = make_problem(DilatedPattern.dense(), 4096, 8, ranks=4)
 SIZES = {"head_dim": 16, "element_size": 2}
@@ -105,3 +105,7 @@ def test_refused(value):
 
 def test_in_bytes():
     assert check_exchange_memory(None) is None and check_exchange_memory(0.5) == GIB // 2
+
+
+def test_names_of_all_exchanges():
+    assert tuple(EXCHANGES) == EXCHANGE_NAMES

@@ -26,7 +26,7 @@ from lightning_dilated.models.transformer_model import options_of
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import check_exchange_memory
+from lightning_dilated.sequence.shard import check_exchange_memory
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy, launched_nodes
 from lightning_dilated.strategy.mesh import MeshSizes
 
