@@ -96,6 +96,22 @@ def test_lint_finds_planted_faults(tmp_path):
         assert line.startswith(want)
 
 
+def test_the_layer_imports_few_files():
+    """Imports inside of functions count; what `_extensions.py` names does not."""
+    path = ROOT.parent / ".ci" / "lint.py"
+    if not path.exists():
+        pytest.skip("no checkout: a source archive has no .ci")
+    lint = runpy.run_path(str(path))
+    modules, reached = lint["read"](ROOT), set()
+    todo = ["lightning_dilated.attention.modules"]
+    while todo:
+        name = todo.pop()
+        if name in modules and name not in reached:
+            reached.add(name)
+            todo += [other for other, _ in lint["imports"](modules[name], modules)]
+    assert 40 < len(reached) <= 50 and not any(".ext." in name for name in reached)
+
+
 @pytest.mark.parametrize("name, there", [("CORE", -1), ("PACKAGE", -1), ("INNER", -1), ("CORE", 1_000), ("INNER", 1)])
 def test_lint_holds_budgets(name, there):
     """A budget that is passed is a fault, and so is one above what was reached."""
