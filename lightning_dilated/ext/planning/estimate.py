@@ -9,8 +9,9 @@ loss by the width; a wider output projection, or one of features, by its product
 logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that are not compiled
 take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds that of its
 rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they
-move. On another GPU products and pairs are slower by the ratio of bf16 FLOP/s, and all that moves memory by the ratio
-of its speeds. Communication is simulated, see `planning.simulating.simulation`.
+move; a short convolution adds what its kernels move. On another GPU products and pairs are slower by the ratio of bf16
+FLOP/s, and all that moves memory by the ratio of its speeds. Communication is simulated, see
+`planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -192,9 +193,10 @@ def _rest(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[fl
     products = (1 - PASSES) * trained.weights / base.block_parameters * slower.products
     passes = PASSES * facts.dim / base.dim * slower.memory
     each = tokens * _size(facts) / BANDWIDTH * slower.memory  # of one element a token that updates read or write
+    more = [_seconds(base, parts, x, slower) for x in facts.convolution] or [0.0, 0.0]
     return (
-        parts.rest_forward * (products + passes) + trained.forward * each,
-        parts.rest_backward * (products * trained.backward_products + passes) + trained.backward * each,
+        parts.rest_forward * (products + passes) + trained.forward * each + more[0],
+        parts.rest_backward * (products * trained.backward_products + passes) + trained.backward * each + more[1],
     )
 
 

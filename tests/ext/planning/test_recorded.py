@@ -55,6 +55,7 @@ def test_longest(number):
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 STREAM, KEPT = 1 << 20, "attention-kept"
 SMALL = {"dim": 384, "depth": 6, "num_heads": 6}
+WIDE = {"residual_dtype": None}
 RECUR = {"recurrence": [None, None, None, {"kind": "gated_delta"}]}
 SECONDS = {
     # 2026-11-22_h200_speed.md, 2026-11-25_h200_speed.md and 2026-11-26_h200.md
@@ -66,6 +67,13 @@ SECONDS = {
     # 2026-11-26_h100_recurrence.md
     "H100": ("H100", FIVE, {}, MemorySettings(KEPT), 262144, 0.609),
     "three recurrences": ("H100", FIVE, RECUR, MemorySettings(KEPT), 262144, 0.667),
+    # outside of this project, 2026-11-27
+    "words, kv_conv": (
+        "H100",
+        DilatedPattern.hybrid(14, 14, 7, global_every=7, global_first=0),
+        {"vocab_size": 50304, "dim": 896, "depth": 14, "num_heads": 14, "num_kv_heads": 7, "kv_conv": 4, **WIDE},
+        *(MemorySettings(KEPT), 196608, 0.912),
+    ),
     # 2026-11-26_h200_streams.md, 2026-11-26_gpu.md and 2026-11-26_h100_streams.md
     "kept stream": ("H200", None, {}, MemorySettings(stream=STREAM // 4), 64 * STREAM, 174.6),
     "narrow stream, blocks": ("H100", None, SMALL, MemorySettings("block", stream=STREAM), 16 * STREAM, 12.2),
@@ -76,30 +84,36 @@ SECONDS = {
 }
 
 
-#: GiB of them, of the same files
-PEAKS = {"H100": 17.4, "three recurrences": 19.4, "kept stream": 85.6}
+#: GiB of them, of the same sources, and how far the plan may be off
+PEAKS = {
+    "H100": (17.4, 0.025),
+    "three recurrences": (19.4, 0.025),
+    "words, kv_conv": (53.86, 0.01),
+    "kept stream": (85.6, 0.025),
+}
+#: how far the seconds may be off where it is not 0.1
+WITHIN = {"hybrid stream of 4M": 0.03, "narrow stream, blocks": 0.12}
 
 
 def case_of(name, pattern, sizes, tokens):
     """A LongNetLM on one GPU."""
     pattern, gpu = pattern or DilatedPattern.geometric(2048, 1 << (tokens - 1).bit_length()), find_gpu(name)
-    options = {"dim": 768, "depth": 12, "num_heads": 12, **sizes}
-    model = ld.LongNetLM(pattern, 256, max_seq_len=tokens, residual_dtype="bfloat16", **options)
+    options = {"vocab_size": 256, "dim": 768, "depth": 12, "num_heads": 12, "residual_dtype": "bfloat16", **sizes}
+    model = ld.LongNetLM(pattern, max_seq_len=tokens, **options)
     subject = subject_of(model, "bf16-mixed", None, True, gpu.capability)
     return Case(subject, Facts.of(model, subject), Setup("single", 1), gpu, host=128)
 
 
 @pytest.mark.parametrize("row", SECONDS)
 def test_seconds(row):
-    """Wanted: within 12 %, and memory within 5 %; the time of pairs among many keys is a published one, checked with
-    "dense"."""
+    """Wanted: within 10 %, and memory within 5 %; planned: between 10.8 % less and 1.2 % more. The time of pairs among many
+    keys is a published one, checked with "dense"."""
     name, pattern, sizes, settings, tokens, seconds = SECONDS[row]
     case = case_of(name, pattern, sizes, tokens)
-    assert case.time(settings, tokens).seconds == pytest.approx(
-        seconds, rel=0.03 if row == "hybrid stream of 4M" else 0.12
-    )
+    assert case.time(settings, tokens).seconds == pytest.approx(seconds, rel=WITHIN.get(row, 0.1))
     if row in PEAKS:
-        assert case.memory(settings, tokens).peak / GIB == pytest.approx(PEAKS[row], rel=0.025)
+        gib, within = PEAKS[row]
+        assert case.memory(settings, tokens).peak / GIB == pytest.approx(gib, rel=within)
 
 
 STREAMS = (ROOT / "benchmarks" / "results" / "2026-11-26_streams.jsonl").read_text().splitlines()

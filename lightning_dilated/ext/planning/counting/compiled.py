@@ -202,7 +202,7 @@ class Kernels:
 
 def _empty(node: fx.Node) -> Tensor:
     like = node.meta["val"]
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
@@ -327,17 +327,22 @@ class Pieces:
                     if isinstance(x, Tensor):
                         x.requires_grad_(grad)
                 with torch.set_grad_enabled(grad), self.graphs.tape.paused():
-                    self._graph(name, flat, spec)(*self.parameters(), *(x for x in flat if isinstance(x, Tensor)))
+                    if self._key(name, flat) not in self.graphs.compiled:
+                        self._graph(name, flat, spec)(*self.parameters(), *(x for x in flat if isinstance(x, Tensor)))
         self.seen.clear()
 
     def _graph(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
-        pattern, recurrence = of_layer(self.block)
-        pattern = pattern if name in ("whole", "attend", "attend_kept") else None
-        key = self.stack, name, self.policies[name], pattern, recurrence, shapes, torch.is_grad_enabled()
+        key = self._key(name, flat)
         if key not in self.graphs.compiled:
             self.graphs.compiled[key] = self._compiled(name, flat, spec)
         return self.graphs.compiled[key]
+
+    def _key(self, name: str, flat: list[Any]) -> tuple:
+        """What a graph depends on."""
+        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
+        pattern, recurrence = of_layer(self.block)
+        pattern = pattern if name in ("whole", "attend", "attend_kept") else None
+        return self.stack, name, self.policies[name], pattern, recurrence, shapes, torch.is_grad_enabled()
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]

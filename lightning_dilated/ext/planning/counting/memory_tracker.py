@@ -189,7 +189,7 @@ class Meter(compat.TorchDispatchMode):
         """Count a tensor's storages as large as they are now."""
         storages = []
         for part in parts(tensor):
-            if self.device not in (None, part.device.type):
+            if self.device is not None and part.device.type != self.device:  # fake tensors answer slowly
                 continue
             storage = part.untyped_storage()
             key = compat.storage_key(storage)

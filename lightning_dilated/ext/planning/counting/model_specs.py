@@ -244,17 +244,37 @@ class RecurrentLayer:
         layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
         if not any(layers):
             return ()
-        positions, call = True if _some_have_positions(model) else None, subject.call
-        count = lambda x: passes(  # noqa: E731
-            partial(_Kind(positions, x).copy, model), subject.batch, subject.precision, MemorySettings(), compiled=True
-        )
-        plain, known = count(None), {}
+        call, known = subject.call, {}
+        plain = _compiled_work(model, subject)
         for x in dict.fromkeys(layers):
             if x is not None:
-                work = (more.beyond(less) for more, less in zip(count(x), plain, strict=True))
+                work = (more.beyond(less) for more, less in zip(_compiled_work(model, subject, x), plain, strict=True))
                 flops = x.flops(call.heads, call.kv_heads, call.head_dim)
                 known[x] = cls(x, flops, call.head_dim, call.dtype.itemsize, *work)
         return tuple(known.get(x) for x in layers)
+
+
+def _compiled_work(
+    model: DilatedModule, subject: Subject, recurrence: Recurrence | None = None, **changed: Any
+) -> tuple:
+    """Work of a compiled block, forward and backward, with other attributes of the model."""
+    positions = True if _some_have_positions(model) else None
+
+    def make(depth: int) -> DilatedModule:
+        shallow = _Kind(positions, recurrence).copy(model, depth)
+        shallow.__dict__.update(changed)
+        return shallow
+
+    return passes(make, subject.batch, subject.precision, MemorySettings(), compiled=True)
+
+
+def _convolution(model: DilatedModule, subject: Subject) -> tuple[Work, ...]:
+    """Work that the short convolution adds to a compiled block: its kernels, and copies that its rows need."""
+    options: Any = getattr(model, "options", None)
+    if getattr(options, "kv_conv", None) is None:
+        return ()
+    each = _compiled_work(model, subject), _compiled_work(model, subject, options=replace(options, kv_conv=None))
+    return tuple(more.beyond(less) for more, less in zip(*each, strict=True))
 
 
 @dataclass(frozen=True)
@@ -273,6 +293,7 @@ class Facts:
         tiles: whether feed-forwards can run in tiles.
         decoder: of a second stack of blocks, if the model has one.
         work: of a block whose kernels are those of its operators; None of others.
+        convolution: work of a block's short convolution, forward and backward; empty without one.
         recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
     """
 
@@ -292,6 +313,7 @@ class Facts:
     tiles: bool = True
     decoder: Facts | None = None
     work: BlockWork | None = None
+    convolution: tuple[Work, ...] = ()
     recurrences: tuple[RecurrentLayer | None, ...] = ()
 
     @property
@@ -329,7 +351,7 @@ class Facts:
         main = cls._of_stack(by_name[MAIN], model.depth, features[0], outside, subject, subject.call)
         work = BlockWork.of(subject.make, subject.batch, subject.precision) if subject.by_operator else None
         main = replace(
-            main, logits=built.reads_logits(), decoder=decoder, work=work,
+            main, logits=built.reads_logits(), decoder=decoder, work=work, convolution=_convolution(model, subject),
             recurrences=RecurrentLayer.of_layers(model, subject),
         )  # fmt: skip
         sizes = stacks(built)[MAIN].sizes()
