@@ -6,9 +6,8 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from lightning_dilated.attention.backends import Choice, Request, check_name, ch
 from lightning_dilated.attention.context import LayerContext, LayerPlace
 from lightning_dilated.attention.executors import HeadWindow
 from lightning_dilated.attention.executors.grouped import block_flops
-from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
+from lightning_dilated.attention.functional import autocast, dilated_attention, op_arguments
 from lightning_dilated.attention.resolve import of_any_length
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.views import spans
@@ -83,12 +82,12 @@ class Projection:
     Attributes:
         head_dim: D.
         table: rotates q and k; None: no rotary positions.
-        mix: applied to k and v side by side (B, N, 2 K D), before the rotation; None: nothing.
+        mixes: applied to k and v side by side (B, N, 2 K D), before the rotation.
     """
 
     head_dim: int
     table: RotaryTable | None = None
-    mix: Callable[[Tensor], Tensor] | None = None
+    mixes: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1
@@ -100,9 +99,11 @@ class Projection:
         """
         kv, linear = len(weight) // (group + 2), nn.functional.linear
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
-        if self.mix is not None:
+        if self.mixes:
             q, keys_values = linear(x, weight, bias).split((group * kv, 2 * kv), -1)
-            k, v = self.mix(keys_values).split((kv, kv), -1)
+            for mix in self.mixes:
+                keys_values = mix(keys_values)
+            k, v = keys_values.split((kv, kv), -1)
             if self.table is None:
                 return self._unrotated(heads(q), heads(k), heads(v))
             joint, v = heads(torch.cat([q, k], -1)), heads(v)
@@ -353,6 +354,11 @@ class MultiheadDilatedAttention(nn.Module):
         rest = positions, lengths, cu_seqlens, self.attention.causal or is_causal
         return self.join(self.heads(query, *rest) if cache is None else cache.heads(self, query, *rest)), None
 
+    @property
+    def mixers(self) -> list[Any]:
+        """What the layer has beside attention, see `Mixer`."""
+        return [mixer for mixer in (self.kv_conv, self.recurrence) if mixer is not None]
+
     def heads(
         self,
         query: Tensor,
@@ -367,31 +373,23 @@ class MultiheadDilatedAttention(nn.Module):
         `place`: in a context of the op, such as a stream whose chunk `query` is.
         """
         table = self.table(query, positions)
-        projected = self.projected(query, table, self._mix(query, lengths, cu_seqlens, place))
+        documents = lengths, cu_seqlens
+        projected = self.projected(query, table, [m.mix(query, *documents, place) for m in self.mixers if m.mixes])
         q, k, v = projected[:3]
-        unrotated = () if self.recurrence is None else projected[3:]
+        adding = [m for m in self.mixers if m.adds]
+        unrotated = projected[3:] if adding else ()
         del projected  # the attention needs the memory
         out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=place)
-        if self.recurrence is not None:
-            out = out + self.recurrence(query, *unrotated, v, lengths, cu_seqlens, place).to(out.dtype)
+        for mixer in adding:
+            out = out + mixer.add(query, (*unrotated, v), *documents, place).to(out.dtype)
         return out
 
     def projected(
-        self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None
+        self, query: Tensor, table: RotaryTable | None, mixes: Sequence[Callable[[Tensor], Tensor]] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
-        project = Projection(self.head_dim, table, mix)
+        project = Projection(self.head_dim, table, mixes)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
-
-    def _mix(
-        self, query: Tensor, lengths: Any, cu_seqlens: Any, chunk: LayerPlace | None
-    ) -> Callable[[Tensor], Tensor] | None:
-        """The convolution of k and v in this call; None without one."""
-        if self.kv_conv is None:
-            return None
-        group, documents = active_sequence(), (query, lengths, cu_seqlens)
-        lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
-        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens, chunk=chunk)
 
     def join(self, out: Tensor) -> Tensor:
         """(B, N, E) from the heads' outputs (B, N, H, D)."""
@@ -424,15 +422,10 @@ class MultiheadDilatedAttention(nn.Module):
                 f"attn_mask is not exactly the causal mask of {tokens} tokens, ({tokens}, {tokens}) with True or -inf "
                 f"behind each query and False or 0 elsewhere, and no other one is offered. {MASKS}"
             )
-        if is_causal and self.kv_conv is not None and not self.attention.causal:
+        if is_causal and self.mixers and not self.attention.causal:
             raise ValueError(
-                "is_causal=True cannot make this layer causal: its kv_conv sees tokens on both sides. Build it with "
-                "causal=True."
-            )
-        if is_causal and self.recurrence is not None and not self.attention.causal:
-            raise ValueError(
-                "is_causal=True cannot make this layer causal: its recurrence sees tokens on both sides. Build it with "
-                "causal=True."
+                f"is_causal=True cannot make this layer causal: its {self.mixers[0].option} sees tokens on both sides. "
+                "Build it with causal=True."
             )
 
     def table(

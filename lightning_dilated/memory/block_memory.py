@@ -89,15 +89,10 @@ class BlockMemory(nn.Module):
                 "attention changes its weights. Set head_chunks=1; policy, every, offload and tile work with it."
             )
         a = self.attention_layer
-        if a.kv_conv is not None:
+        for mixer in a.mixers:
             raise ValueError(
-                f"head_chunks={settings.head_chunks} is not offered with kv_conv={a.kv_conv.taps}. Set head_chunks=1; "
-                "policy, every, offload and tile work with it. Or leave kv_conv out."
-            )
-        if a.recurrence is not None:
-            raise ValueError(
-                f"head_chunks={settings.head_chunks} is not offered with a recurrence, whose gates read all of a token. Set "
-                "head_chunks=1; policy, every, offload and tile work with it. Or leave recurrence out."
+                f"head_chunks={settings.head_chunks} is not offered with {mixer.option}, which reads all of a token. Set "
+                f"head_chunks=1; policy, every, offload and tile work with it. Or leave {mixer.option} out."
             )
         if has_hooks(a):
             warnings.warn(

@@ -172,9 +172,7 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         for document, times in Counter(documents).items():
             own, carried = _pairs(a, document)
             features += a.head_dim * times * (own * (14 if backward else 4) + carried * (10 if backward else 4))
-        if a.recurrence is not None:
-            rule = a.recurrence.description.flops(a.num_heads, a.num_kv_heads, a.head_dim)
-            features += tokens * rule * (3 if backward else 1)
+        features += tokens * sum(mixer.token_flops for mixer in a.mixers) * (3 if backward else 1)
     for stack in others:
         for block, a in zip(stack.blocks, stack.attentions(), strict=True):
             first, alike = next(block.parameters()), stack.projections(block)
@@ -403,7 +401,7 @@ class DilatedTransformer(StackMemory):
             trained = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (block.attention, inner)]
             updated = (weight.numel(), trained[0] - trained[1]) if trained[0] > trained[1] else updated
         feed_forward = sum(p.numel() for p in block.ffn.parameters())
-        windows = all(x.attention_layer.recurrence is None for x in self.blocks)
+        windows = not any(mixer.adds for x in self.blocks for mixer in x.attention_layer.mixers)
         sizes = weight.shape[1], block.ffn.fc1.out_features, weight.numel(), feed_forward
         return BlockSizes(*sizes, windows=windows, updated=updated)
 

@@ -8,8 +8,9 @@ Shape letters: B batch, L tokens of this rank, C channels, W taps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,14 @@ from lightning_dilated._device import send
 from lightning_dilated._ops import Op
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import LayerPlace, find_context
+from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.mixer import Mixer
 from lightning_dilated.sequence.group import active_sequence, find_sequence
 from lightning_dilated.sequence.halo import halo_route, halo_wire
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.convolution.kernels import Neighbours
+    from lightning_dilated.ext.decoding.kv_cache import KVCache
 
 #: what the kernels take: dtypes, and the most taps, which are unrolled
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
@@ -52,7 +56,7 @@ def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
     return why_not(device, dtype, taps) is None
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Mixer):
     """y_p = x_p + sum over taps i of weight_i x_(p - left + i), a weight for each tap and channel; initially the identity.
 
     Neighbours in other documents and beyond the sequence count as 0. Based (arXiv 2402.18668) and Canon layers (arXiv
@@ -66,6 +70,8 @@ class ShortConvolution(nn.Module):
     Raises:
         TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
     """
+
+    option, mixes = "kv_conv", True
 
     def __init__(self, channels: int, taps: int, causal: bool, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -121,6 +127,25 @@ class ShortConvolution(nn.Module):
         if lengths is not None or cu_seqlens is not None:  # the number of tokens may be a symbol otherwise
             same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
+
+    def mix(self, query: Tensor, lengths: Any, cu_seqlens: Any, place: LayerPlace | None) -> Callable[[Tensor], Tensor]:
+        """As `Mixer`."""
+        group, documents = active_sequence(), (query, lengths, cu_seqlens)
+        lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
+        return partial(self, lengths=lengths, cu_seqlens=cu_seqlens, chunk=place)
+
+    def mix_new(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
+        """As `Mixer`; the cache keeps the rows that the next tokens need."""
+
+        def continued(x: Tensor) -> Tensor:
+            if cache.shared is not None and cache.length == 0:
+                cache.recent = cache.shared.last_rows(x, self.taps - 1)
+                return self(x)
+            y, rows = self.continued(x, cache.recent)
+            cache.remember(rows, x.shape[1])
+            return y
+
+        return continued
 
     def continued(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """The causal convolution of new tokens x (B, n, C) that follow `before` (B, W - 1, C), None at the start.

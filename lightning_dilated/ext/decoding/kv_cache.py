@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -388,26 +387,18 @@ class KVCache:
             ValueError: for a call that does not support a cache, or not this one.
         """
         self._check_layer(layer, causal, lengths is not None or cu_seqlens is not None)
-        mix = None if layer.kv_conv is None else partial(self._convolved, layer.kv_conv)
         furthest, later = None, None
         if positions is None:
             positions, furthest = self.token_positions(query)
         table = layer.table(query, positions, self.length, furthest)
         if query.shape[1] == 1:  # rotated where they are read
             table, later = None, table
-        q, k, v, plain_q, plain_k = layer.projected(query, table, mix)
-        added = None if layer.recurrence is None else layer.recurrence.continued(query, plain_q, plain_k, v, self)
+        q, k, v, *plain = layer.projected(query, table, [m.mix_new(self) for m in layer.mixers if m.mixes])
+        added = [m.add_new(query, (*plain, v), self) for m in layer.mixers if m.adds]
         out = decode_attention(q, k, v, self, layer.attention.scale, layer.attention.engine, later)
-        return out if added is None else out + added.to(out.dtype)
-
-    def _convolved(self, convolution: Any, x: Tensor) -> Tensor:
-        """The convolution of new tokens; the cache keeps the rows that the next tokens need."""
-        if self.shared is not None and self.length == 0:
-            self.recent = self.shared.last_rows(x, convolution.taps - 1)
-            return convolution(x)
-        y, rows = convolution.continued(x, self.recent)
-        self.remember(rows, x.shape[1])
-        return y
+        for rows in added:
+            out = out + rows.to(out.dtype)
+        return out
 
     def _check_layer(self, layer: MultiheadDilatedAttention, causal: bool, packed: bool) -> None:
         """Raise for a call that does not support a cache, or not this one."""

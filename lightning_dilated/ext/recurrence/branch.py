@@ -7,7 +7,7 @@ W taps of the convolution.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.mixer import Mixer
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.ext.recurrence.chunk_op import chunk_recurrence
 from lightning_dilated.ext.recurrence.op import RECURRENCE, encode
@@ -65,7 +66,7 @@ class Decay(nn.Module):
         return super()._apply(wide, recurse)
 
 
-class RecurrentBranch(nn.Module):
+class RecurrentBranch(Mixer):
     """What a `Recurrence` adds to a layer's heads: scale sigmoid(W_g x) RMSNorm(memory read by q).
 
     Args:
@@ -75,6 +76,8 @@ class RecurrentBranch(nn.Module):
     Raises:
         ValueError: for a kind that needs a causal layer.
     """
+
+    option, adds = "recurrence", True
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class RecurrentBranch(nn.Module):
         recurrence.check_causal(causal)
         factory = {"device": device, "dtype": dtype}
         self.description, self.causal = recurrence, causal
+        self.token_flops = recurrence.flops(num_heads, num_kv_heads, head_dim)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         channels = (num_heads + 2 * num_kv_heads) * head_dim
         self.conv = ShortConvolution(channels, recurrence.conv, causal, **factory) if recurrence.conv else None
@@ -133,12 +137,15 @@ class RecurrentBranch(nn.Module):
             memory = RECURRENCE(*rows, lengths, cu_seqlens, encode(kind, segment, self.causal, name))
         return self._gated(memory, x)
 
-    def continued(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
-        """The same of n new tokens that follow those of a cache, which keeps the state after them.
+    def add(
+        self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
+    ) -> Tensor:
+        """As `Mixer`."""
+        return self(query, *rows, lengths, cu_seqlens, place)
 
-        To be called before the tokens are added to the cache.
-        """
-        new, shared = x.shape[1], cache.shared
+    def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
+        """As `Mixer`; the cache keeps the state after the tokens."""
+        (q, k, v), new, shared = rows, x.shape[1], cache.shared
         prompt = shared if cache.length == 0 else None  # prompts that ranks share, read by all of them
         if self.conv is not None:
             joint, sizes = self._joint(q, k, v)
