@@ -9,8 +9,8 @@ pytest.importorskip("transformers", reason="needs the extra transformers", minve
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import AccuracyByDepth, RecallByDistance
-from lightning_dilated.cli.load_model import load_causal_model
 from lightning_dilated.data import LongContextDataModule
+from lightning_dilated.ext.evaluation.evaluate import load_causal_model
 from lightning_dilated.integrations.transformers import HFCausalLM
 
 from ...cli.conftest import run_in

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.cli.load_model import stored_tokenizer
 from lightning_dilated.data import ChatDataModule, TextStreamDataModule
 from lightning_dilated.ext.decoding.command import run as generate_command
+from lightning_dilated.ext.decoding.load import stored_tokenizer
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
