@@ -248,7 +248,7 @@ class PrototypeAttention(MultiheadDilatedAttention):
         if any(x is not None for x in documents.values()):
             raise ValueError(f"a prototype takes whole sequences, got {documents}.")
         mix = self._mix(query, None, None, None)
-        q, k, v, _, plain_k = self._projected(query, self.table(query, positions), mix)
+        q, k, v, _, plain_k = self.projected(query, self.table(query, positions), [] if mix is None else [mix])
         kind = torch.promote_types(v.dtype, torch.float32)
         x = Inputs(*(y.to(kind).transpose(1, 2) for y in (q, k, v, plain_k)), self.rotary)
         (local,) = self.attention.pattern.branches

@@ -53,7 +53,10 @@ class OpCall(NamedTuple):
 
 
 class Context(ABC):
-    """Rows before those of a call of the op. The op finds it by its `name` while somebody holds it."""
+    """Rows before those of a call of the op. The op finds it by its `name` while somebody holds it.
+
+    A context of causal layers also has `neighbours`, for their convolutions, see `Stream`.
+    """
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or f"context-{next(_numbers)}"
@@ -78,12 +81,14 @@ def find_context(name: str) -> Any:
     """
     context = _contexts.get(name)
     if context is None:
-        raise ValueError(f"no stream of this process has the name {name!r}: keep the model until the backward has run.")
+        raise ValueError(
+            f"no context of this process has the name {name!r}: keep the model until the backward has run."
+        )
     return context
 
 
 class LayerContext(Protocol):
-    """The rows before those of one layer."""
+    """The rows before those of one layer. A cache also has `length` and `token_positions`, for rotary tables of a stack."""
 
     def heads(
         self,

@@ -256,7 +256,8 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
     if q.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"q and k must have the same B and N, got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}: tokens attend to their "
-            "own sequence (for one new token after others see attention.decode, or state= of recurrent_attention)."
+            "own sequence (for new tokens after others see new_cache of MultiheadDilatedAttention, or state= of "
+            "recurrent_attention)."
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same head dim D, got {q.shape[3]} and {k.shape[3]}.")

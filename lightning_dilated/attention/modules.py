@@ -220,7 +220,7 @@ class MultiheadDilatedAttention(nn.Module):
         sub_layernorm: LayerNorm of the heads' output before the output projection (MAGNETO, arXiv 2210.06423).
         position_encoding: "none", "rotary" or "xpos", from global positions.
         rotary_base, xpos_scale_base: `base` and `xpos_scale_base` of `Rotary`; the second is for "xpos" only.
-        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ShortConvolution`), causal if the
+        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ext/convolution`), causal if the
             layer is; None: no convolution.
         recurrence: a memory of constant size beside the pattern, see `Recurrence`; a mapping is read by its `from_dict`;
             None: none.
@@ -342,6 +342,8 @@ class MultiheadDilatedAttention(nn.Module):
         is_causal = is_causal or attn_mask is not None  # a mask that is not refused is the causal one
         group, arguments = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         self._refuse(*arguments) if group is None else group.guard(self._refuse, *arguments)
+        if cache is not None and (isinstance(cache, nn.Module) or not hasattr(cache, "heads")):
+            raise TypeError(f"cache must be what new_cache() of the layer returns, got {type(cache).__name__}.")
         if query.ndim == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
             out, _ = self(query[None], key_padding_mask=mask, is_causal=is_causal, lengths=lengths,

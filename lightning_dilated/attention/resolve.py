@@ -1,7 +1,7 @@
 """Resolving a call: its spec, shapes and documents become one frozen `Resolved`, which forward and backward share.
 
-On one rank that is remembered by what it follows from. On several the ranks first compare their calls, then each takes its
-part of the sequence and the exchange that the planner chose. A chunk of a stream is such a part, of one rank or of several.
+A call of one rank is resolved here, and remembered by what it follows from. A call with a context (other ranks, a stream) is
+resolved by that context.
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 

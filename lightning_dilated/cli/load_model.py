@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_dilated._compat.lightning import argument_types
 from lightning_dilated._extensions import hook
@@ -17,9 +17,6 @@ from lightning_dilated.cli.recipe import class_of
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import current_class_path, file_arguments, imported
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class BlockOptions:
         position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
         xpos_scale_base: tokens over which xPos decays.
         engine: attention backend, "auto" for the fastest that fits.
-        kv_conv: taps of a short convolution on the keys and values of every layer, 4 usually: a
-            token then sees its neighbours before attention looks for it. None: no convolution.
+        kv_conv: taps of a short convolution on the keys and values of every layer, 4 usually: a token then sees its
+            neighbours before attention looks for it. None: no convolution.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
             precision, where they are float32 otherwise.
         rotary_base: of the layer's rotary positions.

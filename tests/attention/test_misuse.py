@@ -43,7 +43,11 @@ TENSORS = {
     "k elsewhere": (call(Q, Q.to("meta")), ValueError, ["one device", "q is on cpu", "k on meta"]),
     "v shorter": (call(Q, Q, Q[:, :8]), ValueError, ["k and v must have one shape", r"\(2, 8, 4, 8\)"]),
     "other D for v": (call(Q, Q, Q[..., :4]), ValueError, ["k and v must have one shape", r"\(2, 16, 4, 4\)"]),
-    "k, v shorter": (call(Q, Q[:, :8]), ValueError, ["same B and N", "16", "8", "attention.decode"]),
+    "k, v shorter": (
+        call(Q, Q[:, :8]),
+        ValueError,
+        ["same B and N", "16", "8", "new_cache of MultiheadDilatedAttention"],
+    ),
     "other batch": (call(Q, Q[:1]), ValueError, ["same B and N", r"\(2, 16\)", r"\(1, 16\)"]),
     "other D for k": (call(Q, Q[..., :4]), ValueError, ["head dim D", "8 and 4"]),
     "no heads": (call(Q[:, :, :0], Q), ValueError, ["heads", "at least 1", r"\(2, 16, 0, 8\)"]),

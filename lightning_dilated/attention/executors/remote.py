@@ -1,9 +1,9 @@
 """Executors of a part of a sequence: each wraps the executor of a rank's own blocks and adds what other ranks hold.
 
 `RowExchange` brings rows of K and V here; `AllToAll` sends queries, too, to the owners of (segment, head) problems, and
-brings their outputs back; `HeadParallel` trades tokens for heads around either. `Chunked` takes the rows that earlier chunks
-of a stream left. Rows are picked by number: a batch has requests of equal shape, whose keys lie in a store of rows from
-many ranks, or from many chunks.
+brings their outputs back; `HeadParallel` trades tokens for heads around either. `RowExchange` also takes rows that a rank
+carries, such as those of a stream's earlier chunks. Rows are picked by number: a batch has requests of equal shape, whose
+keys lie in a store of rows from many ranks, or from many chunks.
 Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of each; a row
 of the store is (2, D): K and V.
 """

@@ -115,7 +115,7 @@ def advice(message: str, argv: list[str]) -> Iterator[str]:
     for key, value in settings(argv):
         section, owner, name = key[0], key[:-1], key[-1]
         if name in message and owner in classes:
-            yield from unknown_key(name, classes[owner])
+            yield from unknown_key(name, classes[owner], "--trainer." if section == "trainer" else "")
         elif name in message and len(owner) == 1 and section in SECTIONS:
             choices = ", ".join(names(section))
             yield f"No class was chosen before this key: give --{section} CLASS first; one of {choices}."
@@ -136,11 +136,11 @@ def advice(message: str, argv: list[str]) -> Iterator[str]:
             )
 
 
-def unknown_key(name: str, cls: type | None) -> Iterator[str]:
+def unknown_key(name: str, cls: type | None, dashes: str = "") -> Iterator[str]:
     """What may be meant by a key that the class does not have."""
     known = keys(cls) if cls else [name]
     if name not in known:
-        yield from did_you_mean(name, known)
+        yield from did_you_mean(name, known, dashes)
         if len(known) <= FEW:
             yield f"Keys of {cls.__name__}: {', '.join(known)}."
 
@@ -154,7 +154,8 @@ def where_listed(argv: list[str]) -> str:
     """Which commands list the keys."""
     command, listed = f"{PROG} {' '.join(argv[:1])}", ""
     for section, path in chosen_classes(argv).items():
-        name = str(path or "CLASS").rpartition(".")[2]
-        name = name if path is None or name in names(section) else path
+        short = path.rpartition(".")[2] if isinstance(path, str) else ""
+        others = path if any(subclass(base, short) for base in BASES) else "CLASS"
+        name = short if short in names(section) else others
         listed += f"`{command} --{section}.help {name}` lists the keys of {name}, "
     return f"{listed}`{command} --help` all others."

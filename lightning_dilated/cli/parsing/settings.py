@@ -25,6 +25,11 @@ class Option(NamedTuple):
     key: Key
     values: list[str]
 
+    @property
+    def appends(self) -> bool:
+        """Whether the value is appended to a list, as `--KEY+ VALUE` says."""
+        return self.name.endswith("+")
+
 
 def options(argv: Sequence[str]) -> list[Option]:
     """The options of a command line: recipes first, since all others replace their values."""
@@ -87,8 +92,16 @@ def with_parts(argv: Sequence[str]) -> list[str]:
         if option.key == CONFIG:
             wholes |= dict(recipe_settings(option))
         elif not parts:
-            wholes[key] = _plain(next(iter(option.values), ""))
+            value, before = _plain(next(iter(option.values), "")), wholes.get(key)
+            appended = (
+                [*before, *(value if isinstance(value, list) else [value])] if isinstance(before, list) else value
+            )
+            wholes[key] = appended if option.appends else value
         elif isinstance(whole, dict | list) and "class_path" not in whole:
+            if option.appends:
+                fail(
+                    f"{option.name} appends to a part of {'.'.join(key)}: set all of it, {option.name.rstrip('+')} [...]."
+                )
             wholes[key] = _with_part(copy.deepcopy(whole), parts, _plain(option.values[0]), option.name)
             flow = yaml.safe_dump(wholes[key], default_flow_style=True, sort_keys=False, width=float("inf")).strip()
             words += [f"{option.name.removesuffix('.' + '.'.join(parts))}={flow}", *option.values[1:]]
