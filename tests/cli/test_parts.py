@@ -55,6 +55,11 @@ CASES = {
         "config",
         {"rope_parameters": {"factor": 4, "rope_type": "yarn"}, "vocab_size": 5},
     ),
+    "a part of a list that grew": (
+        ["--model.rotary_base", "[1, 2]", "--model.rotary_base+", "5", "--model.rotary_base.0", "7"],
+        "rotary_base",
+        [7, 2, 5],
+    ),
     "numbers as keys": (["--data.seq_len_schedule.10", "512"], "seq_len_schedule", {0: 128, 10: 512}),
 }
 
@@ -103,6 +108,7 @@ def test_other_arguments_are_the_parsers(recipe: str, argv: list[str]) -> None:
     [
         ("--model.pattern.hybrid.local.x", "--model.pattern.hybrid.local is 256, which has no parts"),
         ("--model.pattern.3.branches", "is a list, whose parts are called 0 to 0; got '3'"),
+        ("--model.pattern.branches+", "appends to a part of model.pattern: set all of it"),
     ],
 )
 def test_a_part_that_cannot_be(recipe: str, option: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

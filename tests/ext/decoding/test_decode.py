@@ -351,3 +351,12 @@ def test_layer_refuses_the_cache_of_another(name):
     layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
     with pytest.raises(ValueError, match=text):
         layer(torch.randn(1, 3, 16), is_causal=True, cache=cache)
+
+
+@pytest.mark.parametrize(
+    "cache", ["x", [], MultiheadDilatedAttention(16, 4, NAMED["longnet"])], ids=["text", "list", "layer"]
+)
+def test_what_is_no_cache(cache):
+    layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
+    with pytest.raises(TypeError, match=r"cache must be what new_cache\(\) of the layer returns, got"):
+        layer(torch.randn(1, 3, 16), is_causal=True, cache=cache)
