@@ -37,6 +37,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--haystack", choices=KINDS, default="noise")
     p.add_argument("--text", help="a file whose bytes are the haystack; --haystack text")
     p.add_argument("--keys", type=int, default=2048)
+    p.add_argument("--key-tokens", type=int, default=1, choices=(1, 2), help="E3: 2")
+    p.add_argument("--full", action="store_true", help="E3: the haystack is pairs, and each one is asked once")
     p.add_argument("--per-pair", type=int, default=64, help="tokens of a sequence for each pair")
     p.add_argument("--queries", type=int, default=8, help="how often each key is asked in training")
     p.add_argument("--width", type=int, default=256)
@@ -85,7 +87,8 @@ def prepare(compiled: bool) -> None:
 
 def task_of(a: argparse.Namespace) -> Task:
     """The task of a command line."""
-    return Task(a.haystack, a.keys, a.per_pair, device=a.device, text=a.text)
+    words = {"text": a.text, "key_tokens": a.key_tokens, "full": a.full}
+    return Task(a.haystack, a.keys, a.per_pair, device=a.device, **words)
 
 
 def sizes_of(a: argparse.Namespace, vocabulary: int) -> Sizes:

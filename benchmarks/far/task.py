@@ -3,7 +3,8 @@
 Letters: B batch, N tokens, V keys and as many values, C pairs, A asked positions of a sequence.
 
 Tokens 0 to H - 1 are the haystack's, H to H + V - 1 the keys, H + V to H + 2 V - 1 the values. H is 1 for the filler, 64
-for noise, 256 for the bytes of a text.
+for noise, 256 for the bytes of a text. A key of two tokens has its second token in V tokens of its own, before the values.
+A full haystack consists of pairs: the first half is pairs alone, and the second half the same pairs in another order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Task:
     most_pairs: int = 1024
     device: str = "cpu"
     text: str | None = None
+    key_tokens: int = 1
+    full: bool = False
 
     def __post_init__(self) -> None:
         if self.haystack not in KINDS:
@@ -36,7 +39,13 @@ class Task:
                 f"haystack is {self.haystack!r} and text is {self.text!r}: a text, and only a text, needs --text FILE"
             )
         self.first = KINDS[self.haystack]
-        self.vocabulary = self.first + 2 * self.keys
+        if self.key_tokens not in (1, 2) or (self.keys & (self.keys - 1) and self.key_tokens == 2):
+            raise ValueError(
+                f"key_tokens is {self.key_tokens} with {self.keys} keys; take 1, or 2 with a power of two of keys"
+            )
+        self.possible = self.keys**self.key_tokens
+        self.values = self.first + self.key_tokens * self.keys
+        self.vocabulary = self.values + self.keys
         self.bytes = None
         if self.text is not None:
             data = bytearray(Path(self.text).read_bytes())
@@ -55,39 +64,56 @@ class Task:
         start = torch.randint(begin, end - size + 1, (batch, 1), generator=gen, device=self.device)
         return self.bytes[start + torch.arange(size, device=self.device)].long()
 
+    def keys_of(self, batch: int, count: int, gen: torch.Generator) -> Tensor:
+        """(B, count, 1 or 2) tokens of keys, each key once a sequence."""
+        if self.key_tokens == 1:
+            key = torch.rand(batch, self.keys, generator=gen, device=self.device).argsort(1)[:, :count]
+            return self.first + key[..., None]
+        first, step = (torch.randint(0, self.possible, (batch, 1), generator=gen, device=self.device) for _ in "ab")
+        key = (
+            first + (2 * step + 1) * torch.arange(count, device=self.device)
+        ) % self.possible  # an odd step: no key twice
+        return self.first + torch.stack([key // self.keys, self.keys + key % self.keys], -1)
+
     def places(self, batch: int, room: int, count: int, gen: torch.Generator) -> Tensor:
-        """(B, count) beginnings of runs of 2 tokens in `room` places, without overlap, in no order."""
-        slots = torch.rand(batch, (room - 1) // 2, generator=gen, device=self.device).argsort(1)
+        """(B, count) beginnings of runs of a key and its value in `room` places, without overlap, in no order."""
+        run = self.key_tokens + 1
+        spare = 0 if self.full else run - 1
+        slots = torch.rand(batch, (room - spare) // run, generator=gen, device=self.device).argsort(1)
         if slots.shape[1] < count:
             raise ValueError(f"{count} pairs do not fit into {room} tokens: lower the pairs, or the queries a pair")
-        phase = torch.randint(0, 2, (batch, 1), generator=gen, device=self.device)
-        return slots[:, :count] * 2 + phase
+        phase = torch.randint(0, spare + 1, (batch, 1), generator=gen, device=self.device)
+        return slots[:, :count] * run + phase
 
     def draw(
         self, size: int, batch: int, gen: torch.Generator, repeats: int = 1, training: bool = True
     ) -> tuple[Tensor, ...]:
         """(B, N) tokens; (B, A) asked positions, answers, distances to the pair. Each key is asked `repeats` times."""
-        count, half, device = min(size // self.per_pair, self.most_pairs, self.keys), size // 2, self.device
+        half, device, last = size // 2, self.device, self.key_tokens - 1
+        count = half // (last + 2) if self.full else min(size // self.per_pair, self.most_pairs)
+        count, repeats = min(count, self.possible), 1 if self.full else repeats
         tokens, rows = self.hay(batch, size, gen, training), torch.arange(batch, device=device)[:, None]
-        key = torch.rand(batch, self.keys, generator=gen, device=device).argsort(1)[:, :count]
+        key = self.keys_of(batch, count, gen)
         value = torch.randint(0, self.keys, (batch, count), generator=gen, device=device)
         again = torch.randint(0, count, (batch, (repeats - 1) * count), generator=gen, device=device)
         which = torch.cat([torch.arange(count, device=device).expand(batch, -1), again], 1)
         pair = self.places(batch, half, count, gen)
         asked = self.places(batch, half, which.shape[1], gen) + half
         for at, pairs in ((pair, torch.arange(count, device=device).expand(batch, -1)), (asked, which)):
-            tokens[rows, at] = self.first + key.gather(1, pairs)
-            tokens[rows, at + 1] = self.first + self.keys + value.gather(1, pairs)
-        return tokens, asked, self.first + self.keys + value.gather(1, which), asked - pair.gather(1, which)
+            for i in range(self.key_tokens):
+                tokens[rows, at + i] = key[..., i].gather(1, pairs)
+            tokens[rows, at + last + 1] = self.values + value.gather(1, pairs)
+        return tokens, asked + last, self.values + value.gather(1, which), asked - pair.gather(1, which)
 
 
 class Stream:
     """One sequence of the task in chunks; noise is made where it is read, so that a billion tokens need no memory."""
 
     def __init__(self, task: Task, size: int, chunk: int, seed: int) -> None:
-        if task.haystack == "text" or size % chunk:
+        if task.haystack == "text" or size % chunk or task.key_tokens > 1 or task.full:
             raise ValueError(
-                f"a stream has a haystack of noise or filler and whole chunks; got {task.haystack} and {size} / {chunk}"
+                "a stream has keys of one token, a haystack of noise or filler and whole chunks; got "
+                f"{task.key_tokens} tokens a key, {'pairs' if task.full else task.haystack} and {size} / {chunk}"
             )
         self.task, self.size, self.chunk, self.seed = task, size, chunk, seed
         gen = torch.Generator(task.device).manual_seed(seed)
