@@ -99,7 +99,7 @@ def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned]
 def _facts(
     spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
 ) -> dict[str, object]:
-    """What has to be equal on all ranks, besides the group's own settings."""
+    """Facts of a call that have to be equal on all ranks, besides the group's own settings."""
     lengths, bounds = documents
     digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
     return {
@@ -128,7 +128,7 @@ def _shared(
     q: Tensor,
     k: Tensor,
 ) -> Resolved:
-    """What a rank of a sequence computes, alone and with others; `lengths` are the tokens of each rank."""
+    """Resolve a call for one rank: its own blocks, and its part of the exchange; `lengths` are the tokens of each rank."""
     batch, _, heads, head_dim = q.shape
     window = head_window(spec, heads, k.shape[2])
     every = find_documents(batch, sum(lengths), *documents, spec)

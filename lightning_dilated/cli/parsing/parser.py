@@ -108,7 +108,7 @@ class Parser(LightningArgumentParser):
 
 
 def advice(message: str, argv: list[str]) -> Iterator[str]:
-    """What may be meant by the keys, classes and words of a command line that an error, in whatever wording, names."""
+    """Suggestions for the keys, classes and words of a command line that an error names, in any wording."""
     classes: dict[Key, type | None] = {("trainer",): pl.Trainer}
     if not dict(settings(argv)).get(("data",)):
         classes["data",] = ByteDataModule
@@ -137,7 +137,7 @@ def advice(message: str, argv: list[str]) -> Iterator[str]:
 
 
 def unknown_key(name: str, cls: type | None, dashes: str = "") -> Iterator[str]:
-    """What may be meant by a key that the class does not have."""
+    """Suggestions for a key that the class does not have."""
     known = keys(cls) if cls else [name]
     if name not in known:
         yield from did_you_mean(name, known, dashes)

@@ -27,7 +27,7 @@ class Option(NamedTuple):
 
     @property
     def appends(self) -> bool:
-        """Whether the value is appended to a list, as `--KEY+ VALUE` says."""
+        """True for `--KEY+ VALUE`, which appends the value to a list."""
         return self.name.endswith("+")
 
 

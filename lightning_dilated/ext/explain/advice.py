@@ -13,7 +13,7 @@ SHORT = 1 << 14
 
 
 def advice(module: Any, seq_len: int) -> str | None:
-    """What to change about `module.pattern` for sequences of N tokens; None where nothing is wrong."""
+    """Hints on changing `module.pattern` for sequences of N tokens; None if nothing is wrong."""
     patterns, heads = getattr(module, "patterns", ()), getattr(module, "num_heads", None)
     if not patterns or not isinstance(heads, int) or seq_len < 1:
         return None

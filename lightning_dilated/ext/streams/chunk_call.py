@@ -162,7 +162,7 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
 def _chunk_call(
     stream: Stream, call: OpCall, layer: int, chunk: int, group: SequenceGroup | None
 ) -> tuple[RowExchange, ChunkRoute, tuple[Planned, Planned] | None]:
-    """What computes a chunk, and its exchange as planned, where ranks exchange rows."""
+    """Return the executor of a chunk, and its exchange as planned, if ranks exchange rows."""
     q, k, spec = call.q, call.k, call.spec
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ModelStreams:
-    """What a LongNetLM computes chunk by chunk, and the states of the endless sequences that it goes on with.
+    """Losses of a LongNetLM chunk by chunk, and the states of endless sequences that it continues.
 
     Attributes:
         carried: states of training streams.
@@ -48,13 +48,13 @@ class ModelStreams:
 
     # -- a batch chunk by chunk ----------------------------------------------------------------------------------------
     def in_chunks(self, model: LongNetLM, batch: Mapping[str, Any]) -> bool:
-        """Whether the batch's sequences are longer than the chunks of `memory.stream`; a collective call."""
+        """Return True if the batch's sequences are longer than the chunks of `memory.stream`; a collective call."""
         model.configure_model()
         chunk = model.transformer.memory.stream
         return chunk is not None and _seq_len(model._checked(batch)[0]) > chunk
 
     def stays_on_host(self, model: LongNetLM, batch: Mapping[str, Any]) -> bool:
-        """Whether it is certain that `in_chunks`: by this rank's tokens, more than its piece of a chunk has."""
+        """Return True if `in_chunks` is certain: this rank has more tokens than its piece of a chunk."""
         model.configure_model()
         chunk = model.transformer.memory.stream
         return chunk is not None and model._checked(batch)[0].shape[1] > -(-chunk // self._sharing_ranks(model))
@@ -174,7 +174,7 @@ class ModelStreams:
         return nats, after
 
     def _stream_owner(self, model: LongNetLM) -> str:
-        """What a state depends on: layers, heads, convolution, patterns."""
+        """Describe the layers, heads, convolution and patterns that a state depends on."""
         kv_heads, taps = model.num_kv_heads or model.num_heads, model.options.kv_conv
         patterns = hashlib.blake2b("".join(x.code for x in model.patterns).encode(), digest_size=4).hexdigest()
         heads = f"{model.num_heads} heads ({kv_heads} kv)"
@@ -314,7 +314,7 @@ def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
 def _check_call(
     tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
 ) -> list[list[int]]:
-    """Of each sample, the positions at which the document that goes on, and those of this call, begin."""
+    """Return the first positions, sample by sample, of the document that continues and of the documents in this call."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
@@ -332,7 +332,7 @@ def _check_call(
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """Of each sample, the positions at which documents begin: `started` before this call, or where `starts` (B, n) says."""
+    """Return the first positions of documents, sample by sample: `started` before this call, then by `starts` (B, n)."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

@@ -42,11 +42,11 @@ class ChunkShard:
         return self.chunks * self.each
 
     def begin(self, chunk: int) -> int:
-        """Where a chunk begins, and with K where the last one ends."""
+        """The first position of a chunk; for chunk K the end of the last one."""
         return min(self.start + chunk * self.stream, self.stop)
 
     def positions(self, chunk: int) -> range:
-        """Of a chunk."""
+        """The positions of a chunk."""
         return range(self.begin(chunk), self.begin(chunk + 1))
 
     def piece(self, number: int) -> range:
@@ -77,7 +77,7 @@ class ChunkShard:
         return chunk * self.each + (position - at.start) // len(cut(at.start, at.stop, 0, self.each))
 
     def local(self, number: int) -> slice:
-        """Where a piece lies among its rank's positions."""
+        """The slice of a piece among its rank's positions."""
         chunk, rank = divmod(number, self.each)
         before = chunk * len(cut(0, self.stream, rank, self.each))  # chunks before the last one are full
         return slice(before, before + len(self.piece(number)))

@@ -410,7 +410,7 @@ class LongNetLM(TokenModel):
 
     @property
     def streaming(self) -> Any:
-        """What computes sequences chunk by chunk, and holds the states of endless ones."""
+        """The object that computes sequences chunk by chunk and holds the states of endless ones."""
         if self._streaming is None:
             self._streaming = hook("streams of a model")()
         return self._streaming
@@ -420,7 +420,7 @@ class LongNetLM(TokenModel):
             getattr(self._streaming, event)(*args)
 
     def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the memory settings stream, and the batch's sequences are longer than a chunk; a collective call."""
+        """Return True if the memory settings stream and the sequences are longer than a chunk; a collective call."""
         self.configure_model()
         return self.transformer.memory.stream is not None and self.streaming.in_chunks(self, batch)
 
