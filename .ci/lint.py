@@ -121,7 +121,7 @@ def _wrong_in_ext(
     own = module.name.split(".")[2:3]
     for name, line in imports(module, modules):
         other = name.split(".")[2:3] if folder_of(name) == EXT else []
-        if own and other and own != other and other[0] not in may_import.get(own[0], ()):
+        if own and other and own != other and other[0] not in ("_compat", *may_import.get(own[0], ())):
             yield Finding(
                 module.path, line, f"imports {name}, which MAY_IMPORT of ext/__init__.py does not allow {own[0]}"
             )
@@ -273,7 +273,7 @@ def findings(root: Path) -> list[Finding]:
         found += over_budget(modules, root)
     for module in modules.values():
         found += wrong_imports(module, modules, may_import)
-        if module.folder != "_compat":
+        if "_compat" not in module.name.split("."):
             found += private_names(module, own)
     return sorted(found)
 

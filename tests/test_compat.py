@@ -35,6 +35,7 @@ from torchmetrics import MeanMetric
 
 from lightning_dilated._compat import lightning as ours
 from lightning_dilated._compat import torch as torchs
+from lightning_dilated.ext._compat import torch as ext_torch
 
 
 def parameters(function):
@@ -58,7 +59,7 @@ def test_autograd_within_op():
     library.define("slope(Tensor x) -> Tensor")
 
     def slope(x):
-        with torchs.autograd_within_op(), torch.enable_grad():
+        with ext_torch.autograd_within_op(), torch.enable_grad():
             x = x.detach().requires_grad_()
             return torch.autograd.grad(x.sin().sum(), x)[0]
 
@@ -381,10 +382,10 @@ def test_setting_a_nested_value():
 # -- torch: models and training in less memory
 def test_calls_of_a_module():
     module, x = nn.Linear(1, 1), torch.ones(1, 1)
-    assert torchs.compiled_call(module) is None
+    assert ext_torch.compiled_call(module) is None
     torchs.set_compiled_call(module, lambda x: "compiled")
     words = "a module's call does not read _compiled_call_impl: blocks are not compiled, and the profiler follows none"
-    assert module(x) == "compiled" and torchs.compiled_call(module)(x) == "compiled", words
+    assert module(x) == "compiled" and ext_torch.compiled_call(module)(x) == "compiled", words
     assert isinstance(torchs.plain_call(module)(x), torch.Tensor), "_call_impl is not the uncompiled call"
     torchs.set_compiled_call(module, None)
     assert isinstance(module(x), torch.Tensor), words
@@ -432,10 +433,10 @@ def test_modules_and_tensors_without_names():
     module[1][0].weight = module[0].weight
     module.register_module("none", None)
     module.register_buffer("again", module[1][1].running_mean)
-    modules = torchs.modules_of(module)
+    modules = ext_torch.modules_of(module)
     words = "CUDA graphs would be replayed for a changed module"
     assert len(modules) == len(set(modules)) == 5 and set(modules) == set(module.modules()), words
-    for got, want in zip(torchs.tensors_of(modules), (module.parameters(), module.buffers()), strict=True):
+    for got, want in zip(ext_torch.tensors_of(modules), (module.parameters(), module.buffers()), strict=True):
         got, want = [id(x) for x in got], [id(x) for x in want]
         assert len(got) == len(set(got)) and set(got) == set(want), words
 
@@ -468,8 +469,8 @@ def test_uncompiled_call():
 
 def test_version_of_a_tensor():
     x = torch.ones(1)
-    before = torchs.version_of(x)
-    assert torchs.version_of(x.add_(1)) > before, (
+    before = ext_torch.version_of(x)
+    assert ext_torch.version_of(x.add_(1)) > before, (
         "_version does not count writes: a mask that changed is taken for the same"
     )
 
@@ -506,10 +507,10 @@ def test_bare_copies():
 
 def test_replaced_functions():
     before = torch.rms_norm
-    with torchs.replaced(torch, "rms_norm", "another"):
+    with ext_torch.replaced(torch, "rms_norm", "another"):
         assert torch.rms_norm == "another"
     assert torch.rms_norm is before
-    with pytest.raises(AttributeError), torchs.replaced(torch, "renamed_norm", "another"):
+    with pytest.raises(AttributeError), ext_torch.replaced(torch, "renamed_norm", "another"):
         pass
 
 
@@ -526,23 +527,23 @@ def test_modes():
     words = (
         "the stack of {} modes is asked otherwise: memory is counted where it cannot be, or operators are counted twice"
     )
-    assert not torchs.function_modes() and not torchs.in_dispatch_mode() and not torchs.is_traced()
-    with torchs.fake_tensors():
-        assert torchs.in_dispatch_mode(), words.format("dispatch")
+    assert not ext_torch.function_modes() and not ext_torch.in_dispatch_mode() and not ext_torch.is_traced()
+    with ext_torch.fake_tensors():
+        assert ext_torch.in_dispatch_mode(), words.format("dispatch")
         assert torchs.is_fake(torch.ones(1)), "FakeTensorMode makes real tensors: a plan fills this machine's memory"
         with torchs.real_tensors():
             assert torch.ones(1).item() == 1, (
                 "tensors have no values under _disable_current_modes: no positions of patches"
             )
     with torch.device("cpu"):
-        assert torchs.function_modes() == 1, words.format("function")
+        assert ext_torch.function_modes() == 1, words.format("function")
     seen = []
-    make_fx(lambda x: seen.append(torchs.is_traced()) or x + 1)(torch.ones(1))
+    make_fx(lambda x: seen.append(ext_torch.is_traced()) or x + 1)(torch.ones(1))
     assert seen == [True], words.format("tracing")
 
 
 def test_operators_of_a_device():
-    class Names(torchs.TorchDispatchMode):
+    class Names(ext_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(func.name())
             return func(*args, **(kwargs or {}))
@@ -553,13 +554,13 @@ def test_operators_of_a_device():
 
     names, x = [], torch.ones(2)
     with Names():
-        torchs.run_on_device(torch.ops.compat_test.twice.default, "cpu", (x,), {})
+        ext_torch.run_on_device(torch.ops.compat_test.twice.default, "cpu", (x,), {})
     assert names == ["aten::mul.Tensor"], "an operator is not run by its device's key: what it allocates is not counted"
 
 
 def test_copies_of_many():
     to = [torch.zeros(2), torch.zeros(3, 1)]
-    torchs.copy_all(to, [torch.ones(2), torch.ones(3, 1)])
+    ext_torch.copy_all(to, [torch.ones(2), torch.ones(3, 1)])
     assert all(bool((x == 1).all()) for x in to), "_foreach_copy_ copies otherwise: gradients of CUDA graphs are wrong"
 
 
@@ -571,22 +572,24 @@ def test_operators_below_autograd():
 
 def test_operators_by_their_schemas():
     ops, words = torch.ops.aten, "OpOverload._schema says otherwise {}: planned memory is wrong"
-    assert torchs.changes_inputs(ops.add_.Tensor) and not torchs.changes_inputs(ops.add.Tensor), words.format("writes")
-    views = [torchs.returns_view(op) for op in (ops.view.default, ops._unsafe_view.default, ops.add.Tensor)]
+    assert ext_torch.changes_inputs(ops.add_.Tensor) and not ext_torch.changes_inputs(ops.add.Tensor), words.format(
+        "writes"
+    )
+    views = [ext_torch.returns_view(op) for op in (ops.view.default, ops._unsafe_view.default, ops.add.Tensor)]
     assert views == [True, True, False], words.format("is a view")
     x = torch.ones(2, 4, device="meta")
-    assert torchs.fused_rms_norm(x, [4], x[0], None).shape == x.shape, "aten::_fused_rms_norm takes something else"
+    assert ext_torch.fused_rms_norm(x, [4], x[0], None).shape == x.shape, "aten::_fused_rms_norm takes something else"
     with FakeTensorMode(), pytest.raises(DataDependentOutputException) as error:
         torch.ones(1).item()
-    assert torchs.reads_number(error.value.func), "`.item()` is another operator: fake tensors have no 1 to read"
+    assert ext_torch.reads_number(error.value.func), "`.item()` is another operator: fake tensors have no 1 to read"
 
 
 def test_memory_of_tensors():
     x, y = torch.ones(4), torch.ones(4)
-    keys = [torchs.storage_key(t.untyped_storage()) for t in (x, x[2:], y)]
+    keys = [ext_torch.storage_key(t.untyped_storage()) for t in (x, x[2:], y)]
     assert keys[0] == keys[1] != keys[2], "_cdata does not tell storages apart: memory is counted twice or not at all"
     sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
-    indices, values = torchs.sparse_parts(sparse)
+    indices, values = ext_torch.sparse_parts(sparse)
     assert (indices.tolist(), values.tolist()) == ([[0, 0]], [1.0, 2.0]), "sparse tensors have other parts"
 
 
@@ -595,11 +598,11 @@ def test_graphs_ahead_of_time():
     x = torch.ones(3, 2)
 
     def run(weight, bias, x):
-        with torchs.with_parameters(module, {"weight": weight, "bias": bias}):
+        with ext_torch.with_parameters(module, {"weight": weight, "bias": bias}):
             return module(x).exp()
 
     compiler = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
-    compiled = torchs.ahead_of_time(run, compiler, torchs.min_cut, 2)
+    compiled = ext_torch.ahead_of_time(run, compiler, ext_torch.min_cut, 2)
     words = "AOTAutograd, its partitioner or `stateless` changed: compiled blocks are not planned"
     weights = [p.detach().clone().requires_grad_() for p in module.parameters()]
     out = compiled(*weights, x)
@@ -630,12 +633,12 @@ def test_graphs_and_traced_tensors():
     says = "torch's classes of {} moved: see _compat/torch.py"
     assert torchs.is_fake(fake) and not torchs.is_fake(x), says.format("fake tensors")
     op = torch.ops.aten.add.Tensor
-    assert torchs.is_op(op) and not torchs.is_op(torch.add), says.format("ops")
+    assert ext_torch.is_op(op) and not ext_torch.is_op(torch.add), says.format("ops")
     tree = {"a": [1, (2,)]}
-    assert torchs.map_tree(lambda y: y + 1, tree) == {"a": [2, (3,)]}, says.format("trees")
-    assert torchs.map_tree(type, tree, tuple) == {"a": [int, tuple]}, says.format("trees")
-    flat, spec = torchs.flatten(tree)
-    assert flat == torchs.leaves(tree) == [1, 2] and torchs.unflatten(flat, spec) == tree, says.format("trees")
+    assert ext_torch.map_tree(lambda y: y + 1, tree) == {"a": [2, (3,)]}, says.format("trees")
+    assert ext_torch.map_tree(type, tree, tuple) == {"a": [int, tuple]}, says.format("trees")
+    flat, spec = ext_torch.flatten(tree)
+    assert flat == ext_torch.leaves(tree) == [1, 2] and ext_torch.unflatten(flat, spec) == tree, says.format("trees")
 
 
 # -- what was added with the checks of files and ranks -----------------------------------------------------------------
@@ -767,7 +770,7 @@ def test_templates_of_chats():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from transformers.utils import chat_template_utils
 
-    from lightning_dilated._compat.transformers import templates_compiled_in
+    from lightning_dilated.ext._compat.transformers import templates_compiled_in
 
     class Loud(ImmutableSandboxedEnvironment):
         def __init__(self, *args, **kwargs):

@@ -7,6 +7,7 @@ from jsonargparse import ArgumentParser
 from lightning_dilated import LongNetLM, models
 from lightning_dilated._compat import lightning as compat_lightning
 from lightning_dilated._compat import torch as compat_torch
+from lightning_dilated.ext._compat import torch as ext_torch
 from lightning_dilated.models.transformer_model import NOT_SAVED, options_of
 from lightning_dilated.pattern import DilatedPattern
 
@@ -44,7 +45,7 @@ def test_a_checkpoint_keeps_defaults_and_no_settled_option():
 def test_private_apis_that_models_use():
     """One that fails names the function of `_compat` to mend."""
     layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
-    assert compat_torch.compiled_call(layer) is None and not compat_torch.has_hooks(layer)
+    assert ext_torch.compiled_call(layer) is None and not compat_torch.has_hooks(layer)
     compat_torch.set_compiled_call(layer, lambda *unused: "compiled")
     assert layer(x) == "compiled"
     compat_torch.set_compiled_call(layer, None)
@@ -55,9 +56,9 @@ def test_private_apis_that_models_use():
     assert not seen and len(torch.autograd.grad(layer(x).sum(), layer.weight)) == len(seen) == 1
     layer.register_full_backward_hook(lambda *unused: None)
     assert compat_torch.has_hooks(layer) and compat_torch.has_backward_hooks(layer)
-    before = compat_torch.version_of(x)
+    before = ext_torch.version_of(x)
     x.add_(1)
-    assert compat_torch.version_of(x) == before + 1
+    assert ext_torch.version_of(x) == before + 1
     limit = torch._dynamo.config.recompile_limit
     compat_torch.allow_recompiles(limit - 1)
     assert torch._dynamo.config.recompile_limit == limit

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_dilated import kernels
 from lightning_dilated._compat.lightning import attached_trainer
-from lightning_dilated._compat.torch import has_hooks, recording
+from lightning_dilated._compat.torch import has_hooks
+from lightning_dilated.ext._compat.torch import recording
 from lightning_dilated.ext.decoding.int8 import call
 from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.sampling import Sampling

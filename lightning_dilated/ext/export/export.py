@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import compile_package, compiled_call, namespace_of, set_compiled_call
+from lightning_dilated._compat.torch import set_compiled_call
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import rotate
 from lightning_dilated.attention.spec import decode
+from lightning_dilated.ext._compat.torch import compile_package, compiled_call, namespace_of
 from lightning_dilated.ext.export.decomposed import decomposed
 from lightning_dilated.ext.slides.backbone import cells_of
 from lightning_dilated.models.module import DilatedModule

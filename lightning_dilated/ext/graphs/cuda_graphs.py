@@ -20,10 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import (
+from lightning_dilated._compat.torch import has_hooks, is_fake
+from lightning_dilated._device import send
+from lightning_dilated._validation import real
+from lightning_dilated.attention.backends import environment
+from lightning_dilated.attention.executors.fused import captured
+from lightning_dilated.attention.executors.tables import bits_of
+from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.resolve import check_lengths
+from lightning_dilated.ext._compat.torch import (
     copy_all,
-    has_hooks,
-    is_fake,
     is_traced,
     memory_users,
     modules_of,
@@ -32,13 +38,6 @@ from lightning_dilated._compat.torch import (
     tensors_of,
     with_parameters,
 )
-from lightning_dilated._device import send
-from lightning_dilated._validation import real
-from lightning_dilated.attention.backends import environment
-from lightning_dilated.attention.executors.fused import captured
-from lightning_dilated.attention.executors.tables import bits_of
-from lightning_dilated.attention.functional import check_documents
-from lightning_dilated.attention.resolve import check_lengths
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.models.transformer import Inputs
 from lightning_dilated.pattern.rows import check_bounds

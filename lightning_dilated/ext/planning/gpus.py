@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_dilated._compat.torch import occupy_gpu
 from lightning_dilated._device import ROOM
+from lightning_dilated.ext._compat.torch import occupy_gpu
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks
 from lightning_dilated.sequence.links import Links

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.lightning import attached_trainer
-from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.ext._compat.torch import version_of
 from lightning_dilated.ext.pooled.heads import TASKS, make_head
 from lightning_dilated.ext.pooled.survival import quantile_edges, survival_head
 from lightning_dilated.models.documents import Documents, check_mapping

@@ -14,9 +14,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.torch import is_fake, is_traced, transformed
+from lightning_dilated._compat.torch import is_fake, transformed
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.attention.functional import check_rows, group_of
+from lightning_dilated.ext._compat.torch import is_traced
 from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Computation, Inputs, Output, pieces
 from lightning_dilated.ext.recurrence.runs import Call, Document

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dilated._compat.torch import autograd_within_op
 from lightning_dilated._ops import Op
+from lightning_dilated.ext._compat.torch import autograd_within_op
 from lightning_dilated.ext.recurrence import triton_chunks
 from lightning_dilated.ext.recurrence.compute import Output
 from lightning_dilated.ext.recurrence.functional import recur, recurrent_attention

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dilated._compat.transformers import templates_compiled_in
 from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
 from lightning_dilated.data.text.tokenizer import panics_named
+from lightning_dilated.ext._compat.transformers import templates_compiled_in
 from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
 
 #: as transformers finds them

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import allow_recompiles, uncompiled
-from lightning_dilated._compat.transformers import recompute_by
+from lightning_dilated.ext._compat.transformers import recompute_by
 from lightning_dilated.ext.transformers.patterns import fix_patterns, layer_pattern
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.offload import Host

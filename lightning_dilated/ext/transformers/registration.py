@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dilated._compat.transformers import look_for_documents_in_tokens_only
+from lightning_dilated.ext._compat.transformers import look_for_documents_in_tokens_only
 from lightning_dilated.ext.transformers.attention import attend
 from lightning_dilated.ext.transformers.masks import visible_keys
 

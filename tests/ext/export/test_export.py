@@ -176,7 +176,7 @@ def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
 
 
 def test_compiled_blocks_stay_compiled():
-    from lightning_dilated._compat.torch import compiled_call
+    from lightning_dilated.ext._compat.torch import compiled_call
 
     model = built(lambda: ld.LongNetClassifier(PATTERN, vocab_size=20, num_classes=3, compile_blocks=True, **SIZES))
     block = model.transformer.blocks[0]

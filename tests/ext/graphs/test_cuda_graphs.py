@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dilated as ld
-from lightning_dilated._compat.torch import recording
+from lightning_dilated.ext._compat.torch import recording
 from lightning_dilated.ext.graphs import cuda_graphs
 from lightning_dilated.ext.graphs.cuda_graphs import CudaGraphs, Recorded, padded_length, padded_to
 from lightning_dilated.memory.settings import MemorySettings

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat import torch as compat
+from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces, of_layer
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
@@ -101,7 +102,7 @@ def _in_one_pass(run: Callable) -> Callable:
 
 
 def _places_of_all(positions: Tensor, *sizes: int) -> Any:
-    with compat.real_tensors():
+    with real_tensors():
         return _PLACES(torch.arange(len(positions)), *sizes)
 
 

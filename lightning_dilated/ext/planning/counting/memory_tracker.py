@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat import torch as compat
+from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 

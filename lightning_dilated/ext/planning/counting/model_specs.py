@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import map_tree
 from lightning_dilated._validation import one_of
+from lightning_dilated.ext._compat.torch import map_tree
 from lightning_dilated.ext.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
 from lightning_dilated.ext.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.ext.planning.counting.workspace import OpCall

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat import torch as compat
+from lightning_dilated._compat.torch import in_backward, plain_call, set_compiled_call
+from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
@@ -136,14 +137,14 @@ class Watch:
 
     def attach(self) -> None:
         for i, block in enumerate(self.blocks):
-            compat.set_compiled_call(block, _Call(self, i, block, compat.compiled_call(block)))
+            set_compiled_call(block, _Call(self, i, block, compat.compiled_call(block)))
 
     def detach(self) -> None:
         self.stop()
         for block in self.blocks:
             call = compat.compiled_call(block)
             if isinstance(call, _Call):
-                compat.set_compiled_call(block, call.before)
+                set_compiled_call(block, call.before)
 
     def start(self) -> None:
         self.phase, self.on = Phase(FORWARD), True
@@ -187,14 +188,14 @@ class _Call:
         self.watch, self.index, self.block, self.before = watch, index, block, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = compat.plain_call(self.block) if self.before is None else self.before
+        run = plain_call(self.block) if self.before is None else self.before
         if torch.compiler.is_compiling() or not self.watch.on:
             return run(*args, **kwargs)
         return self._followed(run, args, kwargs)
 
     def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch, i = self.watch, self.index
-        if compat.in_backward():  # the caller recomputes it in the backward
+        if in_backward():  # the caller recomputes it in the backward
             watch.enter(BACKWARD, i)
             return run(*args, **kwargs)
         watch.enter(FORWARD, i)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dilated._compat.torch import dump_memory, record_memory
+from lightning_dilated.ext._compat.torch import dump_memory, record_memory
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,

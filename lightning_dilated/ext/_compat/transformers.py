@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_dilated._compat.torch import replaced
+from lightning_dilated.ext._compat.torch import replaced
 
 
 def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:

@@ -1,0 +1,280 @@
+"""Private interfaces of torch that extensions use, each behind a function that says for which versions it holds.
+
+`tests/test_compat.py` has a test for each, which names what breaks where one changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = ["TorchDispatchMode"]
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of the module runs in place of its hooks and forward: `Module._compiled_call_impl`, set by `compile()`.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    return module._compiled_call_impl
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all below it, each once, as `modules()` has them, but in another order and in a third of the time; uses
+    `Module._modules`. Known to hold for torch 2.11 to 2.13."""
+    met, modules = {module}, [module]
+    for each in modules:  # which grows meanwhile
+        for child in each._modules.values():
+            if child is not None and child not in met:
+                met.add(child)
+                modules.append(child)
+    return modules
+
+
+def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """The parameters and buffers that these modules hold themselves, each once; uses `Module._parameters` and `_buffers`.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    parameters = {id(x): x for m in modules for x in m._parameters.values() if x is not None}
+    buffers = {id(x): x for m in modules for x in m._buffers.values() if x is not None}
+    return list(parameters.values()), list(buffers.values())
+
+
+def packs_saved_tensors() -> bool:
+    """Whether hooks pack what autograd saves: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def memory_users(x: Tensor) -> int:
+    """How many tensors lie in a tensor's memory, x among them: `torch._C._storage_Use_Count`. Known for 2.11 to 2.13."""
+    storage = x.untyped_storage()  # an object that counts as well
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor was written to: `Tensor._version`. Known to hold for torch 2.11 to 2.13."""
+    return x._version
+
+
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+    """Record a CUDA graph on a stream, by `torch.cuda.graph`, with workspaces of cuBLAS of its own; torch 2.11 to 2.13.
+
+    Torch keeps a workspace for each thread and stream. `torch._C._cuda_clearCublasWorkspaces` frees all of them, and
+    Lightning's Trainer calls it at its start and end. A graph recorded with such a workspace would then write to freed
+    memory. It is called before recording, so that the graph allocates its own, and after, so that nothing else uses the
+    graph's. Other threads may copy to the GPU meanwhile. Graphs that were recorded without this lose their workspaces.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within, tensors have sizes but no memory: `torch._subclasses.FakeTensorMode`. Known to hold for 2.11 to 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def function_modes() -> int:
+    """How many TorchFunctionModes are active: `torch._C._len_torch_function_stack`. Known to hold for 2.11 to 2.13."""
+    return torch._C._len_torch_function_stack()
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is active: `torch.utils._python_dispatch`. Known to hold for torch 2.11 to 2.13."""
+    return _get_current_dispatch_mode() is not None
+
+
+def is_traced() -> bool:
+    """Whether a graph is being made of what runs: `torch._C._get_dispatch_mode`. Known to hold for torch 2.11 to 2.13."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
+    """Run an operator's own function for a device type, so that modes see the operations within it.
+
+    Uses `OpOverload.redispatch` and `torch._C._dispatch_key_for_device`. Known to hold for torch 2.11 to 2.13.
+    """
+    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+    return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    """RMSNorm as one op of a graph: `aten::_fused_rms_norm`. Known to hold for torch 2.11 to 2.13."""
+    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def reads_number(func: Any) -> bool:
+    """Whether an op reads a number off a tensor: `aten::_local_scalar_dense`. Known to hold for torch 2.11 to 2.13."""
+    return func is torch.ops.aten._local_scalar_dense.default
+
+
+def changes_inputs(func: Any) -> bool:
+    """Whether an op writes to an input: `OpOverload._schema`. Known to hold for torch 2.11 to 2.13."""
+    return func._schema.is_mutable
+
+
+def returns_view(func: Any) -> bool:
+    """Whether a result is memory of an input: `OpOverload._schema`, and `aten::_unsafe_view`, whose schema does not say so.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    unsafe = func is torch.ops.aten._unsafe_view.default
+    return unsafe or any(result.alias_info is not None for result in func._schema.returns)
+
+
+def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse tensor, coalesced or not: `Tensor._indices`, `Tensor._values`; 2.11 to 2.13."""
+    return x._indices(), x._values()
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Keep the current GPU's stream busy for so many cycles: `torch.cuda._sleep`. Known to hold for torch 2.11 to 2.13."""
+    torch.cuda._sleep(cycles)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that tells living storages apart: `UntypedStorage._cdata`. Known to hold for torch 2.11 to 2.13."""
+    return storage._cdata
+
+
+def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Within, the module has these parameters: `torch.nn.utils.stateless`, as `functional_call` does it for one call.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    return _reparametrize_module(module, dict(tensors))
+
+
+def ahead_of_time(
+    function: Callable[..., Any], compiler: Callable[..., Any], partition: Callable[..., Any], parameters: int
+) -> Callable[..., Any]:
+    """The function by its forward and backward graphs, as `torch.compile` with Inductor makes them.
+
+    Uses AOTAutograd's `aot_function` and Inductor's table of decompositions. Known to hold for torch 2.11 to 2.13.
+
+    Args:
+        compiler: of a graph and its inputs, to a function.
+        partition: cuts the joint graph in two.
+        parameters: how many of the function's first arguments are parameters.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_function(function, compiler, compiler, partition, select_decomp_table(), num_params_buffers=parameters)
+
+
+def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """(forward, backward) graphs as Inductor cuts them: `min_cut_rematerialization_partition`. Known for 2.11 to 2.13."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+
+def record_memory(entries: int | None) -> None:
+    """Keep a history of CUDA's allocator, or with None end it: `torch.cuda.memory._record_memory_history`.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    torch.cuda.memory._record_memory_history(**({"enabled": None} if entries is None else {"max_entries": entries}))
+
+
+def dump_memory(path: str) -> None:
+    """Write that history for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`. Known for 2.11 to 2.13."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value to its place in a few launches: `torch._foreach_copy_`. Known to hold for torch 2.11 to 2.13."""
+    torch._foreach_copy_(to, values)
+
+
+@contextlib.contextmanager
+def autograd_within_op() -> Iterator[None]:
+    """Within, autograd records again inside of an op's kernel, which torch runs below it; gradients have to be enabled, too.
+
+    Uses `torch._C._PreserveDispatchKeyGuard` and `torch._C._dispatch_tls_set_dispatch_key_excluded`. Known to hold for torch
+    2.11 to 2.13.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None) -> Any:
+    """A tree of containers with a function of each leaf: `torch.utils._pytree.tree_map`; 2.11 to 2.13.
+
+    `leaf`: a type whose objects are leaves, though they are containers.
+    """
+    return tree_map(function, tree, is_leaf=None if leaf is None else lambda x: isinstance(x, leaf))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree of containers: `torch.utils._pytree.tree_leaves`; 2.11 to 2.13."""
+    return tree_leaves(tree)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(leaves, what `unflatten` takes to put them together): `torch.utils._pytree.tree_flatten`; 2.11 to 2.13."""
+    return tree_flatten(tree)
+
+
+def unflatten(flat: list[Any], spec: Any) -> Any:
+    """The tree that `flatten` took apart, with these leaves: `torch.utils._pytree.tree_unflatten`; 2.11 to 2.13."""
+    return tree_unflatten(flat, spec)
+
+
+def namespace_of(target: object) -> str | None:
+    """The library of an op in a graph, such as "aten"; None for a Python function: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else None
+
+
+def options_of_inductor(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that this Inductor has: `torch._inductor.config`. Known to hold for torch 2.11 to 2.13."""
+    import torch._inductor.config as config
+
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+
+
+def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile an ExportedProgram ahead of time to a .pt2 file, and load that: `torch._inductor.aoti_compile_and_package` and
+    `aoti_load_package`, documented under these names. Known to hold for torch 2.11 to 2.13."""
+    import torch._inductor
+
+    torch._inductor.aoti_compile_and_package(graph, package_path=path, inductor_configs=options_of_inductor(options))
+    return torch._inductor.aoti_load_package(path)
+
+
+def is_op(target: object) -> bool:
+    """Whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an attribute of a module or class is another one, for every thread of the process.
+
+    For functions of torch that no public hook reaches under fake tensors; only in processes that plan, never in one that
+    trains. A function that torch renames is an AttributeError here.
+    """
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
