@@ -17,7 +17,6 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.cli.load_model import load_any, read_checkpoint
 from lightning_dilated.data import ByteDataModule, Genome, SlideDataModule, TokenDataModule, read_variants
 from lightning_dilated.data.opener import Opener
-from lightning_dilated.data.text.tokenizer import load_tokenizer
 from lightning_dilated.ext.decoding.command import parsed
 from lightning_dilated.ext.decoding.load import stored_tokenizer
 from lightning_dilated.ext.explain import command as explain
@@ -30,6 +29,7 @@ from lightning_dilated.ext.slides.heat_maps import _open_thumbnail
 from lightning_dilated.ext.slides.labels import Columns, read_rows
 from lightning_dilated.ext.text.rows import open_rows
 from lightning_dilated.ext.text.template import template_text
+from lightning_dilated.ext.text.tokenizer import load_tokenizer
 from lightning_dilated.sequence.links import Links
 
 

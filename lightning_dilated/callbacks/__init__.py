@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
 from lightning_dilated.callbacks.metrics_bar import MetricsProgressBar
-from lightning_dilated.callbacks.report import RunReport
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.callbacks.throughput import ThroughputMonitor
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.evaluation.by_depth import AccuracyByDepth
     from lightning_dilated.ext.evaluation.by_distance import LossByPosition, RecallByDistance
     from lightning_dilated.ext.evaluation.predictions import PredictionWriter
+    from lightning_dilated.ext.explain.report import RunReport
     from lightning_dilated.ext.pooled.intervals import BootstrapIntervals
     from lightning_dilated.ext.profiling.communication import CommunicationProfiler
     from lightning_dilated.ext.profiling.memory import MemoryProfiler

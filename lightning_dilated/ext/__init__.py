@@ -5,8 +5,8 @@
 
 #: folder: the other folders that it may import; a folder without a row imports the core alone
 MAY_IMPORT = {
-    "decoding": ("profiling",),
-    "evaluation": ("transformers",),
+    "decoding": ("profiling", "text"),
+    "evaluation": ("text", "transformers"),
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "text"),
     "planning": ("convolution", "explain", "recurrence", "slides", "streams"),

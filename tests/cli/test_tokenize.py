@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dilated.data.text.tokenizer import decoded
 from lightning_dilated.ext.decoding import command as generate
 from lightning_dilated.ext.decoding.load import load_language_model
+from lightning_dilated.ext.text.tokenizer import decoded
 
 from .conftest import TRAINER, Result, run_in
 

@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import torch
 
+from lightning_dilated._extensions import hook
 from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, Opener
-from lightning_dilated.data.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
 from lightning_dilated.data.text.bytes import ByteSequences
 from lightning_dilated.data.text.documents import Documents
 
@@ -416,8 +416,8 @@ class TokenDataModule(SequenceDataModule):
                 f"data.pack_tokens = {pack_tokens} packs documents, but data.eos_token, which ends them, is not set: set it "
                 "to the token that the tokenizer puts between documents, or data.batch_size for sequences of equal length"
             )
-        self.tokenizer_source = None if tokenizer is None else checked_source(tokenizer)
-        self._tokenizer: TextTokenizer | None = None
+        self.tokenizer_source = None if tokenizer is None else hook("check the name of a tokenizer")(tokenizer)
+        self._tokenizer: Any = None  # a TextTokenizer
         self._parts: dict[str, _Part] | None = None
 
     def tokenizer_files(self) -> dict[str, str] | None:
@@ -428,7 +428,7 @@ class TokenDataModule(SequenceDataModule):
         if self.tokenizer_source is None:
             return None
         if self._tokenizer is None:
-            self._tokenizer = load_text_tokenizer(self.tokenizer_source)
+            self._tokenizer = hook("load a tokenizer")(self.tokenizer_source)
         if self._tokenizer.vocab_size > self.vocab_size:
             raise ValueError(
                 f"data.tokenizer {self.tokenizer_source} has {self._tokenizer.vocab_size} tokens, more than data.vocab_size "

@@ -18,10 +18,10 @@ import yaml
 from lightning_dilated._compat.cpython import option_actions
 from lightning_dilated._validation import integer, text_of
 from lightning_dilated.cli.errors import check_device
-from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.ext.decoding.load import load_language_model, stored_tokenizer
 from lightning_dilated.ext.decoding.sampling import check_sampling
 from lightning_dilated.ext.profiling.verify import RanksFailed, run_ranks
+from lightning_dilated.ext.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.models import LongNetLM
 from lightning_dilated.sequence import SequenceGroup
 

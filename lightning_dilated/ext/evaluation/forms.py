@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from lightning_dilated._validation import integer
-from lightning_dilated.data.text.tokenizer import load_tokenizer, vocabulary_size
 from lightning_dilated.ext.evaluation import words
 from lightning_dilated.ext.evaluation.problems import Problem, Statement
+from lightning_dilated.ext.text.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import integer, one_of
-from lightning_dilated.data.text.any_tokenizer import checked_source
+from lightning_dilated.ext.text.any_tokenizer import checked_source
 from lightning_dilated.ext.text.chat import TOO_LONG
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, packed

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_dilated.data.files import collect_files, path_list
-from lightning_dilated.data.text.tokenizer import (
+from lightning_dilated.ext.text.tokenizer import (
     end_token,
     load_tokenizer,
     panics_named,

@@ -19,7 +19,7 @@ import numpy as np
 
 from lightning_dilated._validation import check_address
 from lightning_dilated.data.files import collect_files, path_list, paths_hint
-from lightning_dilated.data.text.tokenizer import whole_texts
+from lightning_dilated.ext.text.tokenizer import whole_texts
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
 #: files that a folder of `save_to_disk` holds one of

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dilated.data.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
-from lightning_dilated.data.text.tokenizer import panics_named
 from lightning_dilated.ext._compat.transformers import templates_compiled_in
+from lightning_dilated.ext.text.any_tokenizer import JsonText, TextTokenizer, TransformersText, is_json
 from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
+from lightning_dilated.ext.text.tokenizer import panics_named
 
 #: as transformers finds them
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")

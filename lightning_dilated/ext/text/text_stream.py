@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated._validation import integer
-from lightning_dilated.data.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
+from lightning_dilated.ext.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
 from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, filled
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dilated.data.text.tokenizer import encode, panics_named
 from lightning_dilated.ext.text.messages import Conversation
 from lightning_dilated.ext.text.template import _compiled, _refusing
+from lightning_dilated.ext.text.tokenizer import encode, panics_named
 
 CHAT = Conversation([{"role": "user", "content": "hi"}], "row 0")
 GROWN = "{%% set ns = namespace(x='aa') %%}{%% for i in range(99) %%}%s{%% endfor %%}{{ ns.x|length }}"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dilated.data.opener import refuse_url
-from lightning_dilated.data.text.tokenizer import (
+from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
+from lightning_dilated.ext.text.tokenizer import (
     encode,
     end_token,
     load_tokenizer,
@@ -20,7 +21,6 @@ from lightning_dilated.data.text.tokenizer import (
     vocabulary_size,
     whole_text,
 )
-from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
 
 
 class TextTokenizer(ABC):
