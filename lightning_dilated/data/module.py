@@ -23,7 +23,6 @@ from lightning_dilated._validation import check_input, flag, integer, real
 from lightning_dilated.data.opener import Opener
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
-from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
 SPLITS = ("train", "val", "test")
 #: default share of validation, and of test
@@ -55,8 +54,6 @@ class SplitDataModule(pl.LightningDataModule):
     along: tuple[str, ...] = ALONG
     #: whether training samples come in an order of their own in each epoch, or as they lie
     shuffles = True
-    #: of training sequences; None where all have the same length
-    schedule: SeqLenSchedule | None = None
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,13 +136,10 @@ class SplitDataModule(pl.LightningDataModule):
         order = {"shuffle": self.shuffles, "seed": self.seed, "drop_last": True, "classes": self.balanced_classes()}
         dataset, sampler = self._sampled(self.dataset("train"), rank, replicas, **order)
         self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
-        collate = self._collate
-        if self.schedule is not None:
-            dataset, collate = ScheduledSequences(dataset, self.schedule), collate or collate_rows
         loader = ResumableLoader(
             dataset,
             batch_size=self.per_rank(replicas),
-            collate_fn=SendableCollate(collate),
+            collate_fn=SendableCollate(self._collate),
             sampler=sampler,
             num_workers=self.num_workers,
             pin_memory=self._pins(),
@@ -272,8 +266,6 @@ class SequenceDataModule(SplitDataModule):
     Args:
         seq_len: N, tokens of a sequence.
         val_limit: use at most this many sequences of the validation split; null for all.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
-            `SeqLenSchedule`; null: N from the start.
         batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
     """
 
@@ -284,7 +276,6 @@ class SequenceDataModule(SplitDataModule):
         self,
         seq_len: int,
         val_limit: int | None,
-        seq_len_schedule: dict[int, int] | None,
         batch_size: int,
         seed: int,
         num_workers: int,
@@ -298,13 +289,6 @@ class SequenceDataModule(SplitDataModule):
                 f"data.pack_tokens is {pack_tokens}, below data.seq_len = {seq_len}, the most tokens of a sample: raise the "
                 "former or lower the latter"
             )
-        if pack_tokens is not None and seq_len_schedule is not None:
-            raise ValueError(
-                "data.seq_len_schedule cuts sequences of equal length, and data.pack_tokens packs samples of any length: "
-                "leave one of them out"
-            )
-        if seq_len_schedule is not None:
-            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
 
     def limit(self, split: str) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,14 +11,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_dilated._compat.lightning import (
-    batches_begun,
     batches_finished,
     epoch_batches_finished,
     set_batches_finished,
     set_epoch_batches,
 )
 from lightning_dilated.data.files import same_fingerprint, tells_content
-from lightning_dilated.data.schedule import SeqLenSchedule
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 
@@ -77,8 +74,6 @@ class ResumableSampler(DistributedSampler):
         self._resumed = False
         self.on_set_epoch: Callable[[], None] | None = None  # called first, each time Lightning sets the epoch
         self.after_set_epoch: Callable[[], None] | None = None  # called last, where epochs differ in their batches
-        #: the length of the n-th sample of the next pass, where lengths follow a schedule
-        self.length_of: Callable[[int], int] | None = None
 
     @property
     def balanced(self) -> bool:
@@ -95,12 +90,11 @@ class ResumableSampler(DistributedSampler):
         return np.random.default_rng([self.seed, self.epoch]).permutation(size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Indices; with `length_of`, (index, length)."""
+        """Indices."""
         rest = self.order()[self.consumed :]
         if self.drop_last:
             rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
-        for place, index in enumerate(rest[self.rank :: self.num_replicas]):
-            yield int(index) if self.length_of is None else (int(index), self.length_of(place))
+        yield from map(int, rest[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch, wherever the current position is."""
@@ -189,9 +183,6 @@ class ResumableLoader(DataLoader):
     `set_epoch(epoch)` of the dataset, if there, is called before the first sample of a pass is read, in whichever process:
     augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
 
-    From a dataset with a `schedule` (`ScheduledSequences`) samples are requested in the length of their optimizer step,
-    also ahead of it, by workers. Without a Trainer each batch counts as a step.
-
     Args: those of `torch.utils.data.DataLoader`, with a `ResumableSampler` as `sampler`.
     """
 
@@ -209,8 +200,6 @@ class ResumableLoader(DataLoader):
         sampler.start_pass()
         if hasattr(self.dataset, "set_epoch"):  # before workers copy it
             self.dataset.set_epoch(sampler.epoch)
-        if self._schedule is not None:
-            sampler.length_of = partial(self._schedule_at, self._schedule, *self._progress())
         for batch in super().__iter__():
             self._handed_out = (self._processed(), sampler.consumed)
             sampler.consumed = self._position_after(sampler.consumed, 1)
@@ -225,8 +214,7 @@ class ResumableLoader(DataLoader):
             samples = self._handed_out[1]
         if samples >= self._position_after(0, self._epoch_batches()) or self._batches_after(samples) == 0:
             epoch, samples = epoch + 1, 0
-        schedule = {} if self._schedule is None else {"seq_len_schedule": self._schedule.state()}
-        return {**self._identity(), **schedule, "epoch": epoch, "samples": samples, **self._batch_identity()}
+        return {**self._identity(), "epoch": epoch, "samples": samples, **self._batch_identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -238,11 +226,10 @@ class ResumableLoader(DataLoader):
         if not isinstance(self.sampler, ResumableSampler):
             return
         self._check_identity(state)
-        schedule = None if self._schedule is None else self._schedule.state()
-        if state.get("seq_len_schedule") != schedule:
+        if state.get("seq_len_schedule") is not None:
             rank_zero_warn(
-                f"the checkpoint was written with data.seq_len_schedule {state.get('seq_len_schedule')}; training goes on "
-                f"with {schedule}."
+                f"the checkpoint was written with data.seq_len_schedule {state['seq_len_schedule']}, which this version "
+                "lacks: training continues with sequences of data.seq_len tokens."
             )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         self.sampler.restore(epoch, samples)
@@ -301,28 +288,6 @@ class ResumableLoader(DataLoader):
             "balanced": sampler.balanced,
             "fingerprint": fingerprint() if callable(fingerprint) else None,
         }
-
-    @property
-    def _schedule(self) -> SeqLenSchedule | None:
-        schedule = getattr(self.dataset, "schedule", None)
-        return schedule if isinstance(schedule, SeqLenSchedule) else None  # a user's dataset may mean something else
-
-    def _progress(self) -> tuple[int, int, int]:
-        """(optimizer steps so far, batches of this epoch so far, batches of a step), where a pass begins."""
-        if self.trainer is None:
-            return 0, 0, 1
-        module = self.trainer.lightning_module
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"data.seq_len_schedule counts optimizer steps, which {type(module).__name__} takes by itself "
-                "(automatic_optimization = False): leave the schedule out"
-            )
-        return self.trainer.global_step, batches_begun(self.trainer), self.trainer.accumulate_grad_batches
-
-    def _schedule_at(self, schedule: SeqLenSchedule, steps: int, batches: int, every: int, place: int) -> int:
-        """The length of this rank's sample at `place` of a pass: all samples of a step have the same."""
-        batch = batches + place // int(self.batch_size or 1)
-        return schedule.at(steps + batch // every - batches // every)
 
     def _position_after(self, samples: int, batches: int) -> int:
         """Samples used up over all ranks, of an epoch of which `samples` are, after so many more batches."""

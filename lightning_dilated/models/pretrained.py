@@ -200,16 +200,6 @@ def _inside(value: str) -> list[Any]:
     return [x for x in values if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
 
 
-def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
-    """Raise ValueError for tensors whose names are not strings, and for tensors without values."""
-    wrong = next((name for name in state if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise ValueError(f"{where} names a tensor {wrong!r:.40}, but names are strings: save a module's state_dict().")
-    empty = next((name for name, x in state.items() if isinstance(x, Tensor) and x.is_meta), None)
-    if empty is not None:
-        raise ValueError(f"{where}: {empty} is on the meta device and has no values. Save the weights themselves.")
-
-
 def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
     """The number of layers in a file: 1 more than the largest layer number.
 
@@ -226,51 +216,6 @@ def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
             f"{where} names layer {last[:20]}, but has {tensors} tensors: layers before that one are missing."
         )
     return 1 + int(last)
-
-
-def check_depth(found: int, asked: int | None, known: int | None, where: str | Path, what: str = "") -> None:
-    """Raise ValueError where a file has another number of layers than requested, or fewer than the published model.
-
-    Args:
-        found: layers of the file.
-        asked: the argument `depth`, if it was passed.
-        known: layers of the published model with these sizes, if there is one; it is called `what`.
-    """
-    if asked is not None and asked != found:
-        raise ValueError(f"{where} has {found} layers, and depth={asked} was asked for: is the file complete?")
-    if asked is None and known is not None and found < known:
-        raise ValueError(
-            f"{where} has {found} layers, and {what} of its width has {known}: its last layers are missing. Download it "
-            f"again; for a model that has no more, pass depth={found}."
-        )
-
-
-def layer_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of a layer, by torchscale's names; a bias has the first dim."""
-    square = {f"self_attn.{x}_proj": (dim, dim) for x in ("q", "k", "v", "out")}
-    norms = {"self_attn.inner_attn_ln": (dim,), "self_attn_layer_norm": (dim,), "final_layer_norm": (dim,)}
-    ffn = {"ffn.fc1": (ffn_dim, dim), "ffn.fc2": (dim, ffn_dim), "ffn.ffn_layernorm": (ffn_dim,)}
-    return {**square, **norms, **ffn}
-
-
-def check_layer_shapes(state: Mapping[str, Tensor], where: str | Path) -> None:
-    """Raise ValueError for a layer whose tensors do not fit each other, naming the first.
-
-    Args:
-        state: by torchscale's names, prefixes included; other tensors are ignored.
-    """
-    layers = [(m, x) for name, x in state.items() if (m := re.match(r"(.*\blayers\.\d+)\.(.+)\.(weight|bias)$", name))]
-    first = next((x for m, x in layers if m[2] == "ffn.fc1" and m[3] == "weight"), None)
-    if first is None:
-        return
-    if first.ndim != 2:
-        raise ValueError(f"{where}: ffn.fc1.weight is {tuple(first.shape)}, not a matrix.")
-    shapes = layer_shapes(first.shape[1], first.shape[0])
-    for m, x in layers:
-        shape = shapes.get(m[2])
-        shape = shape[:1] if shape is not None and m[3] == "bias" else shape
-        if shape is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{where}: {m[0]} is {tuple(x.shape)}, but the other tensors say that it is {shape}.")
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str | Path) -> None:

@@ -18,7 +18,7 @@ model:
     config: {rope_parameters: {factor: 32.0, rope_type: yarn}, vocab_size: 5}
 data:
   init_args:
-    seq_len_schedule: {0: 128, 10: 256}
+    seq_len: {0: 128, 10: 256}
 """
 LONGNET = ("--model.pattern", '{"segment_lengths": [64, 128], "dilation_rates": [1, 2], "offsets": "blocked"}')
 BRANCHES = ("--model.pattern", '{"branches": [[64, 1], {"segment_length": 8, "dilation_rate": 1}]}')
@@ -60,7 +60,7 @@ CASES = {
         "rotary_base",
         [7, 2, 5],
     ),
-    "numbers as keys": (["--data.seq_len_schedule.10", "512"], "seq_len_schedule", {0: 128, 10: 512}),
+    "numbers as keys": (["--data.seq_len.10", "512"], "seq_len", {0: 128, 10: 512}),
 }
 
 

@@ -203,7 +203,6 @@ def test_a_long_slide_is_a_batch_by_itself(folder):
         ({"pack_tokens": 11}, "data.pack_tokens is 11, below data.seq_len = 12"),
         ({"pack_tokens": 0}, "data.pack_tokens"),
         ({"eos_token": None}, "packs documents, but data.eos_token"),
-        ({"seq_len_schedule": {0: 6, 4: 12}}, "leave one of them out"),
     ],
 )
 def test_refused(tmp_path, options, error):

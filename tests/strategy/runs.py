@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import warnings
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.data import ByteDataModule
 from lightning_dilated.data.sampler import ResumableSampler
 
 PATTERN = DilatedPattern.longnet([8, 16, 40], [1, 2, 4])
@@ -39,7 +36,6 @@ class Run:
     clip: float | None = None
     masked: float = 0.0
     kind: str = "whole"  # or "documents", "lengths", "unshifted"
-    schedule: dict[int, int] | None = None  # then the samples are bytes, and the model has 256 tokens
     strategy: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     cls: type = LongNetLM
@@ -118,18 +114,6 @@ class Data(pl.LightningDataModule):
         return self._loader(False)
 
 
-def scheduled(run: Run, world: int) -> ByteDataModule:
-    """Random bytes in sequences whose length follows the run's schedule."""
-    path = Path(tempfile.gettempdir()) / f"lightning-dilated-random-bytes-{20 * run.seq_len}.bin"
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # other ranks write the same
-        file.write(
-            torch.randint(0, 256, (20 * run.seq_len,), generator=torch.Generator().manual_seed(0)).byte().numpy()
-        )
-    os.replace(file.name, path)
-    rows = run.batch_size * run.strategy.get("sequence_size", world) // world
-    return ByteDataModule(str(path), run.seq_len, rows, 0.2, 0, num_workers=run.workers, seq_len_schedule=run.schedule)
-
-
 def full(x: torch.Tensor) -> torch.Tensor:
     """A tensor that ranks hold parts of, whole."""
     return x.full_tensor() if isinstance(x, DTensor) else x
@@ -184,7 +168,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
         **options,
     )
     model = run.cls(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})
-    data = Data(run) if run.schedule is None else scheduled(run, world)
+    data = Data(run)
     return built, model.double() if run.double else model, data, record
 
 

@@ -22,8 +22,6 @@ RUNS = {
     "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
     "fewer heads than ranks": Run(kind="documents", model={"num_heads": 2, "kv_conv": 4}, steps=2),
     "recurrence": Run(kind="documents", model={"recurrence": {"gate_init": 0.5}, "num_kv_heads": 2}, steps=2),
-    "schedule": Run(schedule={0: 8, 2: 20, 4: 40}, model={"vocab_size": 256}, steps=5),
-    "schedule and accumulate": Run(schedule={0: 10, 1: 40}, model={"vocab_size": 256}, steps=2, accumulate=3),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -79,7 +77,6 @@ CASES = [("plain", way) for way in WAYS] + [
         "workers",
         "compiled",
         "shifted documents",
-        "schedule and accumulate",
         "fewer heads than ranks",
         "recurrence",
     )
@@ -88,21 +85,20 @@ CASES += [
     ("workers", "2"),
     ("compiled", "2"),
     ("shifted documents", "2"),
-    ("schedule and accumulate", "4, data 2"),
     ("fewer heads than ranks", "4, head 4"),
     ("recurrence", "4, head 2"),
     ("recurrence", "2, zigzag"),
 ]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show, and two what neither four nor two pairs of ranks take
-CI = ("plain", "ragged", "fewer tokens than ranks", "documents", "schedule")
+CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
 SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and c[0] not in CI)]
 SLOW += [
     c for c in CASES if c[1] == "2" and {(c[0], "4"), (c[0], "4, data 2")} & {*CASES} - {*SLOW} and c[0] != "plain"
 ]
-# each layout and exchange: test_every_exchange_and_layout; data ranks beside short pieces and schedules: other runs
+# each layout and exchange: test_every_exchange_and_layout; data ranks beside short pieces: other runs
 SLOW += [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
-SLOW += [(run, "4, data 2") for run in ("ragged", "fewer tokens than ranks", "schedule")]
+SLOW += [(run, "4, data 2") for run in ("ragged", "fewer tokens than ranks")]
 CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
 

@@ -91,8 +91,6 @@ class ByteDataModule(SequenceDataModule):
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
-            `SeqLenSchedule`; null: N from the start.
         suffixes: which files of a directory to take, such as ['.txt']; null for all.
         pack_tokens: the most bytes of a batch on each device. Samples are then files, longer ones in pieces of N bytes, in
             place of sequences that reach over the ends of files; as many as fit are packed into one row, {"tokens": (1, n),
@@ -120,12 +118,11 @@ class ByteDataModule(SequenceDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         suffixes: list[str] | None = None,
-        seq_len_schedule: dict[int, int] | None = None,
         pack_tokens: int | None = None,
         cache_dir: str | None = None,
         cache_gib: float = CACHE_GIB,
     ) -> None:
-        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        super().__init__(seq_len, val_limit, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.opener = Opener(cache_dir, cache_gib)
         self.paths = path_list(paths)
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)

@@ -358,8 +358,6 @@ class TokenDataModule(SequenceDataModule):
         eos_token: the token that ends a document; null takes everything as one text.
         val_limit: use at most this many sequences of the validation split; null for all.
         scan: look at every token before training; false checks only what is served, and cannot find documents.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
-            `SeqLenSchedule`; null: N from the start.
         pack_tokens: the most tokens of a batch on each device. Samples are then whole documents (of `eos_token`), longer
             ones in pieces of N tokens, in place of sequences that cut documents where they end; as many as fit are packed
             into one row, and "index" is (D,), a number a sample. null does not pack.
@@ -390,13 +388,12 @@ class TokenDataModule(SequenceDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
-        seq_len_schedule: dict[int, int] | None = None,
         pack_tokens: int | None = None,
         cache_dir: str | None = None,
         cache_gib: float = CACHE_GIB,
         tokenizer: str | None = None,
     ) -> None:
-        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        super().__init__(seq_len, val_limit, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.opener = Opener(cache_dir, cache_gib)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(p, x) for x, p in options.items() if x == "paths" or p is not None}

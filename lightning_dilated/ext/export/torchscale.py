@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
-from lightning_dilated.models.pretrained import check_depth, check_finite, check_layer_shapes, check_names, layers_of
+from lightning_dilated.ext.slides.weights import check_depth, check_layer_shapes, check_names
+from lightning_dilated.models.pretrained import check_finite, layers_of
 
 #: our name <- theirs, in a layer; `.weight` and `.bias` follow
 LAYER = {

@@ -59,8 +59,6 @@ class GenomeDataModule(SequenceDataModule):
         cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
             $XDG_CACHE_HOME or ~/.cache). If missing, it is made for this user alone (mode 0700); to share it, make it.
         cache_gib: the most GiB that blocks of URLs take there, see `Opener`; decompressed files are not counted.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
-            `SeqLenSchedule`; null: N from the start.
         pack_tokens: the most bases of a batch on each device. Then records shorter than a window, and what is left of a
             record behind its last whole window, are samples of their own length (from two bases on), and as many as fit are
             packed into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D
@@ -99,13 +97,12 @@ class GenomeDataModule(SequenceDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
-        seq_len_schedule: dict[int, int] | None = None,
         pack_tokens: int | None = None,
         bed: str | None = None,
         predict_strands: Literal["forward", "reverse", "both"] = "forward",
         cache_gib: float = CACHE_GIB,
     ) -> None:
-        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
+        super().__init__(seq_len, val_limit, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.opener = Opener(cache_dir, cache_gib)
         self.paths = required_paths(paths, "paths")
         self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}

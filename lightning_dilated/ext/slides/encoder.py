@@ -34,7 +34,8 @@ from lightning_dilated.ext.slides.weights import (
     to_released,
 )
 from lightning_dilated.models.documents import Documents, mean_token
-from lightning_dilated.models.pretrained import check_depth, file_arguments, made_values
+from lightning_dilated.ext.slides.weights import check_depth
+from lightning_dilated.models.pretrained import file_arguments, made_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 

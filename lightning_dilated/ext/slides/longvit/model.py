@@ -22,7 +22,7 @@ from lightning_dilated.ext.slides.longvit.weights import PUBLISHED, load_longvit
 from lightning_dilated.ext.slides.released import ReleasedModel
 from lightning_dilated.ext.slides.weights import missing_file
 from lightning_dilated.models.documents import mean_token
-from lightning_dilated.models.pretrained import check_depth
+from lightning_dilated.ext.slides.weights import check_depth
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, active_sequence
