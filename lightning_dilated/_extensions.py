@@ -71,6 +71,8 @@ NAMES = {
     "planning.peak_memory": "planning.gpus:peak_memory",
     "planning.seconds_of": "planning.gpus:seconds_of",
     "planning.simulate": "planning.simulating.simulation:simulate",
+    "sequence.SequenceConv1d": "convolution.halo:SequenceConv1d",
+    "sequence.sequence_halo": "convolution.halo:sequence_halo",
     "recurrence.RecurrentState": "recurrence.state:RecurrentState",
     "recurrence.recurrent_attention": "recurrence.functional:recurrent_attention",
     "recurrent_attention": "recurrence.functional:recurrent_attention",

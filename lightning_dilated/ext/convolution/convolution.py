@@ -23,8 +23,8 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import LayerPlace, find_context
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.mixer import Mixer
+from lightning_dilated.ext.convolution.halo import halo_route, halo_wire
 from lightning_dilated.sequence.group import active_sequence, find_sequence
-from lightning_dilated.sequence.halo import halo_route, halo_wire
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.convolution.kernels import Neighbours

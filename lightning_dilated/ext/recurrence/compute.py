@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_dilated._device import send
+from lightning_dilated.ext.convolution.halo import sequence_halo
 from lightning_dilated.ext.recurrence.chunks import (
     SegmentChunks,
     Transition,
@@ -32,7 +33,6 @@ from lightning_dilated.ext.recurrence.scan import Scan
 from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.ext.recurrence.triton_chunks import gated_delta, layout
 from lightning_dilated.sequence.collectives import sequence_sum
-from lightning_dilated.sequence.halo import sequence_halo
 
 
 class Output(Enum):

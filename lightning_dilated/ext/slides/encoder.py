@@ -25,6 +25,7 @@ from lightning_dilated.ext.pooled.pooled_model import (
 from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.ext.slides.weights import (
     PUBLISHED,
+    check_depth,
     load_backbone,
     missing_file,
     own_weights,
@@ -34,7 +35,6 @@ from lightning_dilated.ext.slides.weights import (
     to_released,
 )
 from lightning_dilated.models.documents import Documents, mean_token
-from lightning_dilated.ext.slides.weights import check_depth
 from lightning_dilated.models.pretrained import file_arguments, made_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.sequence import SequenceSpec, active_sequence

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated.ext.convolution.convolution import Seen, call_facts, flat, unflat
+from lightning_dilated.ext.convolution.halo import HaloRoute, slices_by_rank, slices_of
 from lightning_dilated.ext.streams.shard import ChunkShard
 from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.sequence.halo import HaloRoute, slices_by_rank, slices_of
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.streams.stream import Stream

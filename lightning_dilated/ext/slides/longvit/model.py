@@ -20,9 +20,8 @@ from lightning_dilated.ext.slides.backbone import RELEASED_RATES
 from lightning_dilated.ext.slides.longvit.image_patches import image_patches, table_positions
 from lightning_dilated.ext.slides.longvit.weights import PUBLISHED, load_longvit, read_longvit
 from lightning_dilated.ext.slides.released import ReleasedModel
-from lightning_dilated.ext.slides.weights import missing_file
+from lightning_dilated.ext.slides.weights import check_depth, missing_file
 from lightning_dilated.models.documents import mean_token
-from lightning_dilated.ext.slides.weights import check_depth
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, active_sequence

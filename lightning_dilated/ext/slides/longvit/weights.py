@@ -18,8 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_dilated.ext.slides.longvit.image_patches import resized_table
-from lightning_dilated.ext.slides.weights import LAYER, QKV, few, read_file
-from lightning_dilated.ext.slides.weights import check_layer_shapes, check_names
+from lightning_dilated.ext.slides.weights import LAYER, QKV, check_layer_shapes, check_names, few, read_file
 from lightning_dilated.models.pretrained import check_finite, layers_of
 
 #: where a file may keep its state dict, in this order; DINO's teacher is what its authors fine-tune

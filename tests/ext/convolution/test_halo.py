@@ -5,11 +5,11 @@ import torch
 
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
+from lightning_dilated.ext.convolution.halo import halo_route
 from lightning_dilated.sequence import SequenceConv1d, sequence_halo
-from lightning_dilated.sequence.halo import halo_route
 from lightning_dilated.sequence.shard import Shard
 
-from .calls import positions, sequence
+from ...distributed.calls import positions, sequence
 
 PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 
