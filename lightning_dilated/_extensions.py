@@ -108,6 +108,7 @@ HOOKS = {
     "cache of a layer": "decoding.kv_cache:KVCache.of_layer",
     "caches of a stack": "decoding.kv_cache:new_caches",
     "check the name of a tokenizer": "text.any_tokenizer:checked_source",
+    "checkpoint of regions": "regions.training:warn_of_other_regions",
     "cuda graphs": "graphs.cuda_graphs:CudaGraphs",
     "decoder of a folder": "transformers.lm:decoder_of",
     "embed sequences": "genomes.scoring:embed",
@@ -118,7 +119,6 @@ HOOKS = {
     "load a tokenizer": "text.any_tokenizer:load_text_tokenizer",
     "maps of a recurrence": "recurrence.scan:maps_received",
     "other strand": "genomes.strands:OtherStrand",
-    "outer optimizer": "regions.optimizer:OuterOptimizer",
     "plot a pattern": "explain.explanation:plot",
     "progress of chunks": "streams.progress:ChunkProgress",
     "read torchscale": "export.torchscale:read",
@@ -129,6 +129,7 @@ HOOKS = {
     "short convolution of a layer": "convolution.convolution:ShortConvolution",
     "stream of a stack": "streams.stream:Stream",
     "streams of a model": "streams.losses:ModelStreams",
+    "training in regions": "regions.training:RegionTraining",
 }
 
 

@@ -98,7 +98,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers
                 compare_settings(optimizers_of, strategy)
-                strategy._start_outer_steps()
+                if strategy._regions is not None:
+                    strategy._regions.start()
                 strategy._replicas = make_replicas(strategy)
                 return None
             with strategy.run_groups.making():
@@ -110,7 +111,8 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             check_optimizers(strategy)
 
         case "configure_ddp", ():  # in a fit
-            strategy._copy_first_region(module)
+            if strategy._regions is not None:
+                strategy._regions.copy_first_region(module)
             # without another rank to average with, no wrapper, and no second copy of the gradients
             if strategy.sizes.region_size == 1:
                 return None
@@ -143,7 +145,7 @@ def make_groups(strategy: SequenceStrategy) -> None:
     sizes, timeout = strategy.sizes, strategy._options.rank_timeout
     stream = chunk_of(strategy.lightning_module.trainer, strategy._options.layout)
     with strategy.run_groups.making():
-        strategy._make_region_groups()
+        strategy._make_regions()
         if strategy._mesh is None:
             strategy._mesh = sizes.make(strategy.root_device.type)
         ranks = sizes.sequence_group(strategy._mesh, timeout)

@@ -183,7 +183,8 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         if self._sequence is not None:
             self._sequence.close()
         groups, self._run_groups, module = self._run_groups, None, self.lightning_module
-        self._leave_regions(failed)
+        if self._regions is not None:
+            self._regions.leave(failed)
         forget_gradient_options(self)
         if module is not None and groups.hold(lasting_groups(module)):
             weakref.finalize(module, groups.end_now)
@@ -216,11 +217,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             "_loaders",
             "_replicas",
             "_preemption",
-            "_outer",
-            "_loaded_outer",
-            "_region_group",
-            "_peers",
-            "_peers_on_host",
+            "_regions",
             "_run_groups",
         )
         state = {**super().__getstate__(), **dict.fromkeys(local)}

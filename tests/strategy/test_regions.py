@@ -247,7 +247,7 @@ def between(rank, group, run):
     callback = Sent(rank)
     built, model, data, _ = make(run, launched(rank), limit_val_batches=0, callbacks=[callback])
     built.fit(model, data)
-    parts = [sum(p.numel() for p in part.named.values()) for part in built.strategy._outer.fragments]
+    parts = [sum(p.numel() for p in part.named.values()) for part in built.strategy._regions.outer.fragments]
     return callback.calls, parts, sum(p.numel() for p in model.parameters())
 
 

@@ -9,7 +9,7 @@ from lightning_dilated.ext.convolution.halo import halo_route
 from lightning_dilated.sequence import SequenceConv1d, sequence_halo
 from lightning_dilated.sequence.shard import Shard
 
-from ...distributed.calls import positions, sequence
+from .calls import positions, sequence
 
 PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 
