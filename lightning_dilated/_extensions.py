@@ -64,6 +64,7 @@ NAMES = {
     "integrations.transformers.dilated_cache": "transformers.registration:dilated_cache",
     "integrations.transformers.register": "transformers.registration:register",
     "integrations.transformers.set_pattern": "transformers.patterns:set_pattern",
+    "pattern.Explanation": "explain.explanation:Explanation",
     "planning.Machine": "planning.simulating.machine:Machine",
     "planning.Meter": "planning.counting.memory_tracker:Meter",
     "planning.Step": "planning.simulating.simulation:Step",

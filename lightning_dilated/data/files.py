@@ -384,23 +384,3 @@ class ByteStream:
             self._maps[index] = np.memmap(file, dtype=np.uint8, mode="r", shape=(size,))
         self._maps.move_to_end(index)
         return self._maps[index]
-
-
-# -- CSV fields --------------------------------------------------------------------------------------------------------
-#: what a formula begins with, also in full-width letters; and the mark itself, so that it can be taken off again
-_MARKED = tuple("'=+-@\t\r\n＝＋－＠")
-
-
-def guarded_field(value: Any) -> Any:
-    """A word with ' in front if it begins with ' or like a formula; numbers, the strands + and -, and other words unchanged.
-
-    Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
-    programs and send data away; names of slides and classes come from other people's files.
-    """
-    marked = isinstance(value, str) and value.startswith(_MARKED) and value not in ("+", "-")
-    return f"'{value}" if marked else value
-
-
-def plain_field(text: str) -> str:
-    """The inverse of `guarded_field`."""
-    return text.removeprefix("'")

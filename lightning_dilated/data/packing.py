@@ -23,13 +23,6 @@ ALONG = ("tokens", "labels", "features", "coords")
 IGNORE = -100
 
 
-def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens (count,), labels (count,)): the next token where it is to be learned, else -100, also where there is none."""
-    labels = np.full(count, IGNORE, dtype=np.int64)
-    labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
-    return ids[:count], labels
-
-
 def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
     """(P + 1,) int64: pack p holds the places [bounds[p], bounds[p + 1]) of samples in order, from place `start` on.
 

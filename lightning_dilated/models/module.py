@@ -71,7 +71,7 @@ from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
 if TYPE_CHECKING:
-    from lightning_dilated.ext.explain.explanation import Explanation
+    from lightning_dilated.pattern import Explanation
 
 
 class WarmupCosine(LambdaLR):

@@ -1,6 +1,14 @@
 """Who attends to whom: branches, patterns and their geometry, as integers only."""
 
+from typing import TYPE_CHECKING
+
+from lightning_dilated._extensions import lazy_names
 from lightning_dilated.pattern.branch import Branch, Global, Window
 from lightning_dilated.pattern.pattern import DilatedPattern
 
-__all__ = ["Branch", "DilatedPattern", "Global", "Window"]
+if TYPE_CHECKING:
+    from lightning_dilated.ext.explain.explanation import Explanation
+
+__getattr__, __dir__ = lazy_names(__name__)
+
+__all__ = ["Branch", "DilatedPattern", "Explanation", "Global", "Window"]

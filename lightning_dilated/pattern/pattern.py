@@ -20,7 +20,7 @@ from lightning_dilated.pattern.rows import counts
 if TYPE_CHECKING:
     import torch
 
-    from lightning_dilated.ext.explain.explanation import Explanation
+    from lightning_dilated.pattern import Explanation
 
 
 OFFSETS = ("interleaved", "blocked")

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_dilated import LongNetClassifier, LongNetLM
 from lightning_dilated.callbacks import AttentionWriter, PredictionWriter
 from lightning_dilated.data import ByteDataModule, SlideDataModule, TokenDataModule, write_synthetic_slides
-from lightning_dilated.data.files import plain_field
+from lightning_dilated.ext.evaluation.predictions import plain_field
 
 from ..ext.slides.slides import encoder
 from ..models import PATTERN, SIZES, batch, loader, text, tiny, trainer

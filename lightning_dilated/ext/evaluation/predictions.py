@@ -16,8 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_dilated.data.files import guarded_field
-
 
 class PredictionWriter(BasePredictionWriter):
     """Writes `predictions.csv` into the run folder, batch by batch; if several ranks have different samples, one file
@@ -155,3 +153,22 @@ def _some(names: Any) -> str:
     """The first names, and how many there are."""
     shown = list(names)
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
+
+
+#: what a formula begins with, also in full-width letters; and the mark itself, so that it can be taken off again
+_MARKED = tuple("'=+-@\t\r\n＝＋－＠")
+
+
+def guarded_field(value: Any) -> Any:
+    """A word with ' in front if it begins with ' or like a formula; numbers, the strands + and -, and other words unchanged.
+
+    Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
+    programs and send data away; names of slides and classes come from other people's files.
+    """
+    marked = isinstance(value, str) and value.startswith(_MARKED) and value not in ("+", "-")
+    return f"'{value}" if marked else value
+
+
+def plain_field(text: str) -> str:
+    """The inverse of `guarded_field`."""
+    return text.removeprefix("'")

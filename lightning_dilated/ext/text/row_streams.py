@@ -22,12 +22,12 @@ from torch.utils.data import Dataset
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.packing import next_tokens
 from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.text.tokens import collate_documents
 from lightning_dilated.ext.text.block_cache import cache_root, opened, private_folder
 from lightning_dilated.ext.text.readers import Readers, open_readers
 from lightning_dilated.ext.text.rows import checked_sources
+from lightning_dilated.ext.text.store import next_tokens
 
 #: (row, its place) -> (tokens, whether each is to be learned), or None for a row that is left out
 Encode = Callable[[Any, str], tuple[np.ndarray, np.ndarray] | None]

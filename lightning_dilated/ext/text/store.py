@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
 from lightning_dilated.data.files import MARK
-from lightning_dilated.data.packing import next_tokens
+from lightning_dilated.data.packing import IGNORE
 from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.rows import Rows, each
@@ -179,3 +179,10 @@ class Conversations(Dataset):
                 tokens.append(torch.from_numpy(both[0][:: x.step].copy()))
                 labels.append(torch.from_numpy(both[1][:: x.step].copy()))
         return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}
+
+
+def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens (count,), labels (count,)): the next token where it is to be learned, else -100, also where there is none."""
+    labels = np.full(count, IGNORE, dtype=np.int64)
+    labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
+    return ids[:count], labels

@@ -11,15 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dilated._validation import integer, one_of
-from lightning_dilated.data.files import (
-    HINT,
-    MARK,
-    ByteStream,
-    collect_files,
-    file_suffixes,
-    files_of,
-    required_paths,
-)
+from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, files_of, required_paths
 from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, token_file

@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_dilated import DilatedPattern, LongNetLM, SequenceSpec
 from lightning_dilated.data import ChatDataModule
-from lightning_dilated.data.packing import PackedSamples, collate_pack, next_tokens
+from lightning_dilated.data.packing import PackedSamples, collate_pack
 from lightning_dilated.ext.text.messages import conversation
+from lightning_dilated.ext.text.store import next_tokens
 from lightning_dilated.ext.text.template import JsonTokenizer
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
