@@ -37,7 +37,7 @@ from lightning_dilated.checkpoint.state import bits, plain_tensors, unlike_repli
 from lightning_dilated.models.metrics import batches_in
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs_of_part
-from lightning_dilated.sequence import SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
+from lightning_dilated.sequence import SequenceGroup, SequenceSpec, sequence_sum
 from lightning_dilated.sequence.consensus import differing
 from lightning_dilated.sequence.ranges import clip
 from lightning_dilated.sequence.shard import Shard
@@ -671,7 +671,7 @@ MIXING: tuple[tuple[tuple[type, ...], str, str], ...] = (
 
 def _mixing_reason(module: nn.Module) -> tuple[str, str] | None:
     wide = isinstance(module, CONVOLUTION) and any(size > 1 for size in module.kernel_size)
-    if wide and not isinstance(module, SequenceConv1d):
+    if wide and not getattr(module, "reads_neighbours", False):
         return "reaches over the edge of a shard", HALO
     for kinds, why, remedy in MIXING:
         if isinstance(module, kinds):

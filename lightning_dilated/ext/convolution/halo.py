@@ -227,6 +227,8 @@ class SequenceConv1d(nn.Conv1d):
         ValueError: for a stride or padding: each token gives one token.
     """
 
+    reads_neighbours = True  # other ranks' tokens, so that it serves on shards
+
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, *, causal: bool = False, **options: Any
     ) -> None:

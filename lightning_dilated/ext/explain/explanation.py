@@ -122,6 +122,7 @@ class Explanation:
     """The result of `DilatedPattern.explain`; print it for the text.
 
     Attributes:
+        seq_len, num_heads, depth, causal: as passed.
         walls: positions that no information crosses from before, at any depth.
         dead_residues: (first layer with this pattern, branch number) -> residues (index mod r) that no head uses there.
         uncovered: share of (head, position) rows that no branch covers; their output is 0.
