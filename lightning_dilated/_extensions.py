@@ -105,10 +105,12 @@ COMMANDS = {
 
 #: what the core asks of an extension by the name of the task
 HOOKS = {
+    "advice about layouts": "explain.balance:balance_hint",
     "advice about patterns": "explain.advice:advice",
     "cache of a layer": "decoding.kv_cache:KVCache.of_layer",
     "caches of a stack": "decoding.kv_cache:new_caches",
     "check the name of a tokenizer": "text.any_tokenizer:checked_source",
+    "check of the first batch": "profiling.first_batch:check_first_batch",
     "checkpoint of regions": "regions.training:warn_of_other_regions",
     "cuda graphs": "graphs.cuda_graphs:CudaGraphs",
     "decoder of a folder": "transformers.lm:decoder_of",

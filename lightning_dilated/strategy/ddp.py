@@ -42,7 +42,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         allow: names of modules that mix tokens or samples and are correct nevertheless.
         process_group_backend: "nccl" or "gloo"; None: by the device.
         start_method: how further processes are started: "popen" runs the script again.
-        check_first_batch: compare one rank with all on the head of the first batch (see `strategy.checks`).
+        check_first_batch: compare one rank with all on the head of the first batch.
         find_unused_parameters: for models some of whose parameters take no part in a step; one rank does not need it.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
         global_batch: sequences of an optimizer step over all ranks, whatever their number: gradients accumulate over

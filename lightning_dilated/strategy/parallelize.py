@@ -40,19 +40,18 @@ from lightning_dilated.checkpoint.state import refuse_one_file
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.strategy.checks import (
-    Replicas,
     compare_loader,
     compare_settings,
     compare_training,
     optimizers_of,
     parameters_of,
-    refuse_callbacks,
-    refuse_mixing,
     settings_of,
 )
 from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import nccl_options, run_seed
 from lightning_dilated.strategy.preemption import Preemption
+from lightning_dilated.strategy.refusals import refuse_callbacks, refuse_mixing
+from lightning_dilated.strategy.replicas import Replicas
 
 if TYPE_CHECKING:
     from lightning_dilated.strategy.sequence_strategy import SequenceStrategy

@@ -18,10 +18,11 @@ from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
 from lightning_dilated._compat.lightning import attached_trainer, end_runs, is_over, set_device_mesh
+from lightning_dilated._extensions import hook
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.shard import SequenceSpec
 from lightning_dilated.strategy import checks
-from lightning_dilated.strategy.checks import Replicas, balance_hint, check_first_batch, computed_in
+from lightning_dilated.strategy.checks import computed_in
 from lightning_dilated.strategy.elastic import GlobalBatch, check_launched
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import (
@@ -36,6 +37,7 @@ from lightning_dilated.strategy.options import SequenceOptions
 from lightning_dilated.strategy.parallelize import forget_gradient_options, lasting_groups, parallelize
 from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
 from lightning_dilated.strategy.regions import TrainsInRegions
+from lightning_dilated.strategy.replicas import Replicas
 
 
 class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
@@ -287,8 +289,10 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)), self._trusting():
             output = super().training_step(*args, **kwargs)
-        if first and self.global_rank == 0 and (hint := balance_hint(self.lightning_module, self.sequence, batch)):
-            rank_zero_warn(hint)
+        if first and self.global_rank == 0:
+            hint = hook("advice about layouts")(self.lightning_module, self.sequence, batch)
+            if hint is not None:
+                rank_zero_warn(hint)
         return output
 
     def _trusting(self) -> AbstractContextManager[None]:
@@ -303,7 +307,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             with self.precision_plugin.train_step_context():
                 dtype = computed_in(self.lightning_module, self.root_device.type)
                 for part in checks.batches_of_loaders(self.lightning_module.trainer, batch):
-                    check_first_batch(self.lightning_module, part, self._spec(), self.sequence, dtype)
+                    hook("check of the first batch")(self.lightning_module, part, self._spec(), self.sequence, dtype)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,8 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import bits
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.strategy.checks import Replicas, compare_settings, parameters_of
+from lightning_dilated.strategy.checks import compare_settings, parameters_of
+from lightning_dilated.strategy.replicas import Replicas
 
 from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
 from .test_hooks import Numbers, Plain

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
+from lightning_dilated.ext.profiling import first_batch
 from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_mean
-from lightning_dilated.strategy import checks
 
 from .runs import Run, launched, make, trainer
 from .test_hooks import N, Numbers, Plain
@@ -151,11 +151,11 @@ def heads(rank, group, layout, tokens, first):
     }
     spec, ours = SequenceSpec({**dict.fromkeys(whole, 1), "last": -1}), SequenceGroup(group, layout=layout)
     with pytest.MonkeyPatch.context() as patch, Meter() as meter:
-        patch.setattr(checks, "HEAD", first)
+        patch.setattr(first_batch, "HEAD", first)
         batch = spec.cut(whole, Place(ours.ranks, ours.rank, layout))
         meter.reset_peak()
         before = meter.live
-        found = checks._head(batch, spec, ours)
+        found = first_batch._head(batch, spec, ours)
         more = meter.peak - before
     ours.close()
     want = {name: x[..., :first] if name == "last" else x[:, :first] for name, x in whole.items()}

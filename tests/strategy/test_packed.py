@@ -10,8 +10,8 @@ import torch
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy, SequenceSpec, SlideEncoder
 from lightning_dilated.data import ByteDataModule, SlideDataModule, write_synthetic_slides
 from lightning_dilated.data.packing import PackedSamples, PackingSampler
+from lightning_dilated.ext.profiling.first_batch import _first_documents
 from lightning_dilated.ext.slides.module import collate_slides
-from lightning_dilated.strategy.checks import _first_documents
 
 from ..ext.slides.slides import SIZES
 from .runs import Record, launched, trainer

@@ -111,7 +111,7 @@ def test_half_precision_with_a_scaler():
     ],
 )
 def test_callbacks_that_do_not_go_with_regions(callback, words):
-    from lightning_dilated.strategy.checks import refuse_callbacks
+    from lightning_dilated.strategy.refusals import refuse_callbacks
 
     built = trainer("ring_dilated", 1, callbacks=[callback], enable_checkpointing=True)
     refuse_callbacks(built, "RingDilatedStrategy", MeshSizes(4), False)
