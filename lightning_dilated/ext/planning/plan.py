@@ -125,7 +125,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
     base, setup = measured_machine(), case.setup
     own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes = [
-        "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
+        "memory: the model's own step is run under fake tensors at two lengths, and what it holds is "
         "counted; the op's workspace follows from its own chunks. Compiled blocks save what Inductor's partitioner decides; "
         "its kernels are modelled.",
         f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
@@ -362,7 +362,7 @@ def _details(case: Case, row: Row) -> list[str]:
     if memory.states:
         lines += [f"  {'states on the host':<22}{memory.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
     else:
-        end = moved_as_fit_ends(case.footprint(row.settings), case.facts.depth, case.setup)
+        end = moved_as_fit_ends(case.footprint(row.settings), case.setup)
         over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
         lines += [
             f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"

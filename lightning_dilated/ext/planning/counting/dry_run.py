@@ -143,7 +143,7 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
-#: the stack of blocks whose depth a count varies, and whose parts have no name in front
+#: the stack of blocks whose parts have no name in front
 MAIN = "transformer"
 #: loops over tiles, by where they are called
 LOOPS = [
@@ -234,10 +234,18 @@ def step(
         for name, stack in parts.items():
             for i, block in enumerate(stack.blocks):
                 _Marks(i, tape, name).put_on(block)
+        tape.blocks = [_bytes(block) for block in parts[MAIN].blocks]
+        tape.whole = _bytes(model)
         with _tiles_apart(tape):
             _run(model, data, context, tape)
     del tape.pieces[0]
     return tape
+
+
+def _bytes(module: nn.Module) -> tuple[int, int]:
+    """Bytes of a module's parameters, and of the trained ones."""
+    parameters = list(module.parameters())
+    return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
 
 
 #: a stack of blocks with `attentions` and `sizes`: a DilatedTransformer, or the layers of another library's decoder

@@ -281,6 +281,11 @@ class Tape(Meter):
         super().__init__(labels=self._after, **options)
         self.pieces: list[Piece] = []
         self.part: tuple = ("before",)
+        #: bytes that lived when a part began
+        self.begun: dict[tuple, int] = {}
+        #: bytes of parameters, and of the trained ones: of each block of the main stack, and of the model
+        self.blocks: list[tuple[int, int]] = []
+        self.whole = (0, 0)
         self.parameters: Sequence[nn.Parameter] = ()
         #: bytes of the hidden states that go into the first block of a stack, by the stack's name
         self.hidden: dict[str, int] = {}
@@ -294,6 +299,7 @@ class Tape(Meter):
         """End the piece; what follows is a part of the step, or goes on with the last one."""
         self._cut()
         self.part = part or self.part
+        self.begun.setdefault(self.part, self.live)
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run` as a piece of its own, which separates what a loop over tiles holds from what is held around it."""
