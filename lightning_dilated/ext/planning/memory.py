@@ -184,8 +184,7 @@ class Memory:
     Attributes:
         kinds: by kind of memory; they add up to `peak`.
         host: pinned host memory of the rank, for block inputs.
-        moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward. Where layers
-            differ, a number in place of "last" is that of a layer, from 1.
+        moment: the part of the step with the peak, such as ("backward", 0): the first block's backward.
         exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
         carried: of `peak`, what a stream carries from chunk to chunk.

@@ -351,7 +351,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 def _details(case: Case, row: Row) -> list[str]:
     """Memory and time by kind, and the exchange, of the recommended setting."""
     memory, time = row.memory, row.time
-    parts = " ".join(map(str, memory.moment))
+    parts = " ".join(f"layer {x + 1}" if isinstance(x, int) else x for x in memory.moment)
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
     lines += [f"  {kind:<22}{memory.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in memory.kinds]
     lines += [f"  {'peak':<22}{memory.peak / GIB:>9.2f} GiB, in: {parts}"]

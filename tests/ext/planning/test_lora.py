@@ -71,9 +71,7 @@ def test_a_real_step_keeps_what_was_planned(make, batch, policy):
     tensors."""
     settings = MemorySettings(policy)
     found = footprint(subject_of(make(), "32-true", settings), (3072, 5120))
-    between, last = (
-        next(m for m in found.moments if m.part == part) for part in (("between",), ("backward", 3))
-    )
+    between, last = (next(m for m in found.moments if m.part == part) for part in (("between",), ("backward", 3)))
     model, data = built(make(), settings), batch()
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)

@@ -25,7 +25,7 @@ from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.ext.convolution import convolution
-from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces, of_layer
+from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.slides.longvit import image_patches
@@ -33,7 +33,7 @@ from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.sequence import group
+from lightning_dilated.sequence.group import no_sequence
 
 
 @contextlib.contextmanager
@@ -261,10 +261,7 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     """Put compiled pieces into the blocks, made for this batch."""
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
-    layers = frozenset(of_layer(block) for block, _ in named)
-    positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
-    shapes = tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
-    key = model.transformer.memory, layers, positions, shapes
+    key = model.transformer.memory, tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
     if key not in graphs.ready:
         with context, torch.no_grad():
             model.token_mean(data)
@@ -315,12 +312,7 @@ def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Within, the sequence and the gradient mode of a surrounding run have no effect."""
-    with (
-        group.no_sequence(),
-        compat.replaced(group, "_groups", {}),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with no_sequence(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 

@@ -24,7 +24,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.pattern.rows import shortest_cycle
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import without_starts
 
@@ -90,9 +90,7 @@ def _checked(model: DilatedModule) -> DilatedModule:
     """The model with its layers, built without memory, if it can be counted."""
     name, depth = type(model).__name__, getattr(model, "depth", None)
     if not isinstance(depth, int):
-        raise ValueError(
-            f"{name} has no depth, the number of blocks that its build() makes."
-        )
+        raise ValueError(f"{name} has no depth, the number of blocks that its build() makes.")
     built = blank(model.planning_copy, depth)
     by_name = stacks(built)
     if next(iter(by_name), None) != MAIN or len(by_name) > 2 or len(by_name[MAIN].blocks) != depth:
