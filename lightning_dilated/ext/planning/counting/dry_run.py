@@ -27,6 +27,7 @@ from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
+from lightning_dilated.ext.planning.counting.repeats import shorten
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.slides.longvit import image_patches
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
@@ -225,6 +226,7 @@ def step(
             model.configure_model()
         model.train()
         data, parts = batch(), stacks(model)
+        repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
             stack.memory = memory
         context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
@@ -239,6 +241,8 @@ def step(
         with _tiles_apart(tape):
             _run(model, data, context, tape)
     del tape.pieces[0]
+    for repeat in reversed(repeats):
+        repeat.lengthen(tape)
     return tape
 
 

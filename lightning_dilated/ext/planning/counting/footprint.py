@@ -17,6 +17,7 @@ from typing import Any
 from lightning_dilated.ext.planning.counting import dry_run
 from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter, Piece, Tape
+from lightning_dilated.ext.planning.counting.repeats import BLOCKS
 from lightning_dilated.ext.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
 from lightning_dilated.ext.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.ext.planning.simulating.simulation import moves_of
@@ -32,8 +33,6 @@ from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_probl
 SIZES = (1 << 17, 1 << 18)
 #: counted lengths are multiples of this many tokens: images come in rows of patches
 GRAIN = 2048
-#: parts of a step that each block of the first stack has
-BLOCKS = ("forward", "behind", "backward")
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,8 @@ def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
     """Bytes that the first 0, 1, ... blocks save for the backward."""
     if settings.policy == "block":  # what else lives in its forward are autocast's copies of weights
         return [-(-i // settings.every) * step.hidden[dry_run.MAIN] for i in range(depth + 1)]
-    ends = [*(step.begun["forward", i] for i in range(depth)), step.begun["behind", depth - 1]]
+    begun = {piece.part: piece.begin for piece in reversed(step.pieces)}
+    ends = [*(begun["forward", i] for i in range(depth)), begun["behind", depth - 1]]
     return [end - ends[0] for end in ends]
 
 
