@@ -47,15 +47,15 @@ def test_numbers_are_those_of_planning(cli):
     assert result.code == 0, result.err
     model = asked(*SIZES).model
     found = footprint(subject_of(model, memory=MemorySettings("block")))
-    x = memory(found, 2, 1 << 20)
+    x = memory(found, 1 << 20)
     longest, gib, host, *_ = row(result, "block")
     assert gib == pytest.approx(x.peak / GIB, abs=0.05) and host == 0
-    assert memory(found, 2, int(longest)).peak <= 0.97 * 139.8 * GIB
+    assert memory(found, int(longest)).peak <= 0.97 * 139.8 * GIB
     for name, size in x.kinds.items():
         assert kind(result, name) == pytest.approx(size / GIB, abs=0.005)
     assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
     (end,) = (line.split() for line in result.out.splitlines() if "as fit ends" in line)
-    assert float(end[3]) == pytest.approx(moved_as_fit_ends(found, 2, Setup()) / GIB, abs=0.005)
+    assert float(end[3]) == pytest.approx(moved_as_fit_ends(found, Setup()) / GIB, abs=0.005)
 
 
 def test_links_are_those_of_the_gpu(cli, tmp_path):

@@ -56,7 +56,7 @@ def test_images(cli, recipe):
     out = " ".join(result.out.split())
     assert "a token is a patch of 32 x 32 pixels of an image" in out and "table of 128 x 128 patches" in out
     found = footprint(subject_of(asked("--config", path).model, memory=MemorySettings("block")))
-    peak = memory(found, 2, 1 << 20, Setup("ring_dilated")).peak / GIB
+    peak = memory(found, 1 << 20, Setup("ring_dilated")).peak / GIB
     (row,) = (line for line in result.out.splitlines() if line.startswith("* block  "))
     assert float(row.split()[3]) == pytest.approx(peak, abs=0.05)
 

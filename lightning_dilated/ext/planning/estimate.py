@@ -406,7 +406,7 @@ class Case:
         """What a rank holds with N tokens; `rows`: the exchange's memory, where it is known."""
         if in_chunks(settings, tokens):
             return self._stream_memory(settings, tokens)
-        return memory(self.footprint(settings), self.facts.depth, tokens, self.setup, rows)
+        return memory(self.footprint(settings), tokens, self.setup, rows)
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
         """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
@@ -445,7 +445,7 @@ class Case:
             return self._stream_time(settings, tokens)
         away = 0
         if settings.offload:
-            away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
+            away = on_host(self.footprint(settings), -(-tokens // self.setup.ranks))
         return estimate(self._in_tiles(settings, tokens), settings, tokens, self.setup, self.gpu, away)
 
     def _in_tiles(self, settings: MemorySettings, tokens: int) -> Facts:
@@ -500,7 +500,7 @@ class Case:
     @property
     def room(self) -> float:
         """GiB of host memory left for block inputs."""
-        states = states_on_host(self.footprint(MemorySettings()), self.facts.depth, self.setup)
+        states = states_on_host(self.footprint(MemorySettings()), self.setup)
         return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_dilated._validation import integer, one_of
-from lightning_dilated.ext.planning.counting.footprint import Exchanged, Footprint, Moment, Place, of_subject, sharded
+from lightning_dilated.ext.planning.counting.footprint import Exchanged, Footprint, Moment, of_subject, sharded
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
     EXCHANGE,
@@ -184,8 +184,7 @@ class Memory:
     Attributes:
         kinds: by kind of memory; they add up to `peak`.
         host: pinned host memory of the rank, for block inputs.
-        moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward. Where layers
-            differ, a number in place of "last" is that of a layer, from 1.
+        moment: the part of the step with the peak, such as ("backward", 0): the first block's backward.
         exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
         carried: of `peak`, what a stream carries from chunk to chunk.
@@ -204,16 +203,13 @@ class Memory:
         return sum(self.kinds.values())
 
 
-def memory(
-    footprint: Footprint, depth: int, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None
-) -> Memory:
+def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
     What a second stack saves is counted as temporary.
 
     Args:
         footprint: what the model holds with its memory settings.
-        depth: its layers.
         tokens: N.
         rows: memory of the exchange, where it is known.
 
@@ -225,29 +221,26 @@ def memory(
     exchange = setup.exchange, setup.links, setup.exchange_memory
     rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *exchange)
     local = -(-tokens // setup.ranks)
-    size = footprint.hidden * local
-    away = _offloaded_inputs(footprint, depth, size)
+    away = _offloaded_inputs(footprint, footprint.hidden * local)
     calls = [sharded(subject.call, tokens, setup.ranks, rows)]
     if subject.decoder is not None:
         calls.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
-    # the inputs of all but a few groups being away, those before the last hold as much, and later ones' gradients
-    places = footprint.places(depth, gradients=away > 1)
-    at = functools.partial(_at, footprint, depth=depth, tokens=local, calls=calls, setup=setup, rows=rows, away=away)
-    best = max(((at(place), place.part) for place in places), key=lambda x: sum(x[0].values()))
-    return Memory(best[0], on_host(footprint, depth, local), best[1], rows, states_on_host(footprint, depth, setup))
+    at = functools.partial(_at, footprint, tokens=local, calls=calls, setup=setup, rows=rows, away=away)
+    best = max(((at(x), x.part) for x in footprint.moments), key=lambda x: sum(x[0].values()))
+    return Memory(best[0], on_host(footprint, local), best[1], rows, states_on_host(footprint, setup))
 
 
-def on_host(footprint: Footprint, depth: int, tokens: int) -> int:
+def on_host(footprint: Footprint, tokens: int) -> int:
     """Bytes of offloaded block inputs, with L tokens; each stack has a budget of its own."""
     settings, decoder = footprint.subject.memory, footprint.subject.decoder
     size, inner = footprint.hidden * tokens, footprint.inner * tokens
     of_decoder = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
-    return _offloaded_inputs(footprint, depth, size) * size + of_decoder
+    return _offloaded_inputs(footprint, size) * size + of_decoder
 
 
-def _offloaded_inputs(footprint: Footprint, depth: int, size: int) -> int:
+def _offloaded_inputs(footprint: Footprint, size: int) -> int:
     """The number of offloaded block inputs of the first stack."""
-    return offloaded(footprint.subject.memory, depth, size, footprint.first_kept)
+    return offloaded(footprint.subject.memory, footprint.subject.depth, size, footprint.first_kept)
 
 
 def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
@@ -281,7 +274,7 @@ def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
     return max(0, inputs) * size
 
 
-def states_on_host(footprint: Footprint, depth: int, setup: Setup) -> int:
+def states_on_host(footprint: Footprint, setup: Setup) -> int:
     """Bytes of host memory for a rank's shard of parameters, gradients and optimizer states; 0 without cpu_offload.
 
     Parameters and gradients are pinned, each in a buffer that torch rounds up to a power of two.
@@ -290,15 +283,15 @@ def states_on_host(footprint: Footprint, depth: int, setup: Setup) -> int:
         return 0
     size = footprint.parameter_size
     part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
-    shapes = _shapes(footprint.subject.make, depth)
+    shapes = _shapes(footprint.subject.make, footprint.subject.depth)
     locked = sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)
-    return locked + _states(-(-footprint.trained(depth) // setup.ranks), size, setup)
+    return locked + _states(-(-footprint.trained // setup.ranks), size, setup)
 
 
-def moved_as_fit_ends(footprint: Footprint, depth: int, setup: Setup) -> int:
+def moved_as_fit_ends(footprint: Footprint, setup: Setup) -> int:
     """Bytes of a rank's parameters, gradients and optimizer states, which Lightning moves to the host when a fit ends."""
-    trained = footprint.trained(depth)
-    whole = footprint.parameters(depth) + trained + _states(trained, footprint.parameter_size, setup)
+    trained = footprint.trained
+    whole = footprint.parameters + trained + _states(trained, footprint.parameter_size, setup)
     return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole
 
 
@@ -320,64 +313,58 @@ def _states(parameters: int, size: int, setup: Setup) -> int:
 
 def _at(
     footprint: Footprint,
-    place: Place,
-    depth: int,
+    moment: Moment,
     tokens: int,
     calls: list[OpCall],
     setup: Setup,
     rows: Exchanged,
     away: int,
 ) -> dict[str, int]:
-    """Bytes by kind at a place; `away`: block inputs that are offloaded."""
-    moment, size = place.moment, footprint.hidden * tokens
-    held, kept = footprint.held_at(place, depth, tokens), footprint.saved_at(place, depth, tokens)
-    if footprint.kept(moment, tokens) > 0 and away:
-        through = footprint.through(place, depth)
-        sent = min(away, -(-through // footprint.subject.period) - footprint.first_kept)
-        less = max(0, sent - _beside(footprint, moment, through, sent)) * size
-        held, kept = held - less, kept - less
+    """Bytes by kind at a moment; `away`: block inputs that are offloaded."""
+    held, saved = footprint.held(moment, tokens), footprint.saved(moment, tokens)
+    if saved and away:
+        less = _on_host_only(footprint, moment, away) * footprint.hidden * tokens
+        held, saved = held - less, saved - less
     held -= _decoder_away(footprint, moment, tokens)
-    parameters = footprint.parameters(depth)
-    gradients = footprint.static_at(place, depth) - parameters
-    kinds = _static(footprint, depth, parameters, gradients, moment, setup)
-    kinds[ACTIVATIONS] = kept
-    kinds[EXCHANGE] = _exchange(footprint, place, depth, rows)
+    kinds = _static(footprint, moment, setup)
+    kinds[ACTIVATIONS] = saved
+    kinds[EXCHANGE] = _exchange(footprint, moment, rows)
     call = calls[moment.decoding]
     room = footprint.room(moment, call)
-    kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
+    kinds[TEMPORARY] = held - saved + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
     return {kind: n for kind, n in kinds.items() if n}
 
 
-def _beside(footprint: Footprint, moment: Moment, depth: int, away: int) -> int:
-    """The number of offloaded block inputs that are on the GPU as well, of those of the first `depth` layers."""
-    period, first = footprint.subject.period, footprint.first_kept
-    # where the last group's input is offloaded, its GPU copy is freed in the backward only
-    last = away >= -(-depth // period) - first
-    if moment.part[0] == "backward":  # the next one is fetched during a group's first block
-        return last + (moment.part[2] == 0)
-    blocks = moment.part[0] in ("forward", "behind") and moment.part != ("behind", "last", period - 1)
-    return last + (blocks and not first)  # the caller of the blocks holds the first one's input
+def _on_host_only(footprint: Footprint, moment: Moment, away: int) -> int:
+    """The number of block inputs that are on the host and not on the GPU; `away`: those offloaded in all."""
+    first, group = footprint.first_kept, moment.group
+    # the GPU's copy of a group's input is freed when the next one is sent; in the backward it is back
+    own = first <= group < first + away
+    if moment.phase == "backward" and not moment.decoding:  # the next one is fetched during a group's first block
+        others = moment.within == 0 and group > first
+    else:  # the caller of the blocks holds the first one's input
+        others = moment.within is not None and not first
+    return max(0, min(away, group + 1 - first) - own - others)
 
 
-def _static(
-    footprint: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
-) -> dict[str, int]:
+def _static(footprint: Footprint, moment: Moment, setup: Setup) -> dict[str, int]:
     """Parameters, gradients and states on a rank."""
-    trained = footprint.trained(depth)
+    parameters, trained = footprint.parameters, footprint.trained
+    gradients = moment.static - parameters
     states = _states(trained, footprint.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
         averaged = setup.strategy == "ring_dilated" and setup.ranks * setup.data_ranks > 1
         buckets = trained if averaged else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
-    used = set(footprint.kinds(depth))
     decoder = footprint.subject.decoder
     inner = decoder.parameters * footprint.parameter_size if decoder else 0  # of a block of the second stack
-    edge = footprint.parameters(0) - (decoder.depth * inner if decoder else 0)
+    sizes, trained_sizes = zip(*footprint.blocks, strict=True)
+    edge = parameters - sum(sizes) - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
     # gathered: parameters of this block, of the next one, and of what is in no block; unreduced: gradients of two blocks
-    widest = max(inner, *(footprint.block_parameters[kind] for kind in used))
+    widest = max(inner, *sizes)
     gathered = 2 * widest + edge
-    block_gradients = max(inner, *(footprint.block_gradients[kind] for kind in used))
+    block_gradients = max(inner, *trained_sizes)
     unreduced = 2 * block_gradients if moment.phase in ("backward", "first", "after") else 0
     if unreduced:  # gradients of the output projection and the last norm stay unsharded until the backward is done
         edge_gradients = max(0, footprint.edge_gradients - (decoder.depth * inner if decoder else 0))
@@ -388,13 +375,12 @@ def _static(
     return {PARAMETERS: share(parameters) + gathered, GRADIENTS: share(gradients) + unreduced, OPTIMIZER: share(states)}
 
 
-def _exchange(footprint: Footprint, place: Place, depth: int, rows: Exchanged) -> int:
+def _exchange(footprint: Footprint, moment: Moment, rows: Exchanged) -> int:
     """Rows of other ranks: those that layers save, and those of the running call."""
-    keeps, moment = footprint.subject.memory.policy != "block", place.moment
-    layers = {"first": 1, "last": footprint.through(place, depth)}.get(moment.end or "", 0)
+    keeps, outside = footprint.subject.memory.policy != "block", moment.part in (("between",), ("head",))
+    layers = footprint.layers(moment) if moment.within is not None or moment.decoding or outside else 0
     kept, decoder, inner = 0, footprint.subject.decoder, rows.decoder or Exchanged()
-    if moment.decoding or moment.part in (("between",), ("head",)):
-        layers = depth  # all of the first stack, and at most all of the second
+    if moment.decoding or outside:  # all of the first stack, and at most all of the second
         kept = inner.kept * (decoder.depth if decoder and keeps else 1)
     kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)
     running = inner if moment.decoding else rows

@@ -125,7 +125,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
     base, setup = measured_machine(), case.setup
     own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes = [
-        "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
+        "memory: the model's own step is run under fake tensors at two lengths, and what it holds is "
         "counted; the op's workspace follows from its own chunks. Compiled blocks save what Inductor's partitioner decides; "
         "its kernels are modelled.",
         f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
@@ -351,7 +351,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 def _details(case: Case, row: Row) -> list[str]:
     """Memory and time by kind, and the exchange, of the recommended setting."""
     memory, time = row.memory, row.time
-    parts = " ".join(map(str, memory.moment))
+    parts = " ".join(f"layer {x + 1}" if isinstance(x, int) else x for x in memory.moment)
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
     lines += [f"  {kind:<22}{memory.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in memory.kinds]
     lines += [f"  {'peak':<22}{memory.peak / GIB:>9.2f} GiB, in: {parts}"]
@@ -362,7 +362,7 @@ def _details(case: Case, row: Row) -> list[str]:
     if memory.states:
         lines += [f"  {'states on the host':<22}{memory.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
     else:
-        end = moved_as_fit_ends(case.footprint(row.settings), case.facts.depth, case.setup)
+        end = moved_as_fit_ends(case.footprint(row.settings), case.setup)
         over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
         lines += [
             f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"

@@ -35,7 +35,7 @@ def kept(model, batch):
 def planned(model, tokens):
     found = footprint(subject_of(model, "32-true", compile_blocks=False), (1024, 2048))
     (between,) = (m for m in found.moments if m.part == ("between",))
-    return found.held(between, model.depth, tokens)
+    return found.held(between, tokens)
 
 
 @pytest.mark.parametrize("make", [Signals, OwnInit])

@@ -1,6 +1,7 @@
 """Memory of a step: beside peaks that were measured, exact against full steps of other sizes, and by kind."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.candidates import candidates, recommended
 from lightning_dilated.ext.planning.counting import dry_run as trial
 from lightning_dilated.ext.planning.counting.compiled import Graphs
-from lightning_dilated.ext.planning.counting.footprint import _named, footprint
+from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import OPTIMIZER, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, last_true
@@ -58,7 +59,7 @@ def test_measured(case):
     found = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
     for tokens, ranks, gib in MEASURED[case]:
         beside = 2 if strategy == "ring_dilated" else 1  # in these runs DDP wrapped a GPU alone, too
-        peak = memory(found, 12, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
+        peak = memory(found, tokens, Setup(strategy, ranks, data_ranks=beside)).peak / GIB
         assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
 
 
@@ -67,7 +68,7 @@ def test_bytes_of_a_logit(compiled, each):
     """Compiled the loss holds logits and their gradient, in 16 bits; else logits, these in fp32 and their logarithms."""
     words = 1 << 17
     found = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
-    few, many = (memory(found, 3, tokens).peak for tokens in (1 << 14, 1 << 15))
+    few, many = (memory(found, tokens).peak for tokens in (1 << 14, 1 << 15))
     assert (many - few) / (words << 14) == pytest.approx(each, rel=0.01)
 
 
@@ -84,21 +85,18 @@ SETTINGS = {
 
 
 def check(subject, depth, tokens):
-    """The footprint's integers beside a full step's of another depth and length."""
-    found = footprint(subject, (3072, 4096))
+    """The footprint's integers beside a step's of another length."""
+    subject = replace(subject, depth=depth)
+    counted = footprint(subject, (3072, 4096))
     graphs = Graphs(Tape()) if subject.compile_blocks else None
     tape = trial.step(
         lambda: subject.make(depth), lambda: subject.batch(tokens), subject.precision, subject.memory, graphs
     )
-    full = list(_named(tape.pieces, depth, subject.period))
-    assert len(full) == len(found.moments) > 10
-    for moment, (key, piece) in zip(found.moments, full, strict=True):
-        assert (moment.part, moment.piece.op, moment.piece.heads) == (key, piece.op, piece.heads)
-        assert found.static(moment, depth) == piece.static
-        assert found.held(moment, depth, tokens) == piece.peak - piece.static, (key, piece)
-    # what was left out, blocks in the middle, never holds more than the first or the last
-    middle = max(p.peak - p.static for p in tape.pieces)
-    assert middle == max(found.held(m, depth, tokens) for m in found.moments)
+    assert len(tape.pieces) == len(counted.moments) > 10
+    for moment, piece in zip(counted.moments, tape.pieces, strict=True):
+        assert (moment.part, moment.piece.op, moment.piece.heads) == (piece.part, piece.op, piece.heads)
+        assert moment.static == piece.static
+        assert counted.held(moment, tokens) == piece.peak - piece.static, piece
 
 
 @pytest.mark.parametrize("name, depth", [
@@ -110,7 +108,7 @@ def check(subject, depth, tokens):
     pytest.param("groups, tiles, heads", 8, marks=pytest.mark.slow),
     pytest.param("tiles, all kept", 5, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_depth_and_length_are_exact(name, depth):
+def test_length_is_exact(name, depth):
     check(subject_of(lm(num_kv_heads=2), "bf16-mixed", SETTINGS[name]), depth, 5120)
 
 
@@ -140,24 +138,24 @@ def test_exact_with_kernels_of_convolutions(compiled, monkeypatch):
         by_torch = footprint(subject, (3072, 4096))
     check(subject, 4, 5120)
     by_kernels, row = footprint(subject, (3072, 4096)), 64 * 2
-    saved = [x.kept(next(m for m in x.moments if m.part == ("head",)), 1 << 20) >> 20 for x in (by_kernels, by_torch)]
+    saved = [x.saved(next(m for m in x.moments if m.part == ("head",)), 1 << 20) >> 20 for x in (by_kernels, by_torch)]
     # by kernels the projection of q, too, of which the rows are slices
-    assert saved[0] - saved[1] == row
+    assert saved[0] - saved[1] == 3 * row
 
 
 def test_parameters_and_gradients_are_the_models():
     model = lm()
     found = footprint(subject_of(model, "32-true"), (1024, 2048))
-    real = sum(p.nbytes for p in lm(depth=5).parameters())
-    assert found.parameters(5) == real
-    assert {found.static(m, 5) for m in found.moments if m.part[0] == "forward"} == {2 * real}
+    real = sum(p.nbytes for p in lm().parameters())
+    assert found.parameters == real
+    assert {m.static for m in found.moments if m.part[0] == "forward"} == {2 * real}
     assert found.hidden == 64 * 4
 
 
 @pytest.mark.parametrize("precision, size", [("bf16-mixed", 4), ("bf16-true", 2), ("32-true", 4)])
 def test_states_by_precision(precision, size):
     found = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
-    kinds = memory(found, 3, 4096).kinds
+    kinds = memory(found, 4096).kinds
     assert kinds[OPTIMIZER] == 2 * kinds[PARAMETERS] == 2 * size * sum(p.numel() for p in lm().parameters())
 
 
@@ -167,7 +165,7 @@ def test_settings_save_what_they_should():
     peaks = []
     for name in order:
         found = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
-        peaks.append(memory(found, 12, 1 << 20).peak)
+        peaks.append(memory(found, 1 << 20).peak)
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
 
 

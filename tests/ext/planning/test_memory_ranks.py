@@ -44,8 +44,8 @@ def counted():
 
 
 def test_ddp_has_buckets(counted):
-    one, two = (memory(counted, 8, 1 << 14, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
-    assert memory(counted, 8, 1 << 14, Setup("ring_dilated")) == one  # alone it averages with no other
+    one, two = (memory(counted, 1 << 14, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
+    assert memory(counted, 1 << 14, Setup("ring_dilated")) == one  # alone it averages with no other
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == one.kinds[PARAMETERS]
     assert {k: v for k, v in one.kinds.items() if k != GRADIENTS} == {
         k: v for k, v in two.kinds.items() if k != GRADIENTS
@@ -53,14 +53,14 @@ def test_ddp_has_buckets(counted):
 
 
 def test_buckets_hold_the_gradients_whatever_their_size(counted):
-    few, many = (memory(counted, 8, 1 << 14, Setup("ring_dilated", 2, 2, bucket_cap_mb=x)) for x in (None, 1))
+    few, many = (memory(counted, 1 << 14, Setup("ring_dilated", 2, 2, bucket_cap_mb=x)) for x in (None, 1))
     assert few.kinds == many.kinds and few.peak == many.peak
 
 
 def test_fsdp_deals_parameters(counted):
-    whole = counted.parameters(8)
-    block = counted.parameters(8) - counted.parameters(7)
-    x = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
+    whole = counted.parameters
+    block = counted.blocks[0][0]
+    x = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
     assert x.kinds[PARAMETERS] == -(-whole // 4) + 2 * block + (whole - 8 * block)
     assert x.kinds[OPTIMIZER] == -(-2 * whole // 4)
 
@@ -71,18 +71,17 @@ def test_the_output_projection_has_its_whole_gradient(offload):
     model = lm(vocab_size=4096, tie_embeddings=False)
     found = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
     setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
-    parts = {m.part[:2]: m for m in found.moments}
-    late, early = parts["backward", "last"], parts[("head",)]
-    gradients = [_static(found, 3, found.parameters(3), g, m, setup)[GRADIENTS] for m, g in ((late, size), (early, 0))]
+    parts = {m.part: m for m in found.moments}
+    gradients = [_static(found, parts[part], setup)[GRADIENTS] for part in (("backward", 2), ("head",))]
     assert gradients[0] >= size and gradients[1] == 0
 
 
 def test_cpu_offload_leaves_gathered_blocks(counted):
     """On the GPU; on the host parameters and gradients are in buffers of powers of two, and states as they are."""
-    whole, block = counted.parameters(8), counted.parameters(8) - counted.parameters(7)
+    whole, block = counted.parameters, counted.blocks[0][0]
     edge = whole - 8 * block
-    plain = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
-    x = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, cpu_offload=True))
+    plain = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
+    x = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, cpu_offload=True))
     assert x.kinds[PARAMETERS] == 2 * block + edge + -(-block // 4) and OPTIMIZER not in x.kinds
     norm = 64 * 4  # the last norm's gradient is whole until the backward is done
     assert x.kinds.get(GRADIENTS, 0) in (0, 2 * block + -(-block // 4) + norm)
@@ -93,7 +92,7 @@ def test_cpu_offload_leaves_gathered_blocks(counted):
     locked = lambda p: 1 << (-(-p.shape[0] // 4) * p[0].numel() * 4 - 1).bit_length()  # noqa: E731
     own = sum(locked(p) for p in model.parameters())
     assert x.states == 2 * own + 2 * -(-whole // 4)
-    less = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, "adamw8bit", cpu_offload=True))
+    less = memory(counted, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, "adamw8bit", cpu_offload=True))
     assert less.states < x.states
 
 
@@ -110,8 +109,8 @@ def test_host_memory_limits_cpu_offload():
 
 
 def test_eight_bit_states(counted):
-    numbers = counted.parameters(8) // 4
-    assert memory(counted, 8, 4096, Setup(optimizer="adamw8bit")).kinds[OPTIMIZER] == round(numbers * (2 + 8 / 256))
+    numbers = counted.parameters // 4
+    assert memory(counted, 4096, Setup(optimizer="adamw8bit")).kinds[OPTIMIZER] == round(numbers * (2 + 8 / 256))
 
 
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
@@ -128,7 +127,7 @@ def test_kept_rows_by_policy():
     under_way = lambda x: {0, x.exchange.forward, x.exchange.backward}  # noqa: E731 - outside of the op, or in it
     for name, layers in (("attention-kept", 8), ("block", 1)):
         found = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
-        x = memory(found, 8, 1 << 14, Setup("ring_dilated", 4, 4))
+        x = memory(found, 1 << 14, Setup("ring_dilated", 4, 4))
         assert x.exchange.kept > 0 and x.kinds[EXCHANGE] - layers * x.exchange.kept in under_way(x)
 
 
@@ -142,7 +141,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
     found = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
-    assert memory(found, 4, 256).host == model.transformer._host.bytes
+    assert memory(found, 256).host == model.transformer._host.bytes
 
 
 def test_what_lightning_moves_as_fit_ends():
@@ -156,22 +155,22 @@ def test_what_lightning_moves_as_fit_ends():
     optimizer.step()
     states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
     whole = sum(x.nbytes for x in (*model.parameters(), *(p.grad for p in model.parameters()), *states))
-    assert moved_as_fit_ends(found, 3, Setup()) == moved_as_fit_ends(found, 3, Setup("ring_dilated", 4, 4)) == whole
-    assert moved_as_fit_ends(found, 3, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
+    assert moved_as_fit_ends(found, Setup()) == moved_as_fit_ends(found, Setup("ring_dilated", 4, 4)) == whole
+    assert moved_as_fit_ends(found, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
 
 
 def test_offloading_frees_the_gpu(counted):
-    here = memory(counted, 8, 1 << 18)
+    here = memory(counted, 1 << 18)
     subject = replace(counted.subject, memory=MemorySettings("block", offload=0.5))
-    away = memory(replace(counted, subject=subject), 8, 1 << 18)
+    away = memory(replace(counted, subject=subject), 1 << 18)
     one = counted.hidden << 18
     assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one is still on its way
     assert here.kinds[ACTIVATIONS] == 8 * one and away.kinds[ACTIVATIONS] == 5 * one
     subject = replace(counted.subject, memory=MemorySettings("block", offload=1.0))
-    all_away = memory(replace(counted, subject=subject), 8, 1 << 18)
+    all_away = memory(replace(counted, subject=subject), 1 << 18)
     assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one is used, the next on its way back
     # as much waits for the second block, which finds the gradients of six more
-    gradients = 6 * (counted.parameters(8) - counted.parameters(7))
-    assert all_away.moment[:2] == ("backward", "second") and here.moment[:2] == ("backward", "last")
+    gradients = 6 * counted.blocks[0][0]
+    assert all_away.moment == ("backward", 1) and here.moment == ("backward", 7)
     assert all_away.kinds[GRADIENTS] - here.kinds[GRADIENTS] == gradients
     assert here.peak - all_away.peak == 6 * one - gradients

@@ -100,8 +100,8 @@ def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
         parameters = meter.track(made.parameters(), PARAMETERS)
         loss, _ = made.token_mean(data)
         kept = meter.live - parameters
-    assert loss.requires_grad and parameters == found.parameters(4)
-    assert kept == pytest.approx(found.held(between, 4, tokens), rel=tolerance)
+    assert loss.requires_grad and parameters == found.parameters
+    assert kept == pytest.approx(found.held(between, tokens), rel=tolerance)
 
 
 def test_hidden_states_by_stack():
@@ -119,7 +119,7 @@ def test_host_memory_is_what_training_takes(offload):
     model.token_mean(slide(255))[0].backward()
     found = counted(settings=MemorySettings("block"))
     found = replace(found, subject=replace(found.subject, memory=settings))
-    assert memory(found, 4, 256).host == model.transformer._host.bytes + model.decoder._host.bytes
+    assert memory(found, 256).host == model.transformer._host.bytes + model.decoder._host.bytes
 
 
 def lives(settings):
@@ -200,16 +200,16 @@ WIDE = {"segment_lengths": [64, 256, 1024, 4096], "dilation_rates": [1, 2, 4, 8]
 
 def test_exchanged_rows_of_both_stacks():
     found = footprint(subject_of(mae(**WIDE), "32-true", MemorySettings("attention-kept")), (1024, 2048))
-    x = memory(found, 4, 4096, Setup("ring_dilated", 4, 4))
+    x = memory(found, 4096, Setup("ring_dilated", 4, 4))
     rows, inner = x.exchange, x.exchange.decoder
     assert x.kinds[EXCHANGE] > 0 and 0 < inner.kept == rows.kept // 2  # heads are half as wide
-    taken = {(*x.moment.part, x.moment.piece.op): _exchange(found, x, 4, rows) for x in found.places(4)}
+    taken = {(*m.part, m.piece.op): _exchange(found, m, rows) for m in found.moments}
     both = 4 * rows.kept + 3 * inner.kept
     assert taken["head", ""] == both
     assert taken["decoder", "forward", 2, "forward"] == both + inner.forward
     assert taken["decoder", "backward", 2, "backward"] == both + inner.backward
-    assert taken["backward", "last", 0, "backward"] == 4 * rows.kept + rows.backward
-    assert taken["forward", "first", 0, "forward"] == rows.kept + rows.forward
+    assert taken["backward", 3, "backward"] == 4 * rows.kept + rows.backward
+    assert taken["forward", 0, "forward"] == rows.kept + rows.forward
 
 
 def test_the_ops_room_is_that_of_its_stack():
@@ -222,11 +222,11 @@ def test_the_ops_room_is_that_of_its_stack():
 
 def test_fsdp_deals_both_stacks():
     found = counted()
-    real, built = found.parameters(4), mae()
+    real, built = found.parameters, mae()
     built.configure_model()
     block, inner = (sum(p.nbytes for p in s.blocks[0].parameters()) for s in (built.transformer, built.decoder))
     assert found.subject.decoder.parameters * 4 == inner
-    x = memory(found, 4, 4096, Setup("ring_dilated_fsdp", 4, 4))
+    x = memory(found, 4096, Setup("ring_dilated_fsdp", 4, 4))
     assert x.kinds[PARAMETERS] == -(-real // 4) + 2 * block + real - 4 * block - 3 * inner
     assert x.kinds[OPTIMIZER] == -(-2 * real // 4)
 

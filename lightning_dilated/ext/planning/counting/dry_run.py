@@ -26,15 +26,16 @@ from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.convolution import convolution
-from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces, of_layer
+from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
+from lightning_dilated.ext.planning.counting.repeats import shorten
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.slides.longvit import image_patches
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.sequence import group
+from lightning_dilated.sequence.group import no_sequence
 
 
 @contextlib.contextmanager
@@ -144,7 +145,7 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
-#: the stack of blocks whose depth a count varies, and whose parts have no name in front
+#: the stack of blocks whose parts have no name in front
 MAIN = "transformer"
 #: loops over tiles, by where they are called
 LOOPS = [
@@ -226,6 +227,7 @@ def step(
             model.configure_model()
         model.train()
         data, parts = batch(), stacks(model)
+        repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
             stack.memory = memory
         context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
@@ -235,10 +237,20 @@ def step(
         for name, stack in parts.items():
             for i, block in enumerate(stack.blocks):
                 _Marks(i, tape, name).put_on(block)
+        tape.blocks = [_bytes(block) for block in parts[MAIN].blocks]
+        tape.whole = _bytes(model)
         with _tiles_apart(tape):
             _run(model, data, context, tape)
     del tape.pieces[0]
+    for repeat in reversed(repeats):
+        repeat.lengthen(tape)
     return tape
+
+
+def _bytes(module: nn.Module) -> tuple[int, int]:
+    """Bytes of a module's parameters, and of the trained ones."""
+    parameters = list(module.parameters())
+    return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
 
 
 #: a stack of blocks with `attentions` and `sizes`: a DilatedTransformer, or the layers of another library's decoder
@@ -254,10 +266,7 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     """Put compiled pieces into the blocks, made for this batch."""
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
-    layers = frozenset(of_layer(block) for block, _ in named)
-    positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
-    shapes = tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
-    key = model.transformer.memory, layers, positions, shapes
+    key = model.transformer.memory, tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
     if key not in graphs.ready:
         with context, torch.no_grad():
             model.token_mean(data)
@@ -308,12 +317,7 @@ def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Within, the sequence and the gradient mode of a surrounding run have no effect."""
-    with (
-        group.no_sequence(),
-        compat.replaced(group, "_groups", {}),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with no_sequence(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 

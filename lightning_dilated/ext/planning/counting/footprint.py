@@ -1,9 +1,7 @@
-"""Footprint: what a step holds for any depth and length, from steps of two depths and two lengths under fake tensors.
+"""Footprint: what a step of a model holds at any length, from its own steps of two lengths under fake tensors.
 
-Where all blocks save the same, what is held at an operation of the first or the last block is linear in depth; sizes are
-linear in tokens. Where layers differ (some have no positions, or a recurrence), a model of each kind of layer alone is
-counted, and a block holds what its kind does beside what the layers before it save. The workspace of the op is computed for
-each length, see `planning.counting.workspace`.
+The steps have the model's true depth, and sizes are linear in tokens. The workspace of the op is computed for each length,
+see `planning.counting.workspace`.
 
 Shape letters: L tokens of a rank.
 """
@@ -14,11 +12,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_dilated.ext.planning.counting import dry_run
 from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter, Piece, Tape
+from lightning_dilated.ext.planning.counting.repeats import BLOCKS
 from lightning_dilated.ext.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
 from lightning_dilated.ext.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.ext.planning.simulating.simulation import moves_of
@@ -34,13 +33,11 @@ from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_probl
 SIZES = (1 << 17, 1 << 18)
 #: counted lengths are multiples of this many tokens: images come in rows of patches
 GRAIN = 2048
-#: parts of a step that each block of the first stack has, and the groups of blocks that stand for all
-BLOCKS, ENDS = ("forward", "behind", "backward"), ("first", "last")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks, after the one whose depth varies; the parts of its pieces begin with its name.
+    """A second stack of blocks; the parts of its pieces begin with its name.
 
     Attributes:
         name: the model's attribute.
@@ -66,8 +63,7 @@ class Subject:
         memory: settings.
         compile_blocks: whether blocks are counted compiled.
         call: a call of the op on one rank.
-        kinds: `make` with layers of one kind, for each kind of layer that the model has.
-        layers: the numbers of the kinds of layers 0, 1, ..., which repeat.
+        depth: blocks of the first stack.
         decoder: its second stack, if it has one.
         by_operator: whether the kernels of its blocks are those of its operators: layers of another library, not compiled.
     """
@@ -78,29 +74,38 @@ class Subject:
     memory: MemorySettings
     compile_blocks: bool
     call: OpCall
-    kinds: tuple[Callable[[int], DilatedModule], ...]
-    layers: tuple[int, ...] = (0,)
+    depth: int
     decoder: Decoder | None = None
     by_operator: bool = False
-
-    @property
-    def period(self) -> int:
-        """Blocks of a group, which is recomputed together."""
-        return self.memory.every
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a piece of a step holds: `held` by (depth, tokens) of the steps counted, `static` (parameters and gradients).
+    """A piece of a step, as both lengths have it.
 
-    Of steps whose layers are of one kind, number `kind` of the model's.
+    Attributes:
+        piece: of the shorter step.
+        held: bytes at its peak in each step, without parameters and gradients.
+        saved: bytes of them that blocks of the first stack save for the backward.
+        group: the group of blocks, recomputed together, that the piece belongs to; all blocks run before it elsewhere.
+        within: number of the block in its group; None outside of the first stack's blocks.
     """
 
-    part: tuple
     piece: Piece
-    held: tuple[tuple[int, int], tuple[int, int]]
-    static: tuple[int, int]
-    kind: int = 0
+    held: tuple[int, int]
+    saved: tuple[int, int]
+    group: int
+    within: int | None = None
+
+    @property
+    def part(self) -> tuple:
+        """The part of the step, such as ("forward", 0) for the first block's."""
+        return self.piece.part
+
+    @property
+    def static(self) -> int:
+        """Bytes of parameters and gradients when it began."""
+        return self.piece.static
 
     @property
     def decoding(self) -> bool:
@@ -112,189 +117,45 @@ class Moment:
         """Its kind of work, in either stack."""
         return self.part[1 if self.decoding else 0]
 
-    @property
-    def end(self) -> str | None:
-        """Of a block of the first stack, which group its own stands for: one of ENDS; None elsewhere."""
-        return self.part[1] if self.part[0] in BLOCKS else None
-
-
-class Place(NamedTuple):
-    """A moment in a model: of a block of the first stack, or elsewhere.
-
-    Attributes:
-        start: layers before the block's group; None elsewhere.
-        part: the moment's, with the group's name: "first", "second", "last", or a number, from 1, of a layer between them.
-    """
-
-    moment: Moment
-    start: int | None
-    part: tuple
-
 
 @dataclass(frozen=True)
 class Footprint:
     """The moments of a step.
 
     Attributes:
-        depths, sizes: of the steps counted.
+        sizes: tokens of the steps counted.
         hidden, inner: bytes a token of the hidden states between blocks, and between those of the second stack.
-        moments: of the model's kinds of layers, one kind after another.
+        parameters, trained: bytes of all parameters, and of those that have gradients.
+        blocks: bytes of both for each block of the first stack.
     """
 
     subject: Subject
-    depths: tuple[int, int]
     sizes: tuple[int, int]
     hidden: int
     moments: tuple[Moment, ...]
+    parameters: int
+    trained: int
+    blocks: tuple[tuple[int, int], ...]
     inner: int = 0
 
-    # -- where moments are ---------------------------------------------------------------------------------------------
-    def kinds(self, layers: int) -> tuple[int, ...]:
-        """The kind of each of the first `layers` layers."""
-        return in_turns(self.subject.layers, layers)
-
-    def places(self, depth: int, gradients: bool = False) -> Iterator[Place]:
-        """Where the moments of a model may hold most: in the first and in the last layer of each kind.
-
-        Args:
-            gradients: whether layers in the middle may hold more than both, because of later ones' gradients; those of
-                kinds that the first group lacks always may.
-        """
-        for moment in self.moments:
-            if moment.end is None:
-                yield Place(moment, None, moment.part)
-                continue
-            starts = self._starts(moment, depth)
-            if not starts:
-                continue
-            if moment.end == ENDS[0]:
-                if starts[0] == 0:
-                    yield Place(moment, 0, moment.part)
-                continue
-            if moment.phase == "behind" and starts[-1] + self.subject.period < depth:
-                continue  # after the last block comes the head
-            yield self._place(moment, starts[-1], depth)
-            later = [at for at in starts if at > 0]
-            if moment.phase == "backward" and (gradients or starts[0] > 0) and len(later) > 1:
-                yield self._place(moment, later[0], depth)
-
-    def _starts(self, moment: Moment, depth: int) -> list[int]:
-        """Layers before each group that has a block of the moment's kind in its place."""
-        period, kinds = self.subject.period, self.kinds(depth)
-        own = [i for i in range(moment.part[2], depth, period) if kinds[i] == moment.kind]
-        return [i - i % period for i in own]
-
-    def _place(self, moment: Moment, start: int, depth: int) -> Place:
-        run, _, within = moment.part
-        period = self.subject.period
-        names: dict[int, Any] = {period: "second", 0: ENDS[0]}
-        name = ENDS[1] if start + period >= depth else names.get(start, start + within + 1)
-        return Place(moment, start, (run, name, within))
-
-    def through(self, place: Place, depth: int) -> int:
-        """Layers up to the place, its own group included."""
-        return depth if place.start is None else min(depth, place.start + self.subject.period)
-
-    def _alike(self, place: Place, depth: int) -> int:
-        """The depth at which a model of one kind of layer has its moment there."""
-        return depth if place.moment.end == ENDS[0] else self.through(place, depth)
-
-    # -- activations ---------------------------------------------------------------------------------------------------
-    def held(self, moment: Moment, depth: int, tokens: int) -> int:
-        """Bytes without parameters and gradients, where all layers are of the moment's kind."""
-        return round(_line(self.depths, self._lines(moment, tokens), depth))
-
-    def kept(self, moment: Moment, tokens: int) -> int:
-        """Bytes of `held` for each further block: what it saves for the backward."""
-        low, high = self._lines(moment, tokens)
-        return round((high - low) / (self.depths[1] - self.depths[0]))
-
-    def held_at(self, place: Place, depth: int, tokens: int) -> int:
+    def held(self, moment: Moment, tokens: int) -> int:
         """Bytes without parameters and gradients."""
-        moment = place.moment
-        # what no block saves: rotary tables, which kinds without positions lack
-        outside = [self.held(head, 0, tokens) for head in self._heads]
-        more = max(outside) - outside[moment.kind]
-        return self.held(moment, self._alike(place, depth), tokens) + self._further(place, depth, tokens) + more
+        return _line(self.sizes, moment.held, tokens)
 
-    def saved_at(self, place: Place, depth: int, tokens: int) -> int:
-        """Bytes of `held_at` that blocks save for the backward."""
-        alike = self._alike(place, depth)
-        return self.kept(place.moment, tokens) * alike + self._further(place, depth, tokens)
+    def saved(self, moment: Moment, tokens: int) -> int:
+        """Bytes of `held` that blocks save for the backward."""
+        return _line(self.sizes, moment.saved, tokens)
 
-    def _further(self, place: Place, depth: int, tokens: int) -> int:
-        """Bytes that layers before a place save beyond as many of its own kind."""
-        moment = place.moment
-        saved = [self.kept(head, tokens) for head in self._heads]
-        own, before = saved[moment.kind], self.kinds(depth if place.start is None else place.start)
-        saves = self.kept(moment, tokens) > own // 2  # nothing is saved as it begins and ends
-        return sum(saved[kind] - own for kind in before) if saves else 0
-
-    def _lines(self, moment: Moment, tokens: int) -> tuple[float, float]:
-        """Bytes held in the steps of both depths."""
-        low, high = (_line(self.sizes, x, tokens) for x in moment.held)
-        return low, high
+    def layers(self, moment: Moment) -> int:
+        """Layers of the first stack up to a moment, its own group included."""
+        return min(self.subject.depth, (moment.group + 1) * self.subject.memory.every)
 
     @functools.cached_property
-    def _heads(self) -> list[Moment]:
-        """Of each kind, the moment after the forward; the old gradients are freed then, and there is no new one yet."""
-        return [m for m in self.moments if m.part == ("head",)]
-
-    # -- parameters and gradients --------------------------------------------------------------------------------------
-    def static(self, moment: Moment, depth: int) -> int:
-        """Bytes of parameters and gradients when the moment began, where all layers are of its kind."""
-        return round(_line(self.depths, moment.static, depth))
-
-    def static_at(self, place: Place, depth: int) -> int:
-        """Bytes of parameters and gradients when the moment began."""
-        moment, kinds = place.moment, self.kinds(depth)
-        blocks, trained = self.block_parameters, self.block_gradients
-        total = self.static(moment, depth) + sum(blocks[kind] - blocks[moment.kind] for kind in kinds)
-        if place.start is None or moment.phase != "backward":
-            gradients = self._slope(moment) - blocks[moment.kind]  # of a block, where the moment holds any
-            return total + (sum(trained[kind] - gradients for kind in kinds) if gradients else 0)
-        # those of later layers; of one kind of layer they are counted for all, or for the last group, already
-        later = (depth if moment.end == ENDS[0] else self.subject.period) - 1 - moment.part[2]
-        further = kinds[place.start + moment.part[2] + 1 :]
-        return total + sum(trained[kind] for kind in further) - later * trained[moment.kind]
-
-    def _slope(self, moment: Moment) -> int:
-        """Bytes of parameters and gradients of a block."""
-        return round((moment.static[1] - moment.static[0]) / (self.depths[1] - self.depths[0]))
-
-    @functools.cached_property
-    def block_parameters(self) -> list[int]:
-        """Bytes of a block's parameters, by kind."""
-        return [self._slope(head) for head in self._heads]
-
-    @functools.cached_property
-    def block_gradients(self) -> list[int]:
-        """Bytes of a block's trained parameters, and of their gradients, by kind."""
-        whole = [self._slope(m) for m in self._begun]
-        return [x - parameters for x, parameters in zip(whole, self.block_parameters, strict=True)]
-
-    @functools.cached_property
-    def _begun(self) -> list[Moment]:
-        """Of each kind, the first block's forward, with the gradients of the step before."""
-        begun = {m.kind: m for m in reversed(self.moments) if m.part[0] == "forward"}
-        return [begun[kind] for kind in sorted(begun)]
-
-    def parameters(self, depth: int) -> int:
-        """Bytes of all parameters."""
-        return self.static(self._heads[0], 0) + sum(self.block_parameters[kind] for kind in self.kinds(depth))
-
-    def trained(self, depth: int) -> int:
-        """Bytes of those that are trained, and of their gradients."""
-        outside = self.static(self._begun[0], 0) - self.static(self._heads[0], 0)
-        return outside + sum(self.block_gradients[kind] for kind in self.kinds(depth))
-
-    @property
     def edge_gradients(self) -> int:
-        """Bytes of gradients that there are as the last block's backward begins."""
-        last = next(m for m in self.moments if m.part[:2] == ("backward", "last"))
-        return self.static(last, 0) - self.static(self._heads[0], 0)
+        """Bytes of gradients that exist when the last block's backward begins."""
+        return next(m.static for m in self.moments if m.part[0] == "backward") - self.parameters
 
-    @property
+    @functools.cached_property
     def first_kept(self) -> int:
         """Inputs of blocks that are never offloaded: the first, where nothing before it is trained."""
         return 0 if any(m.part == ("first",) for m in self.moments) else 1
@@ -304,44 +165,49 @@ class Footprint:
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Bytes that the op needs in addition to its results; where layers differ, the most."""
+        """Bytes that the op needs in addition to its results, in the moment's layer."""
         piece = moment.piece
         if not piece.op:
             return 0
-        call = replace(call, dtype=piece.dtype)
+        call = replace(call, dtype=piece.dtype, pattern=call.cycle[piece.part[-1] % len(call.cycle)], others=())
         if piece.spec:
             return recurrence_workspace(piece.op == NAMES[RECURRENCE], call, piece.spec, Meter)
         if piece.heads != call.heads:
             call = replace(call, window=(0, piece.heads))
-        return max(workspace(one)[piece.op == "backward"] for one, _ in call.layers(len(call.cycle)))
+        return workspace(call)[piece.op == "backward"]
 
 
-def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:
-    """The line through two points; of integers that lie on one, exact."""
-    rise = (values[1] - values[0]) * (x - at[0])
+def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
+    """The line through two points of integers."""
     run = at[1] - at[0]
-    return values[0] + (rise // run if isinstance(rise, int) and rise % run == 0 else rise / run)
+    return values[0] + ((values[1] - values[0]) * (x - at[0]) + run // 2) // run
 
 
 def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count four steps for each kind of layer; with tiles, of three and four tiles, from which on each tile holds the same.
+    """Count two steps; with tiles, of three and four tiles, from which on each tile holds the same.
 
     Args:
         sizes: tokens of the steps.
         graphs: cache of this model's compiled blocks.
 
     Raises:
-        RuntimeError: where steps of two lengths or depths differ in more than sizes.
+        RuntimeError: where steps of two lengths differ in more than sizes.
     """
-    depths = 2 * subject.period, 3 * subject.period
     sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
-    moments, hidden = [], {}
-    for kind, make in enumerate(subject.kinds):
-        counted, hidden = _counted(replace(subject, make=make), depths, sizes, graphs)
-        moments += [replace(m, kind=kind) for m in counted]
-    inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
-    return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
+    make = functools.partial(subject.make, subject.depth)
+    short, long = (
+        dry_run.step(make, functools.partial(subject.batch, x), subject.precision, subject.memory, graphs)
+        for x in sizes
+    )
+    if [(p.part, p.op, p.heads) for p in short.pieces] != [(p.part, p.op, p.heads) for p in long.pieces]:
+        raise RuntimeError(
+            "steps of two lengths were not the same sequence of work, so the memory of others cannot be derived."
+        )
+    return Footprint(
+        subject, sizes, short.hidden[dry_run.MAIN] // sizes[0], tuple(_moments(subject, short, long)),
+        *short.whole, tuple(short.blocks), short.hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0,
+    )  # fmt: skip
 
 
 def _lengths(settings: MemorySettings) -> tuple[int, int]:
@@ -351,40 +217,28 @@ def _lengths(settings: MemorySettings) -> tuple[int, int]:
     return SIZES if part is None else (3 * part, 4 * part)
 
 
-def _counted(
-    subject: Subject, depths: tuple[int, int], sizes: tuple[int, int], graphs: Graphs | None
-) -> tuple[list[Moment], dict[str, int]]:
-    """The moments of four steps, and bytes of the hidden states that go into each stack at the first length."""
-    tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
-    rows = [
-        [list(_named(t.pieces, depth, subject.period)) for t in row] for depth, row in zip(depths, tapes, strict=True)
-    ]
-    shapes = {tuple((key, p.op, p.heads) for key, p in pieces) for row in rows for pieces in row}
-    if len(shapes) > 1:
-        raise RuntimeError(
-            "steps of two lengths or depths were not the same sequence of work, so the memory of others cannot be derived."
-        )
-    moments = []
-    for (key, one), (_, two), (_, three), (_, four) in zip(*rows[0], *rows[1], strict=True):
-        held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))
-        moments.append(Moment(key, one, held, (one.static, three.static)))
-    return moments, tapes[0][0].hidden
+def _moments(subject: Subject, *steps: Tape) -> Iterator[Moment]:
+    depth, every = subject.depth, subject.memory.every
+    saved = [_saved(step, depth, subject.memory) for step in steps]
+    last = (depth - 1) // every
+    for one, two in zip(*(step.pieces for step in steps), strict=True):
+        held = one.peak - one.static, two.peak - two.static
+        if one.part[0] in BLOCKS:
+            group, within = divmod(one.part[1], every)
+            layers = group * every if one.part[0] == "forward" else min(depth, (group + 1) * every)
+        else:
+            outside = one.part in (("embedding",), ("first",), ("after",))
+            group, within, layers = last, None, 0 if outside else depth
+        yield Moment(one, held, tuple(x[layers] for x in saved), group, within)
 
 
-def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:
-    make, batch = (lambda: subject.make(depth)), (lambda: subject.batch(tokens))
-    return dry_run.step(make, batch, subject.precision, subject.memory, graphs)
-
-
-def _named(pieces: list[Piece], depth: int, period: int) -> Iterator[tuple[tuple, Piece]]:
-    """Pieces by names that are valid for every depth, without those of blocks in the middle."""
-    for piece in pieces:
-        if len(piece.part) == 1 or piece.part[0] not in BLOCKS:
-            yield piece.part, piece
-            continue
-        group, within = divmod(piece.part[1], period)
-        if group in (0, depth // period - 1):
-            yield (piece.part[0], ENDS[group > 0], within), piece
+def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
+    """Bytes that the first 0, 1, ... blocks save for the backward."""
+    if settings.policy == "block":  # what else lives in its forward are autocast's copies of weights
+        return [-(-i // settings.every) * step.hidden[dry_run.MAIN] for i in range(depth + 1)]
+    begun = {piece.part: piece.begin for piece in reversed(step.pieces)}
+    ends = [*(begun["forward", i] for i in range(depth)), begun["behind", depth - 1]]
+    return [end - ends[0] for end in ends]
 
 
 #: most heads that are counted on many ranks, see `lighter`

@@ -255,7 +255,7 @@ class Piece:
     Attributes:
         part: of the step, such as ("forward", 0) for the first block's.
         peak: the most bytes at once, without the op's workspace.
-        static: bytes of parameters and gradients when it began.
+        begin, static: bytes when it began, and bytes of parameters and gradients among them.
         op: FORWARD or BACKWARD where the piece is one call of the op, one of `workspace.NAMES` where it is one of a
             recurrence, "" elsewhere.
         heads, dtype: query heads of that call, and the dtype of q.
@@ -264,6 +264,7 @@ class Piece:
 
     part: tuple
     peak: int
+    begin: int
     static: int
     op: str = ""
     heads: int = 0
@@ -281,12 +282,15 @@ class Tape(Meter):
         super().__init__(labels=self._after, **options)
         self.pieces: list[Piece] = []
         self.part: tuple = ("before",)
+        #: bytes of parameters, and of the trained ones: of each block of the main stack, and of the model
+        self.blocks: list[tuple[int, int]] = []
+        self.whole = (0, 0)
         self.parameters: Sequence[nn.Parameter] = ()
         #: bytes of the hidden states that go into the first block of a stack, by the stack's name
         self.hidden: dict[str, int] = {}
         #: whether the backward has begun
         self.returning = False
-        self._static = 0
+        self._begin = self._static = 0
         self._paused = False
         self._spec = ""
 
@@ -310,21 +314,22 @@ class Tape(Meter):
     def _cut(self, op: str = "", q: Tensor | None = None) -> None:
         of = (0, None) if q is None else (q.shape[2], q.dtype)
         self.pieces.append(
-            Piece(self.part, self.peak, self._static, op, *of, self._spec if op in NAMES.values() else "")
+            Piece(self.part, self.peak, self._begin, self._static, op, *of, self._spec if op in NAMES.values() else "")
         )
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
+        self._begin = self.live
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         ops = torch.ops.lightning_dilated
         if func in (ops.attention.default, ops.attention_backward.default):
             forward = func is ops.attention.default
             # before it at most as much as with its results, where they made the peak
-            self.pieces.append(Piece(self.part, self.peak, self._static))
+            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static))
             self.peak, q = self.live, inputs[0 if forward else 1]
             self._cut(FORWARD if forward else BACKWARD, q)
         elif func in NAMES:
-            self.pieces.append(Piece(self.part, self.peak, self._static))
+            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static))
             self.peak, q = self.live, inputs[0 if func is RECURRENCE else 1]
             self._cut(NAMES[func], q)
         return ()

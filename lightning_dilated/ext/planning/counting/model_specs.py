@@ -24,7 +24,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.stack_sizes import BlockSizes
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.pattern.rows import in_turns, shortest_cycle
+from lightning_dilated.pattern.rows import shortest_cycle
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import without_starts
 
@@ -65,10 +65,9 @@ def subject_of(
     decoder = None
     for name, stack in others:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
-    kinds, layers = _kinds(model)
     return Subject(
         model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
-        call(main[1]), tuple(partial(kind.copy, model) for kind in kinds), layers, decoder, by_operator,
+        call(main[1]), model.depth, decoder, by_operator,
     )  # fmt: skip
 
 
@@ -91,9 +90,7 @@ def _checked(model: DilatedModule) -> DilatedModule:
     """The model with its layers, built without memory, if it can be counted."""
     name, depth = type(model).__name__, getattr(model, "depth", None)
     if not isinstance(depth, int):
-        raise ValueError(
-            f"{name} has no depth, the number of blocks that its build() makes: memory is counted for several."
-        )
+        raise ValueError(f"{name} has no depth, the number of blocks that its build() makes.")
     built = blank(model.planning_copy, depth)
     by_name = stacks(built)
     if next(iter(by_name), None) != MAIN or len(by_name) > 2 or len(by_name[MAIN].blocks) != depth:
@@ -140,16 +137,6 @@ class _Kind(NamedTuple):
         if getattr(model, "recurrences", ()):
             shallow.recurrences = (self.recurrence,) * depth
         return shallow
-
-
-def _kinds(model: DilatedModule) -> tuple[list[_Kind], tuple[int, ...]]:
-    """The kinds of a model's layers, and the number of that of layers 0, 1, ..., which repeats."""
-    bases, differ = _bases(model), _some_have_positions(model)
-    positions = [base is not None if differ else None for base in in_turns(bases, model.depth)]
-    recurrences = in_turns(without_starts(getattr(model, "recurrences", ()) or (None,)), model.depth)
-    layers = shortest_cycle([_Kind(*of) for of in zip(positions, recurrences, strict=True)])
-    kinds = list(dict.fromkeys(layers))
-    return kinds, tuple(kinds.index(kind) for kind in layers)
 
 
 def _bases(model: DilatedModule) -> Sequence[Any]:

@@ -1,0 +1,132 @@
+"""Equal layers of a counted model: a step runs three units of them, and its pieces say what the full depth holds.
+
+In a stretch of equal units (a group of blocks that is recomputed together, or several groups that repeat) only the first
+unit has another layer before it, and only the last one has another layer after it. All units between them do the same work
+on tensors of the same sizes. One of them is run, and its pieces are repeated.
+
+Shape letters: P bytes of a unit's parameters, G bytes of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_dilated.ext.planning.counting.memory_tracker import Piece, Tape
+
+#: units of a stretch that are run: the first, one between, and the last
+RUN = 3
+#: parts of a step that each block of the first stack has
+BLOCKS = ("forward", "behind", "backward")
+#: attributes of a layer that do not change what it holds
+NUMBERS = ("layer_idx",)
+
+
+class Repeat(NamedTuple):
+    """The blocks from `first` to before `end` stand for `times` more units like them, which follow them."""
+
+    first: int
+    end: int
+    times: int
+
+    def lengthen(self, tape: Tape) -> None:
+        """Add what the further units hold to a step without them."""
+        unit = tape.blocks[self.first : self.end]
+        size, trained = (sum(x) for x in zip(*unit, strict=True))
+        tape.pieces = list(lengthened(tape.pieces, self, size, trained))
+        tape.blocks[self.end : self.end] = self.times * unit
+        tape.whole = tape.whole[0] + self.times * size, tape.whole[1] + self.times * trained
+
+
+def shorten(stack: Any, every: int) -> list[Repeat]:
+    """Take blocks out of a stack, in groups of `every`; the repeats that bring them back, in the order of removal."""
+    if getattr(stack, "drop_path", 0):  # its factors are drawn for all blocks at a time
+        return []
+    signatures: list[Any] = []
+    for block in stack.blocks:
+        signature = _signature(block)
+        signatures.append(next((x for x in signatures if x == signature), signature))
+    removed = find_repeats([id(x) for x in signatures], every)
+    for repeat in removed:
+        gone = slice(repeat.end, repeat.end + repeat.times * (repeat.end - repeat.first))
+        del stack.blocks[gone]
+        if hasattr(stack, "rotaries"):
+            del stack.rotaries[gone]
+    return removed
+
+
+def _signature(block: nn.Module) -> list[Any]:
+    """All that two blocks may differ in, but the values of their weights."""
+    return [
+        (
+            name,
+            type(module),
+            {x: y for x, y in vars(module).items() if not x.startswith("_") and x not in NUMBERS},
+            [(x, p.shape, p.dtype, p.requires_grad) for x, p in module.named_parameters(recurse=False)],
+        )
+        for name, module in block.named_modules()
+    ]
+
+
+def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
+    """Repeats of blocks by their kinds; each speaks of the blocks that the ones before it left."""
+    groups = [tuple(kinds[i : i + every]) for i in range(0, len(kinds), every)]
+    repeats, period = [], 1
+    while (RUN + 1) * period <= len(groups):
+        start = 0
+        while start + period <= len(groups):
+            unit, units = groups[start : start + period], 1
+            while groups[start + units * period : start + (units + 1) * period] == unit:
+                units += 1
+            if units > RUN:
+                del groups[start + 2 * period : start + (units - 1) * period]
+                repeats.append(Repeat((start + period) * every, (start + 2 * period) * every, units - RUN))
+                start += (RUN - 1) * period
+            start += 1
+        period += 1
+    return repeats
+
+
+def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int) -> Iterator[Piece]:
+    """The pieces of a step with the further units of a repeat.
+
+    Args:
+        pieces: of the step without them.
+        size: P.
+        trained: G of the step before, which are freed after the forward.
+    """
+    first, end, times = repeat
+    index: dict[tuple, int] = {}
+    for i, piece in enumerate(pieces):
+        index.setdefault(piece.part, i)
+    begun, after, head = index["forward", first], index["forward", end], index["head",]
+    between, returning = index["between",], index.get(("backward", end - 1), len(pieces))
+    returned = index.get(("backward", first - 1), len(pieces))
+    saved, freed, gradients = pieces[after].begin - pieces[begun].begin, 0, 0
+    if returning < returned < len(pieces):
+        gradients = pieces[returned].static - pieces[returning].static
+        freed = gradients - (pieces[returned].begin - pieces[returning].begin)
+
+    def moved(part: slice, units: int, static: int, activations: int) -> Iterator[Piece]:
+        """Pieces, of blocks that have further units before them, with more bytes."""
+        for x in pieces[part]:
+            of_block = units and x.part[0] in BLOCKS
+            number = (x.part[0], x.part[1] + units * (end - first)) if of_block else x.part
+            live = static + activations
+            yield replace(x, part=number, peak=x.peak + live, begin=x.begin + live, static=x.static + static)
+
+    full, bare = times * (size + trained), times * size
+    yield from moved(slice(after), 0, full, 0)
+    for unit in range(1, times + 1):
+        yield from moved(slice(begun, after), unit, full, unit * saved)
+    yield from moved(slice(after, between), times, full, times * saved)
+    # autocast's copies of weights are gone
+    yield from moved(slice(between, head), times, full, times * freed)
+    yield from moved(slice(head, returned), times, bare, times * freed)
+    for unit in range(1, times + 1):
+        more = bare + unit * gradients
+        yield from moved(slice(returning, returned), times - unit, more, (times - unit) * freed)
+    yield from moved(slice(returned, None), 0, bare + times * gradients, 0)

@@ -1,0 +1,60 @@
+"""Steps whose equal layers are counted once hold, at every piece, what steps of all layers hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.ext.planning.counting.footprint import footprint
+from lightning_dilated.ext.planning.counting.model_specs import subject_of
+from lightning_dilated.ext.planning.counting.repeats import Repeat, find_repeats
+from lightning_dilated.memory.settings import MemorySettings
+
+TURNS = {"pattern": {"hybrid": {"local": 256, "global_every": 2}}, "depth": 9, "rotary_base": [10_000, "none"]}
+LAYERS = {
+    "equal": ({"pattern": DilatedPattern.geometric(256, 2048), "depth": 8}, "bf16-mixed"),
+    "in turns": (TURNS, "bf16-true"),
+}
+SETTINGS = {
+    "all": MemorySettings(),
+    "attention": MemorySettings("attention-kept"),
+    "block": MemorySettings("block"),
+    "groups": MemorySettings("block", 2, tile=2048, head_chunks=2),
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(
+    ("settings", "compiled"),
+    [("all", True), ("all", False), ("attention", True), ("block", True), ("groups", True), ("groups", False)],
+)
+def test_as_all_layers(layers, settings, compiled):
+    options, precision = LAYERS[layers]
+    model = LongNetLM(dim=64, num_heads=4, max_seq_len=1 << 20, **options)
+    short = subject_of(model, precision, SETTINGS[settings], compiled)
+
+    def unequal(depth):
+        model = short.make(depth)
+        build = model.build
+
+        def numbered():
+            build()
+            for number, block in enumerate(model.transformer.blocks):
+                block.number = number
+
+        model.build = numbered
+        return model
+
+    one, other = footprint(short, (8192, 16384)), footprint(replace(short, make=unequal), (8192, 16384))
+    assert one.moments == other.moments
+    assert (one.parameters, one.trained, one.blocks) == (other.parameters, other.trained, other.blocks)
+
+
+def test_repeats_are_found():
+    assert find_repeats("aaa") == find_repeats("abcabcabc") == find_repeats("aabbaacc") == []
+    assert find_repeats("aaaa") == [Repeat(1, 2, 1)]
+    assert find_repeats("xababababy") == [Repeat(3, 5, 1)]
+    assert find_repeats("aaaaaaa", 2) == []  # three groups, and a shorter one
+    assert find_repeats("aaaaaaaa", 2) == [Repeat(2, 4, 1)]
+    # runs first, then what repeats of what they left
+    assert find_repeats("daaaaa" * 4) == [Repeat(i, i + 1, 2) for i in (2, 6, 10, 14)] + [Repeat(4, 8, 1)]
