@@ -1,8 +1,8 @@
-"""Simulated steps on few and on thousands of ranks: weak scaling of a geometric pattern over the whole sequence, a table.
+"""Planned steps on few and on thousands of ranks: weak scaling of a geometric pattern over the whole sequence, a table.
 
 Shape letters: N tokens, L tokens of a rank, R ranks.
 
-Pictures of simulated steps: tokens/s a GPU over the number of GPUs, and one rank's streams over time.
+A picture: tokens/s a GPU over the number of GPUs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_dilated.ext.planning.simulating.machine import Machine
-from lightning_dilated.ext.planning.simulating.simulation import Step, simulate
-from lightning_dilated.ext.planning.simulating.timeline import COMPUTE, EXCHANGE, GRADIENTS
+from lightning_dilated.ext.planning.machine import Machine
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.ranks import Step, step_on_ranks
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem
@@ -59,21 +59,12 @@ class Setting:
         share = (tokens - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
         return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
 
-    def step(self, tokens: int, ranks: int, exchange: str = "auto", watched: int | None = None) -> Step:
-        """The step of geometric(first, L * R), L tokens on each of R ranks; raises as `simulate` does."""
+    def step(self, tokens: int, ranks: int, exchange: str = "auto") -> Step:
+        """The step of geometric(first, L * R), L tokens on each of R ranks; raises as `step_on_ranks` does."""
         pattern = DilatedPattern.geometric(self.machine.first, tokens * ranks)
-        return simulate(
-            self.machine,
-            pattern,
-            tokens,
-            ranks,
-            exchange=exchange,
-            ranks_per_node=self.ranks_per_node,
-            links=self.links,
-            recompute=self.recompute,
-            overhead=self.overhead(tokens),
-            watched=watched,
-        )
+        setup = Setup("ring_dilated", ranks, self.ranks_per_node, exchange=exchange, links=self.links)
+        over = self.overhead(tokens)
+        return step_on_ranks(self.machine, [pattern], tokens, setup, recompute=self.recompute, overhead=over)
 
     def assumptions(self) -> str:
         """What the numbers rest on, in words."""
@@ -82,7 +73,7 @@ class Setting:
         host = f"; what a step of one device took beyond its parts is in every step: {over}" if over else ""
         kv = "" if m.kv_heads == m.heads else f" ({m.kv_heads} kv)"
         return (
-            f"Simulated from one device ({m.name}): {m.depth} blocks of {m.dim}, {m.heads} heads of {m.head_dim}{kv}, "
+            f"Planned from one device ({m.name}): {m.depth} blocks of {m.dim}, {m.heads} heads of {m.head_dim}{kv}, "
             f"{m.precision}, {'causal' if m.causal else 'no mask'}, recompute {self.recompute}; branches ({m.first}, 1), "
             f"({2 * m.first}, 2), ... up to one segment over all tokens. {self.ranks_per_node} GPUs a node, "
             f"{x.near / 1e9:g} GB/s a GPU inside it, {x.far / 1e9:g} GB/s a GPU between nodes; {x.round * 1e6:g} us a "
@@ -119,24 +110,33 @@ def _serving(setting: Setting, tokens: int, ranks: int, exchanges: Sequence[str]
     return [x for x in exchanges if EXCHANGES[x].why_not(problem, setting.ranks_per_node) is None]
 
 
-def table(steps: Sequence[Step], depth: int) -> list[str]:
-    """The steps in Markdown; bytes are those that a rank receives on the mean in a layer, in all and from other nodes."""
+def table(setting: Setting, steps: Sequence[Step]) -> list[str]:
+    """The steps in Markdown, beside one rank with the tokens of one rank.
+
+    Bytes are those that a rank receives in a layer on average, all of them and those from other nodes.
+    """
     lines = [
         "| tokens a GPU | GPUs | tokens | exchange | forward MB a layer (far) | backward MB a layer (far) | exposed ms "
         "| step ms | thousand tokens/s a GPU | of one GPU |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    depth = setting.machine.depth
     for step in steps:
-        sizes = []
+        sizes, alone = [], setting.step(step.tokens // step.ranks, 1).seconds
         for run in ("forward", "backward"):
             near, far = (x / depth / 1e6 for x in step.bytes(run))
             sizes.append(f"{near + far:.2f} ({far:.2f})")
         lines.append(
             f"| {step.tokens // step.ranks:,} | {step.ranks:,} | {step.tokens:,} | {step.exchange or 'none'} | {sizes[0]} "
-            f"| {sizes[1]} | {step.exposed * 1e3:.2f} | {step.seconds * 1e3:.1f} | {step.tokens_per_second / 1e3:.1f} "
-            f"| {100 * step.efficiency:.1f} % |"
+            f"| {sizes[1]} | {step.exposed * 1e3:.2f} | {step.seconds * 1e3:.1f} | {_speed(step):.1f} "
+            f"| {100 * alone / step.seconds:.1f} % |"
         )
     return lines
+
+
+def _speed(step: Step) -> float:
+    """Thousand tokens/s of a rank."""
+    return step.tokens / step.ranks / step.seconds / 1e3
 
 
 #: a colour and a marker for every exchange; flat forms are drawn with broken lines, so that equal ones stay visible
@@ -147,12 +147,6 @@ STYLES = {
     "hierarchical_butterfly": ("tab:red", "v", "-"),
     "switch": ("tab:purple", "D", "--"),
     "ring": ("tab:brown", "x", "--"),
-}
-#: colours of kinds of work and of passes
-KINDS = {
-    **{"attention": "tab:blue", "rest": "tab:gray", "edge": "tab:olive", "optimizer": "tab:purple"},
-    **{"arrivals": "tab:cyan", "packing": "tab:pink", "few rows": "navy", "overhead": "lightgray"},
-    **{"forward": "tab:orange", "again": "gold", "backward": "tab:red", "gradients": "tab:green"},
 }
 
 
@@ -166,12 +160,12 @@ def scale_plot(steps: Sequence[Step], path: str | Path, caption: str) -> None:
     sizes = sorted({s.tokens // s.ranks for s in steps})
     figure = Figure(figsize=(1.0 + 5.0 * len(sizes), 7.6))
     axes = figure.subplots(2, len(sizes), squeeze=False, sharex=True, sharey="row")
-    top = max(s.tokens_per_second for s in steps) / 1e3
+    top = max(map(_speed, steps))
     for column, size in enumerate(sizes):
         found = [s for s in steps if s.tokens // s.ranks == size]
         longest = max(s.tokens for s in found)
         axes[0][column].set_title(f"{size:,} tokens a GPU, up to N = {longest:,}", fontsize=10)
-        _lines(axes[0][column], found, lambda s: s.tokens_per_second / 1e3)
+        _lines(axes[0][column], found, _speed)
         _lines(axes[1][column], found, lambda s: 100 * s.exposed / s.seconds)
         axes[0][column].set_ylim(0, 1.1 * top)
         axes[1][column].set_ylim(bottom=0)
@@ -202,32 +196,3 @@ def _lines(axes: Axes, steps: Sequence[Step], value: Callable[[Step], float]) ->
     axes.set_xticks(ranks, [f"{r:,}" for r in ranks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-
-
-def timeline(step: Step, path: str | Path, caption: str) -> None:
-    """Write a PNG of the events of the rank that was watched, a row for each stream.
-
-    Raises:
-        ValueError: for a step simulated without `watched`.
-    """
-    if not step.events:
-        raise ValueError("this step has no events: simulate it with watched=RANK.")
-    figure = Figure(figsize=(14, 3.4))
-    axes = figure.add_subplot()
-    streams = [x for x in (COMPUTE, EXCHANGE, GRADIENTS) if any(e.stream == x for e in step.events)]
-    for i, stream in enumerate(streams):
-        for kind in dict.fromkeys(e.kind for e in step.events if e.stream == stream):
-            bars = [
-                (e.start * 1e3, (e.stop - e.start) * 1e3) for e in step.events if (e.stream, e.kind) == (stream, kind)
-            ]
-            axes.broken_barh(bars, (i - 0.4, 0.8), color=KINDS.get(kind, "black"), label=f"{stream}: {kind}")
-    axes.set_yticks(range(len(streams)), streams)
-    axes.invert_yaxis()
-    axes.set_xlim(0, step.seconds * 1e3)
-    axes.set_xlabel("ms")
-    axes.set_title(f"{step.ranks:,} ranks, {step.tokens:,} tokens, {step.exchange or 'no exchange'}", fontsize=10)
-    figure.legend(*axes.get_legend_handles_labels(), loc="upper right", fontsize=7)
-    text = textwrap.fill(caption, 200)
-    figure.text(0.02, 0.01, text, fontsize=7, va="bottom")
-    figure.subplots_adjust(left=0.07, right=0.87, top=0.9, bottom=0.2 + 0.04 * (text.count("\n") + 1))
-    figure.savefig(path, dpi=150)

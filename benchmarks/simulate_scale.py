@@ -1,4 +1,4 @@
-"""Training steps on 1 to 4,096 GPUs, simulated from what one GPU was measured to need; beside measured steps, in percent.
+"""Training steps on 1 to 4,096 GPUs, planned from what one GPU was measured to need; beside measured steps, in percent.
 
     python benchmarks/simulate_scale.py --machine h200.json --plot scale.png
     python benchmarks/simulate_scale.py --machine h200.json --ranks 1 2 4 --tokens 1048576 --recompute block
@@ -18,9 +18,9 @@ import datetime
 from dataclasses import replace
 from pathlib import Path
 
-from scale_tables import FORMS, Setting, scale_plot, sweep, table, timeline
+from scale_tables import FORMS, Setting, scale_plot, sweep, table
 
-from lightning_dilated.ext.planning.simulating.machine import Machine
+from lightning_dilated.ext.planning.machine import Machine
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.sequence.links import NUMBERS, Links
 
@@ -51,10 +51,6 @@ def options() -> argparse.Namespace:
     )
     p.add_argument("--no-table", action="store_true", help="compare with --measured only")
     p.add_argument("--plot", type=Path, help="PNG of tokens/s a GPU")
-    p.add_argument(
-        "--timeline", type=measured, metavar="RANKS:TOKENS:RANK[:EXCHANGE]", help="draw the events of one rank"
-    )
-    p.add_argument("--timeline-plot", type=Path, default=Path("timeline.png"))
     p.add_argument("--record", type=Path, help="append what is printed to this file")
     return p.parse_args()
 
@@ -69,16 +65,16 @@ def calibrated(setting: Setting, given: list[tuple[int, int, float, str]]) -> Se
 
 
 def compared(setting: Setting, given: list[tuple[int, int, float, str]]) -> list[str]:
-    """Simulated steps beside measured ones."""
+    """Planned steps beside measured ones."""
     lines = [
-        "| GPUs | tokens a GPU | exchange | measured ms | simulated ms | deviation | exposed ms |",
+        "| GPUs | tokens a GPU | exchange | measured ms | planned ms | deviation | exposed ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for ranks, tokens, ms, exchange in given:
         step = setting.step(tokens, ranks, exchange)
         found = step.seconds * 1e3
         lines.append(
-            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {found:.1f} | {100 * (found / ms - 1):+.1f} % "
+            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {found:.1f} | {round(100 * (found / ms - 1), 1) or 0.0:+.1f} % "
             f"| {step.exposed * 1e3:.2f} |"
         )
     return lines
@@ -96,16 +92,13 @@ def main() -> None:
     lines = [f"\n{datetime.date.today()}. {setting.assumptions()}\n"]
     if not args.no_table:
         steps = sweep(setting, args.tokens, args.ranks, args.exchanges)
-        lines += [*table(steps, setting.machine.depth), ""]
+        lines += [*table(setting, steps), ""]
         if args.plot:
             scale_plot(steps, args.plot, setting.assumptions())
     if args.measured:
         lines += [*compared(setting, args.measured), ""]
         if args.calibrate:
             lines += ["The rows of one GPU gave what is beyond the parts of a step, and so show nothing.", ""]
-    if args.timeline:
-        ranks, tokens, rank, exchange = args.timeline
-        timeline(setting.step(tokens, ranks, exchange, int(rank)), args.timeline_plot, setting.assumptions())
     print("\n".join(lines))
     if args.record:
         with args.record.open("a") as file:

@@ -35,7 +35,7 @@ from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.views import Span
 from lightning_dilated.ext.planning.gpus import device_seconds_of
-from lightning_dilated.ext.planning.simulating.machine import Line, Machine, Parts
+from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 from lightning_dilated.models.blocks import default_hidden
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, pack_rows
 

@@ -134,6 +134,18 @@ def _price(
         moved, seconds, waiting = x.forward + x.backward, x.seconds, waiting + x.waiting
     if size == 1:
         return HeadPrice(1, chosen.exchange, 0, moved, seconds, waiting)
+    most, trade = trade_price(problem, size, head_dim, element_size, links)
+    waiting += _joined(problem, grouped, head_dim)
+    return HeadPrice(size, chosen.exchange, most, moved, seconds + trade, waiting)
+
+
+def trade_price(
+    problem: Problem, size: int, head_dim: int, element_size: int, links: Links = DEFAULTS
+) -> tuple[int, float]:
+    """(bytes that a rank receives, seconds) of trading tokens for heads and back, in both passes.
+
+    `problem` is that of single ranks.
+    """
     samples = sum(d.samples for d in problem.documents)
     every = [
         traded(problem, size, rank, samples, head_dim, element_size) for rank in _priced(problem.shard.ranks, size)
@@ -141,9 +153,7 @@ def _price(
     most = max(x.forward + x.backward for x in every)
     numbers = samples * problem.shard.longest * head_dim
     copied = numbers * (problem.num_heads * TRADED_Q + 2 * problem.num_kv_heads * TRADED_KV) / MEMORY
-    rounds = sum(ROUNDS)
-    seconds += most / links.near + rounds * (links.round + (size - 1) * links.message) + copied
-    return HeadPrice(size, chosen.exchange, most, moved, seconds, waiting + _joined(problem, grouped, head_dim))
+    return most, most / links.near + sum(ROUNDS) * (links.round + (size - 1) * links.message) + copied
 
 
 def _priced(ranks: int, size: int) -> list[int]:

@@ -222,7 +222,7 @@ def make_problem(
 def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
     """The (query, key) pairs that a rank computes, without those of narrow segments, which no exchange changes."""
     if exchange != "switch":
-        return joint_pairs(problem, rank) + _local_pairs(problem, rank)
+        return joint_pairs(problem, rank) + local_pairs(problem, rank)
     if problem.shard.interleaved:
         return strided.owner_pairs(problem, rank)
     return sum(task.pairs for task in tasks_by_owner(problem, rank).get(rank, []))
@@ -235,7 +235,7 @@ def joint_pairs(problem: Problem, rank: int) -> int:
     return sum(request.pairs for request in row_requests(problem, rank))
 
 
-def _local_pairs(problem: Problem, rank: int) -> int:
+def local_pairs(problem: Problem, rank: int) -> int:
     """Pairs of a rank's own rows with each other in wide segments; requests hold them where rows interleave."""
     pairs = 0
     for piece in problem.shard.ranges(rank):
@@ -353,7 +353,7 @@ def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, ele
     """The most of all ranks, and of all windows of a head-parallel group."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED else priced_ranks(ranks)
-    return max(held(x, exchange, r, per_node, head_dim, element_size) for x in _windows(problem) for r in listed)
+    return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)
 
 
 def _too_much(holds: dict[str, int], bound: int, named: str | None = None) -> ExchangeMemoryError:
@@ -380,13 +380,13 @@ def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element
     """The price of an exchange: that of the most expensive priced rank and window of a head-parallel group."""
     priced = priced_ranks(problem.shard.ranks)
     sizes = per_node, head_dim, element_size, links
-    highest = max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in priced), key=_seconds)
-    work = [[rank_pairs(x, exchange, r) for r in priced] for x in _windows(problem)]
+    highest = max((_price(x, exchange, r, *sizes) for x in members_of(problem) for r in priced), key=_seconds)
+    work = [[rank_pairs(x, exchange, r) for r in priced] for x in members_of(problem)]
     slower = WHOLE if exchange == "switch" and problem.causal else 1
     waiting = max(slower * max(x) - sum(x) / len(x) for x in work) * 14 * head_dim / FLOPS
     if exchange == "switch":
         rows = max(d.samples for d in problem.documents) * problem.shard.longest
-        heads = max((x.heads[1] - x.heads[0] for x in _windows(problem) if _few_rows(x)), default=0)
+        heads = max((x.heads[1] - x.heads[0] for x in members_of(problem) if _few_rows(x)), default=0)
         waiting += COPIED * rows * heads * head_dim / MEMORY
     return replace(highest, waiting=waiting)
 
@@ -422,14 +422,14 @@ def _few_rows(problem: Problem) -> bool:
     return rows <= FEW * len(range(*problem.heads))
 
 
-def _windows(problem: Problem) -> list[Problem]:
+def members_of(problem: Problem) -> list[Problem]:
     """The problem of every member of a head-parallel group: they have to choose one exchange, whatever their own heads."""
     cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
     return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
 
 
 def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
-    reasons = (EXCHANGES[exchange].why_not(x, per_node) for x in _windows(problem))
+    reasons = (EXCHANGES[exchange].why_not(x, per_node) for x in members_of(problem))
     return next((reason for reason in reasons if reason), None)
 
 
@@ -510,7 +510,7 @@ def _cheapest(
         else:
             rejected[exchange.name] = reason
     samples = max(d.samples for d in problem.documents)
-    kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in _windows(problem))
+    kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in members_of(problem))
     own = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
     within = [p for p in prices if p.exchange not in over]
     fits = [p for p in within if p.kept <= KEPT * own] or within

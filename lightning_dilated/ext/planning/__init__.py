@@ -1,7 +1,8 @@
-"""Measure what a machine can do, simulate what many machines would do, and count what fits."""
+"""Measure what a machine can do, and count what fits and what time a step takes, on one device and on many."""
 
 from lightning_dilated.ext.planning.counting import Meter
 from lightning_dilated.ext.planning.gpus import dense_yardstick, peak_memory, seconds_of
-from lightning_dilated.ext.planning.simulating import Machine, Step, simulate
+from lightning_dilated.ext.planning.machine import Machine
+from lightning_dilated.ext.planning.ranks import Step, step_on_ranks
 
-__all__ = ["Machine", "Meter", "Step", "dense_yardstick", "peak_memory", "seconds_of", "simulate"]
+__all__ = ["Machine", "Meter", "Step", "dense_yardstick", "peak_memory", "seconds_of", "step_on_ranks"]

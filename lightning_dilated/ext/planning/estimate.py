@@ -10,8 +10,7 @@ logits; the optimizer by parameters; a second stack of blocks likewise. Blocks o
 take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds that of its
 rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they
 move; a short convolution adds what its kernels move. On another GPU products and pairs are slower by the ratio of bf16
-FLOP/s, and all that moves memory by the ratio of its speeds. Communication is simulated, see
-`planning.simulating.simulation`.
+FLOP/s, and all that moves memory by the ratio of its speeds. `planning.ranks` adds what ranks wait for each other.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -39,15 +38,9 @@ from lightning_dilated.ext.planning.counting.footprint import (
 from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.ext.planning.counting.model_specs import Facts, RecurrentLayer
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu
+from lightning_dilated.ext.planning.machine import Line, Machine, Parts, measured_rules
 from lightning_dilated.ext.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
-from lightning_dilated.ext.planning.simulating.machine import Line, Machine, Parts, measured_rules
-from lightning_dilated.ext.planning.simulating.simulation import (
-    Recurring,
-    Step,
-    attention_seconds,
-    measured_pattern,
-    simulate,
-)
+from lightning_dilated.ext.planning.ranks import Recurring, Step, attention_seconds, measured_pattern, step_on_ranks
 from lightning_dilated.ext.planning.streams import Carried, Exchange, further_work, in_chunks, with_carried
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.chunked_loss import loss_tile
@@ -95,7 +88,7 @@ class Time:
     """Seconds of a step.
 
     Attributes:
-        step: the simulation.
+        step: its parts.
         seconds: with what the memory settings recompute or wait for, and what sharded parameters add.
         hidden: seconds of copies to and from the host that overlap with computation.
         exposed: seconds that computation waits: for other ranks, for parameters, for the host.
@@ -246,7 +239,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
         away: bytes of block inputs that a rank copies to its host.
 
     Raises:
-        ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
+        ValueError: for an exchange that does not serve.
     """
     stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
     dims, tokens_here = [x.call.head_dim for x in facts.stacks], -(-tokens // setup.ranks)
@@ -255,13 +248,10 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     recurrences = [_recurring(x, tokens_here, gpu) for x in facts.recurrences]
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
-    exchange = setup.exchange, setup.links, setup.exchange_memory
-    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, *exchange)
+    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, *setup.exchanging)
     names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
-        simulate, machines[0], facts.call.cycle, tokens_here, setup.ranks, exchange=names,
-        ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
-        bucket_cap_mb=setup.bucket_cap_mb,
+        step_on_ranks, machines[0], facts.call.cycle, tokens_here, setup, exchanges=names,
         inner=machines[1] if len(machines) > 1 else None, recurring=recurrences,
     )  # fmt: skip
     step = run(recompute=memory.policy)
@@ -437,7 +427,11 @@ class Case:
 
     def _shares_chunks(self) -> Setup:
         """How a chunk is run: several ranks exchange its rows by gather."""
-        return replace(self.setup, exchange="gather", exchange_memory=None) if self.setup.ranks > 1 else self.setup
+        return (
+            replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
+            if self.setup.ranks > 1
+            else self.setup
+        )
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -149,6 +150,7 @@ class Setup:
         bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
             as large as the gradients, so memory does not depend on it.
         exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
+        layout, head_size: as the strategy takes them.
         data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
             there is another GPU to average them with.
     """
@@ -163,6 +165,13 @@ class Setup:
     bucket_cap_mb: int | None = None
     exchange_memory: int | None = None
     data_ranks: int = 1
+    layout: str = "contiguous"
+    head_size: int | str = 1
+
+    @property
+    def exchanging(self) -> tuple[Any, ...]:
+        """What the plan of a call's exchange depends on, in the order of `footprint.exchanged`."""
+        return self.exchange, self.links, self.exchange_memory, self.layout, self.head_size
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
@@ -218,8 +227,7 @@ def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: 
     """
     setup = setup or Setup()
     subject = footprint.subject
-    exchange = setup.exchange, setup.links, setup.exchange_memory
-    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *exchange)
+    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *setup.exchanging)
     local = -(-tokens // setup.ranks)
     away = _offloaded_inputs(footprint, footprint.hidden * local)
     calls = [sharded(subject.call, tokens, setup.ranks, rows)]

@@ -25,10 +25,9 @@ from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.estimate import HOST_LINK, HOST_MEMORY, Case, Facts, Time, measured_machine
 from lightning_dilated.ext.planning.find_max import run as find_max
 from lightning_dilated.ext.planning.gpus import CONTEXT, MARGIN, NCCL
+from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
 from lightning_dilated.ext.planning.plan_request import Request, parser, settled
-from lightning_dilated.ext.planning.simulating.machine import measured_rules
-from lightning_dilated.ext.planning.simulating.rounds import EXACT
 from lightning_dilated.ext.planning.streams import in_chunks
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.settings import MemorySettings
@@ -56,33 +55,23 @@ def run(argv: list[str]) -> None:
         print(f"\nplot: {args.plot}")
 
 
-def _only_windows(model: Any) -> bool:
-    """Whether every branch of every layer is a window, or has global tokens: each query then has as many keys."""
-    return all(
-        b.width is not None or b.tokens is not None
-        for pattern in getattr(model, "patterns", ())
-        for b in pattern.branches
-    )
-
-
-def layout_hint(request: Request, time: Time | None, only_windows: bool = False) -> str | None:
-    """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank.
-
-    `only_windows`: of which all ranks but the first have equally much, in any layout.
-    """
+def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
+    """The layout in which all ranks compute equally long, where the planned time is clearly that of the busiest rank."""
+    time = None if row is None else row.time
     if request.layout == "chunked" or (time is not None and time.exchange is not None):
         return (
             "the GPUs share every chunk of a stream: RingDilatedStrategy(layout='chunked'). With sequence_size=1 each "
             "streams sequences of its own, as --gpus 1 plans it."
         )
-    if request.layout != "contiguous":
-        return f"planned for layout='contiguous': with the recipe's {request.layout!r} ranks compute and exchange otherwise."
-    if time is None or time.step.uneven < UNEVEN * time.seconds or only_windows:
+    if row is None or time is None or time.step.uneven < UNEVEN * time.seconds or case.setup.layout != "contiguous":
+        return None
+    other = replace(case, setup=replace(case.setup, layout="zigzag")).time(row.settings, row.tokens)
+    if other.seconds > (1 - UNEVEN) * time.seconds:
         return None
     return (
-        f"the last rank sees most keys and computes {time.step.uneven:.3g} s a step longer than the average rank: "
-        "RingDilatedStrategy(layout='zigzag') gives every rank an early and a late part, so that a step of "
-        f"{time.seconds:.3g} s takes up to so much less."
+        f"the last rank sees most keys and computes {time.step.uneven:.3g} s a step longer than the average rank: with "
+        "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes "
+        f"{other.seconds:.3g} s in place of {time.seconds:.3g} s."
     )
 
 
@@ -120,8 +109,8 @@ def recurrence_notes(case: Case) -> list[str]:
     return notes
 
 
-def assumptions(request: Request, case: Case, time: Time | None = None) -> list[str]:
-    """What the numbers rest on; `time` is that of the recommended setting."""
+def assumptions(request: Request, case: Case, row: Row | None = None) -> list[str]:
+    """What the numbers rest on; `row` is the recommended setting."""
     base, setup = measured_machine(), case.setup
     own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes = [
@@ -151,7 +140,7 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             "the strategy), and only gradients move: --gpus 1 plans a GPU, without DDP's copy of the gradients unless a "
             "recipe names several."
         )
-        hints = layout_hint(request, time, _only_windows(request.model)), head_size_note(request)
+        hints = layout_hint(request, case, row), head_size_note(request)
         notes += [hint for hint in hints if hint]
     if request.tokens and (hints := advice(request.model, request.tokens)):
         notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
@@ -257,7 +246,7 @@ def report(request: Request) -> Report:
         ]
     else:
         lines += ["", _nothing(case, rows, request)]
-    notes = assumptions(request, case, chosen and chosen.time)
+    notes = assumptions(request, case, chosen)
     lines += ["", *(f"  - {note}" for note in notes)]
     title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
@@ -369,7 +358,7 @@ def _details(case: Case, row: Row) -> list[str]:
         ]
     if in_chunks(row.settings, row.tokens):
         lines.append(f"  {chunk_count(row.tokens, row.settings.stream or 1)} chunks; one, forward and backward:")
-    for kind in ("attention", "recurrence", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
+    for kind in ("attention", "recurrence", "rest", "edge", "optimizer", "arrivals", "few rows", "tokens for heads"):
         if kind == "optimizer" and case.setup.cpu_offload:
             lines.append(f"  {'optimizer, on the host':<22}{time.optimizer * 1e3:>9.1f} ms")
         elif time.step.compute.get(kind):
@@ -431,8 +420,8 @@ def head_size_note(request: Request) -> str | None:
     if request.head_size == 1 or (request.head_size == "auto" and request.layout == "chunked"):
         return None
     return (
-        f"planned for head_size=1: with head_size={request.head_size} ranks also trade tokens for heads, whose bytes "
-        f"{'are above; ' if request.head_size == 'auto' else ''}memory and time of the trade are not planned."
+        f"with head_size={request.head_size} ranks also trade tokens for heads: the plan has the time of the trade, and not "
+        "the memory of its buffers."
     )
 
 
@@ -460,14 +449,9 @@ def _prices(layer: str, x: Exchanged) -> list[str]:
     """The exchanges' prices for a layer's call."""
     if x.plan is None:
         return []
-    lines = []
-    if x.name != x.plan.exchange:
-        lines.append(
-            f"  (a run takes {x.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
-        )
-    if x.plan.prices:
-        lines += [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
-    return lines
+    if not x.plan.prices:
+        return []
+    return [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
 
 
 def _recipe(request: Request, case: Case, row: Row) -> list[str]:

@@ -147,10 +147,10 @@ class Request:
         host: GiB of host memory of a rank.
         strategy: None: the plan chooses.
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
-        cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
+        cpu_offload, bucket_cap_mb, layout: of the strategy.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
         outer: whether the recipe's strategy takes outer steps, which are only named.
-        head_size: of the strategy; "auto" is chosen and printed, and others than 1 are only named.
+        head_size: of the strategy; what "auto" chooses is printed.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
         data_ranks: of `Setup`: the recipe's GPUs, by those that are planned.
         recipe: all of the recipe with what the options change, but for memory settings and strategy; None where no recipe
@@ -188,7 +188,7 @@ class Request:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
         return Setup(
             strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket,
-            self.exchange_memory, self.data_ranks,
+            self.exchange_memory, self.data_ranks, "contiguous" if self.layout == "chunked" else self.layout, self.head_size,
         )  # fmt: skip
 
 

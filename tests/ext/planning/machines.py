@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dilated.ext.planning.simulating.machine import Line, Machine, Parts
+from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 
 MS = 1e-3
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import yaml
+from lightning_dilated.ext.planning.find_max import Trials
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
 from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
-from lightning_dilated.ext.planning.find_max import Trials
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.plan import run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dilated.ext.planning.simulating.machine import Line, Machine, Parts
+from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 
 from .machines import MS, machine, parts
 

@@ -1,4 +1,4 @@
-"""The plan, and the simulated step, beside rows that GPUs have left in benchmarks/results."""
+"""The plan, and the step of many ranks, beside rows that GPUs have left in benchmarks/results."""
 
 import json
 import runpy
@@ -12,9 +12,9 @@ import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.machine import Machine
 from lightning_dilated.ext.planning.memory import Setup
-from lightning_dilated.ext.planning.simulating.machine import Machine
-from lightning_dilated.ext.planning.simulating.simulation import simulate
+from lightning_dilated.ext.planning.ranks import step_on_ranks
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.pattern import DilatedPattern
@@ -132,7 +132,7 @@ def test_streams(line):
 
 
 #: (file's day, recompute): tokens of each: ms by GPUs; rows of one machine, or of four GPUs' first day. Not those of 65,536
-#: tokens on two GPUs whose hosts were slower than they (up to 19 % more than simulated: the host is not)
+#: tokens on two GPUs whose hosts were slower than they (up to 19 % more than planned: the host is not counted)
 STEPS = {
     ("22", "none"): {65536: {1: 140.6, 2: 147.4, 4: 173.4}, 262144: {1: 533.7, 2: 545.0, 4: 554.8}},
     ("22", "attention-kept"): {1 << 20: {1: 2336.4, 4: 2418.6}},
@@ -144,7 +144,8 @@ STEPS = {
 def seconds_of(tokens, ranks, recompute, beyond=0.0):
     machine = Machine.load(ROOT / "benchmarks" / "results" / "2026-11-22_h200_machine.json")
     pattern = DilatedPattern.geometric(2048, tokens * ranks)
-    return simulate(machine, pattern, tokens, ranks, recompute=recompute, overhead=beyond).seconds
+    setup = Setup("ring_dilated", ranks)
+    return step_on_ranks(machine, [pattern], tokens, setup, recompute=recompute, overhead=beyond).seconds
 
 
 @pytest.mark.parametrize("day, recompute", STEPS)

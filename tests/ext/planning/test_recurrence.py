@@ -13,9 +13,9 @@ from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_o
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.estimate import BANDWIDTH, Case
 from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.plan import recurrence_notes
-from lightning_dilated.ext.planning.simulating.machine import measured_rules
 from lightning_dilated.ext.recurrence import op, triton_chunks
 from lightning_dilated.memory.settings import MemorySettings
 

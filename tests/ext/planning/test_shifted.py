@@ -13,7 +13,7 @@ from lightning_dilated.ext.planning.counting.workspace import workspace
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.memory import Setup, memory
-from lightning_dilated.ext.planning.simulating.simulation import simulate
+from lightning_dilated.ext.planning.ranks import step_on_ranks
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.planner import Links
@@ -94,14 +94,13 @@ def test_time(depth):
     assert low.seconds < found.seconds < high.seconds
 
 
-def test_simulated_layers_take_turns():
+def test_layers_take_turns():
     """With links that cost nothing a step is the mean of steps of either pattern."""
     free = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
-    step = lambda pattern, **more: simulate(machine(), pattern, 512, RANKS, links=free, average=False, **more)  # noqa: E731
-    even, odd, both = step(EVEN), step(ODD), step([EVEN, ODD])
+    setup = Setup("ring_dilated", RANKS, RANKS, links=free)
+    even, odd, both = (step_on_ranks(machine(), x, 512, setup) for x in ([EVEN], [ODD], [EVEN, ODD]))
     assert both.seconds == pytest.approx((even.seconds + odd.seconds) / 2) and even.seconds != odd.seconds
-    assert both.alone == pytest.approx((even.alone + odd.alone) / 2)
-    assert step([EVEN, EVEN]) == even
+    assert step_on_ranks(machine(), [EVEN, EVEN], 512, setup) == even
 
 
 def hybrid(depth=6, **options):

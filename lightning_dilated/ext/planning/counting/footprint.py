@@ -19,15 +19,17 @@ from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter, Piece, Tape
 from lightning_dilated.ext.planning.counting.repeats import BLOCKS
 from lightning_dilated.ext.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
-from lightning_dilated.ext.planning.simulating.rounds import EXACT, Moves
-from lightning_dilated.ext.planning.simulating.simulation import moves_of
+from lightning_dilated.ext.planning.ranks import arriving, plan_of
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import in_turns, segment_width
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_problem, plan, price
+from lightning_dilated.sequence.exchange.switch import Switched
+from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
@@ -243,8 +245,8 @@ def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
 
 #: most heads that are counted on many ranks, see `lighter`
 HEADS = 16
-#: exchanges that are counted for few ranks only
-FEW_RANKS = ("switch", "ring")
+#: up to so many ranks the buffers of every rank are counted
+EXACT = 16
 
 
 @dataclass(frozen=True)
@@ -297,30 +299,27 @@ def exchanged(
     exchange: str = "auto",
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
+    layout: str = "contiguous",
+    head_size: int | str = 1,
 ) -> Exchanged:
     """Of N tokens on R ranks; `heads` = (H, K, D).
 
     Raises:
-        ValueError: for an exchange that cannot run this pattern, and with many ranks for one that is not simulated; where
-            `exchange_memory` does not suffice.
+        ValueError: for an exchange that cannot run this pattern; where `exchange_memory` does not suffice.
     """
     if ranks == 1:
         return Exchanged()
-    problem = make_problem(pattern, tokens, *heads[:2], ranks=ranks, causal=causal)
-    chosen = plan(
-        problem, exchange, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links,
+    single = make_problem(pattern, tokens, *heads[:2], ranks=ranks, causal=causal, layout=layout)
+    chosen = plan_of(
+        single, exchange, head_size, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links,
         exchange_memory=exchange_memory,
     )  # fmt: skip
     if chosen.exchange is None:
         return Exchanged(chosen)
-    name = chosen.exchange
-    if exchange == "auto" and ranks > EXACT and name in FEW_RANKS:
-        bound = math.inf if exchange_memory is None else exchange_memory
-        others = [p for p in chosen.prices if p.exchange not in FEW_RANKS and (p.held or 0) <= bound]
-        name = min(others, key=lambda p: p.seconds + p.waiting).exchange if others else "gather"
-    if ranks > EXACT:
-        return _priced(chosen, name, per_node, heads[2], element_size, links)
-    return _of(chosen, name, moves_of(problem, name, per_node), heads[2], element_size)
+    per_node = max(1, per_node // chosen.head_size)
+    if chosen.problem.shard.ranks > EXACT:
+        return _priced(chosen, chosen.exchange, per_node, heads[2], element_size, links)
+    return _of(chosen, chosen.exchange, per_node, heads[2], element_size)
 
 
 def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
@@ -343,25 +342,39 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
     return Exchanged(chosen, name, kept, 2 * kept + few[0], 3 * kept * wide // size + few[1], queries)
 
 
-def _of(chosen: Plan, name: str, moves: Moves, dim: int, size: int) -> Exchanged:
-    wide = max(4, size)
-    landed, packed = (sum(getattr(r, side) for r in moves.rounds) for side in ("landed", "packed"))
+def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchanged:
+    """Counted from the programs of all ranks: the most of any rank."""
+    problem, wide = chosen.problem, max(4, size)
     row, wide_row = 2 * dim * size, 2 * dim * wide
-    queries = moves.queries
-    # a row of q, of out and of the running sum in the forward; of grad, q and out, and of the sum of dq in the backward
-    few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-    if moves.style == "kept":
-        forward = landed * row + packed * row + few[0]
-        backward = landed * wide_row + packed * wide_row * 2 + few[1]
-        kept = landed * row
-    else:  # a ring holds two rounds at a time, a switch all of it
-        most = lambda rounds, x: max((getattr(r, x) for r in rounds), key=lambda y: float(y.max()))  # noqa: E731
-        ring = moves.style == "ring"
-        rounds = 2 * (most(moves.rounds, "landed") + most(moves.rounds, "packed")) if ring else landed + packed
-        forward, backward = rounds * row + few[0], rounds * (row + wide_row) + few[1]
-        kept = 0 * landed if ring else landed * row
-    top = lambda x: round(float(x.max()))  # noqa: E731
-    return Exchanged(chosen, name, top(kept), top(forward), top(backward), top(queries))
+    each = []
+    for rank in range(problem.shard.ranks):
+        program = EXCHANGES[name].program(problem, rank, per_node)
+        rounds = (program.keys, program.queries) if isinstance(program, Switched) else program.rounds
+        packed, landed = zip(*(_buffers(x, rank) for x in rounds), strict=True)
+        queries = 0 if problem.shard.interleaved else arriving(problem, rank)[2]
+        # a row of q, of out and of the running sum in the forward; of grad, q and out, and of the sum of dq in the backward
+        few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
+        if isinstance(program, Switched):  # all of it at a time
+            kept, forward, backward = (
+                sum(landed) * row,
+                sum(landed + packed) * row,
+                sum(landed + packed) * (row + wide_row),
+            )
+        elif program.keep:
+            kept, forward = sum(landed) * row, sum(landed + packed) * row
+            backward = sum(landed) * wide_row + sum(packed) * wide_row * 2
+        else:  # two rounds at a time
+            kept, forward = 0, 2 * (max(landed) + max(packed)) * row
+            backward = 2 * (max(landed) + max(packed)) * (row + wide_row)
+        each.append((kept, forward + few[0], backward + few[1], queries))
+    return Exchanged(chosen, name, *map(max, zip(*each, strict=True)))
+
+
+def _buffers(step: Round, rank: int) -> tuple[int, int]:
+    """Rows of the buffers that a rank sends from and receives into, with its copies to itself."""
+    own = count(step.sends.get(rank, ()))
+    others = lambda side: sum(count(rows) for peer, rows in side.items() if peer != rank)  # noqa: E731
+    return others(step.sends) + own, others(step.receives) + own
 
 
 def of_call(
@@ -372,11 +385,13 @@ def of_call(
     exchange: str = "auto",
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
+    layout: str = "contiguous",
+    head_size: int | str = 1,
 ) -> Exchanged:
     """`exchanged` of a model's calls over N tokens."""
     call = lighter(call, ranks)
     heads = call.heads, call.kv_heads, call.head_dim
-    settings = call.dtype.itemsize, exchange, links, exchange_memory
+    settings = call.dtype.itemsize, exchange, links, exchange_memory, layout, head_size
     first, *others = (
         exchanged(pattern, tokens, heads, call.causal, ranks, per_node, *settings) for pattern in call.cycle
     )
@@ -391,9 +406,11 @@ def of_subject(
     exchange: str = "auto",
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
+    layout: str = "contiguous",
+    head_size: int | str = 1,
 ) -> Exchanged:
     """`exchanged` of the calls of both stacks of a model."""
-    settings = tokens, ranks, per_node, exchange, links, exchange_memory
+    settings = tokens, ranks, per_node, exchange, links, exchange_memory, layout, head_size
     of = lambda call: of_call(call, *settings)  # noqa: E731
     main = of(subject.call)
     return main if subject.decoder is None else replace(main, decoder=of(subject.decoder.call))

@@ -18,7 +18,7 @@ from lightning_dilated.ext._compat.torch import map_tree
 from lightning_dilated.ext.planning.counting.dry_run import MAIN, PRECISIONS, BlockWork, Stack, Work, passes, stacks
 from lightning_dilated.ext.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.ext.planning.counting.workspace import OpCall
-from lightning_dilated.ext.planning.simulating.machine import measured_rules
+from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.recurrence.triton_chunks import LARGEST
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule

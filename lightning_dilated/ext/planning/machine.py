@@ -1,5 +1,5 @@
-"""Machine: the measured times of one device for the parts of a training step, from which steps of many are simulated; and
-those of the rules of recurrences (`RuleTimes`).
+"""Machine: the measured times of one device for the parts of a training step, and those of the rules of recurrences
+(`RuleTimes`).
 
 Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
 """
@@ -221,7 +221,7 @@ class Machine:
 
 
 #: of one H100, by benchmarks/recurrence_time.py
-RULES = Path(__file__).parents[1] / "h100_recurrence.json"
+RULES = Path(__file__).with_name("h100_recurrence.json")
 
 
 @dataclass(frozen=True)

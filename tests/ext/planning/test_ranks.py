@@ -1,0 +1,183 @@
+"""Steps on many ranks: small ones added up by hand, work and bytes beside the definition and the planner.
+
+The made-up device is of `machines`: 64 tokens of a rank take 6 + 14 ms of a block without its attention, 10 + 20 ms of its
+own attention and 1 + 2 ms more of each wide branch, 1 + 2 ms of a batch of arriving rows, 0.125 + 0.375 ms of the few rows
+that they reach. Packing (0.5 ms) and summing gradients (0.25 ms) go beside the own attention.
+"""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.ext.planning.machine import Line
+from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.ranks import attention_seconds, layer_on_ranks, step_on_ranks, work_of
+from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.planner import Links, make_problem, members_of, moved
+
+from ...examples import examples
+from .machines import MS, machine
+
+FREE = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
+OUTSIDE = 3 + 5 + 7  # edge and optimizer, ms
+
+
+def geometric(ranks, last=None):
+    """(16, 1), (32, 2), ... up to the whole sequence of 64 tokens a rank."""
+    return DilatedPattern.geometric(16, last or 64 * ranks)
+
+
+def setup_of(ranks, links=FREE, per_node=None, **options):
+    return Setup("ring_dilated", ranks, per_node or ranks, links=links, **options)
+
+
+def step(ranks, pattern=None, model=None, options=None, **how):
+    cycle = [pattern or geometric(ranks)]
+    return step_on_ranks(model or machine(), cycle, 64, setup_of(ranks, **how), **options or {})
+
+
+#: forward and backward of a block on two ranks: rest, own attention with one wide branch, a batch, few rows
+TWO = 2 * (6 + 11 + 1 + 0.125 + 14 + 2 + 22 + 0.375) + OUTSIDE
+
+
+@pytest.mark.parametrize(
+    "ranks, how, options, want",
+    [
+        (1, {}, {}, 2 * (6 + 10 + 14 + 20) + OUTSIDE),
+        (1, {}, {"overhead": 0.004}, 2 * (6 + 10 + 14 + 20) + OUTSIDE + 4),
+        (1, {}, {"recompute": "attention-kept"}, 2 * (50 + 3) + OUTSIDE),
+        (1, {}, {"recompute": "block"}, 2 * (50 + 3 + 10) + OUTSIDE),
+        (2, {"exchange": "gather"}, {}, TWO),
+        (2, {"exchange": "butterfly"}, {}, TWO),
+        (2, {"exchange": "ring"}, {}, TWO),
+        (2, {"exchange": "gather"}, {"recompute": "attention-kept"}, TWO + 2 * 3),
+        (2, {"exchange": "gather"}, {"recompute": "block"}, TWO + 2 * (3 + 11 + 1 + 0.125)),
+    ],
+)
+def test_by_hand(ranks, how, options, want):
+    assert step(ranks, options=options, **how).seconds / MS == pytest.approx(want)
+
+
+def test_rows_that_travel_longer_than_the_own_attention():
+    """A round of 16 rows of K and V (32 bytes each in bf16) takes a second, that of their gradients two."""
+    found = step(2, exchange="gather", links=replace(FREE, near=512.0))
+    late = 2 * (1000 + 0.5 - 11 + 2000 + 0.25 - 22)
+    averaged = 4 * 2500 / 512 * 1e3
+    assert found.exposed / MS == pytest.approx(late + averaged)
+    assert found.seconds / MS == pytest.approx(TWO + late + averaged)
+    assert found.received["forward", "near"] == 2 * 16 * 32 and found.received["gradients", "near"] == 10_000
+
+
+def test_nothing_crosses():
+    found = step(4, geometric(1))
+    assert found.exchange is None and found.bytes() == (0, 0)
+    assert found.seconds / MS == pytest.approx(2 * 50 + OUTSIDE)
+
+
+def test_gradients_in_buckets():
+    """All after the backward, or in buckets beside it, of which the last one is waited for."""
+    large = machine(block_parameters=1 << 20, edge_parameters=0, depth=2)
+    at_once, beside = (
+        step(2, geometric(1), large, links=replace(FREE, near=1e9), bucket_cap_mb=x).exposed for x in (None, 1)
+    )
+    assert at_once == pytest.approx(8 * 2**20 / 1e9) and beside == pytest.approx(2**20 / 1e9)
+
+
+def test_sharded_parameters_are_not_averaged():
+    setup = replace(setup_of(2, replace(FREE, near=1.0)), strategy="ring_dilated_fsdp")
+    assert step_on_ranks(machine(), [geometric(1)], 64, setup).exposed == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bytes_are_the_plans(exchange, causal):
+    """The mean over ranks of what `planner.moved` says, for each layer and pass."""
+    ranks, per_node, model = 4, 2, machine(causal=causal)
+    pattern = geometric(ranks)
+    problem = make_problem(pattern, 64 * ranks, 2, 2, ranks=ranks, causal=causal)
+    if EXCHANGES[exchange].why_not(problem, per_node):
+        pytest.skip("does not serve")
+    found = step(ranks, pattern, model, exchange=exchange, per_node=per_node)
+    each = [moved(problem, exchange, rank, per_node, 8, 2) for rank in range(ranks)]
+    for i, run in enumerate(("forward", "backward")):
+        assert sum(found.bytes(run)) == pytest.approx(2 * sum(x[i].received for x in each) / ranks)
+
+
+BRANCHES = st.one_of(
+    st.builds(
+        lambda w, r, t: Branch(w, r, shift=t % w),
+        st.sampled_from([4, 8, 12, 20, 64]),
+        st.integers(1, 4),
+        st.integers(0, 9),
+    ),
+    st.builds(Window, st.sampled_from([3, 8])),
+    st.builds(Global, st.sampled_from([1, 5])),
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    branches=st.lists(BRANCHES, min_size=1, max_size=3), ranks=st.integers(2, 5), tokens=st.integers(5, 60),
+    causal=st.booleans(), layout=st.sampled_from(["contiguous", "zigzag"]), group=st.sampled_from([1, 2]),
+    exchange=st.sampled_from([None, "switch"]),
+)  # fmt: skip
+def test_work_is_the_definition(branches, ranks, tokens, causal, layout, group, exchange):
+    """The pairs of all ranks, their own and those with rows that arrived, are the pattern's."""
+    pattern, length = DilatedPattern(tuple(branches)), tokens
+    problem = make_problem(pattern, length, 4, 2, ranks=ranks * group, causal=causal, layout=layout, head_size=group)
+    if exchange is not None and EXCHANGES[exchange].why_not(problem, ranks):
+        return
+    total = 0
+    for member in members_of(problem):
+        for rank in range(problem.shard.ranks):
+            work = work_of(member, exchange, rank)
+            total += work.pairs + sum(pairs for pairs, _ in work.own.values())
+    assert total == int(pattern.counts(length, 4, causal, 2).sum())
+
+
+@pytest.mark.parametrize("exchange", [x for x in EXCHANGES if x != "auto"])
+def test_slower_links_never_help(exchange):
+    of = lambda links: step(8, exchange=exchange, per_node=4, links=links).seconds  # noqa: E731
+    base = Links(near=1e6, far=1e5, round=1e-4, message=1e-4)
+    slower = ("near", 0.5), ("far", 0.5), ("round", 2), ("message", 2)
+    assert all(of(base) <= of(replace(base, **{name: getattr(base, name) * x})) for name, x in slower)
+
+
+def test_zigzag_gives_ranks_equal_work():
+    """Of a dense causal pattern the last of four contiguous ranks computes 1.75 times the mean."""
+    dense, model = (
+        DilatedPattern.dense(),
+        machine(causal=True, arrive_forward=Line(0, 1e-5), arrive_backward=Line(0, 2e-5)),
+    )
+    contiguous, zigzag = (step(4, dense, model, layout=x, exchange="gather") for x in ("contiguous", "zigzag"))
+    assert contiguous.uneven > 0.4 * contiguous.seconds and zigzag.uneven < 0.02 * zigzag.seconds
+    assert zigzag.seconds < contiguous.seconds
+
+
+def test_groups_trade_tokens_for_heads():
+    """Groups over all ranks exchange no rows, and the trade takes time by its bytes."""
+    of = lambda size, near: step(2, geometric(2), links=replace(FREE, near=near), head_size=size)  # noqa: E731
+    assert of(2, 1e30).exchange is None and of(1, 1e30).exchange is not None
+    assert of(2, 1e6).compute["tokens for heads"] > 1e3 * of(2, 1e12).compute["tokens for heads"] > 0
+    layer = layer_on_ranks(machine(), geometric(2), "auto", 64, setup_of(2, head_size="auto"))
+    assert layer.forward["attention"].shape in ((2,), (1,))
+
+
+def test_a_pair_among_many_keys_and_its_row():
+    """Of a dense layer all pairs take `long_forward`; a row takes what the measured pattern took beyond its pairs."""
+    slow = machine(long_forward=1e-7, long_backward=2e-7)
+    forward, backward = attention_seconds(slow, 64)
+    assert (forward.pair, backward.pair) == (1e-7, 2e-7)
+    assert forward.of(2 * 3 * 16 * 64, 3 * 2 * 64) >= 0
+
+
+def test_a_billion_tokens():
+    begin = time.perf_counter()
+    found = step_on_ranks(
+        machine(first=2048), [DilatedPattern.geometric(2048, 2**30)], 2**18, setup_of(4096, Links(), 8)
+    )
+    assert time.perf_counter() - begin < 20 and found.seconds > 0 and found.exchange is not None
