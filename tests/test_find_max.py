@@ -14,10 +14,10 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning_dilated.ext.planning.find_max import Outcome, Samples, Trials, longest, run
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning import find_max
-from lightning_dilated.ext.planning.find_max import Outcome, Samples, Trials, longest, run
 
 from ..distributed.forked import Forked
 

@@ -353,7 +353,7 @@ def _averaging(
 
     A ring moves 2 (R - 1) / R of the bytes through every rank; over several nodes one ring for each rank of a node, through
     its own adapter. On one node all gradients are averaged after the backward, unless buckets have a size; over several
-    nodes in buckets beside the backward, of which the last one, and what takes longer than the backward, is waited for.
+    nodes in buckets beside the backward, of which the last ones, and what takes longer than the backward, are waited for.
     """
     ranks, links = setup.ranks, setup.links
     if ranks == 1 or setup.strategy == "ring_dilated_fsdp":
@@ -365,7 +365,7 @@ def _averaging(
     bucket = setup.bucket_cap_mb * 2**20 if setup.bucket_cap_mb else BUCKET if nodes > 1 else size
     share = 2 * (ranks - 1) / ranks
     total = math.ceil(size / bucket) * latency + share * size / speed
-    last = latency + share * min(size, bucket) / speed
+    last = 2 * latency + share * (bucket + size % bucket) / speed  # a full one, and what is left
     backward = sum(x.depth * x.at(tokens).rest_backward for x in stacks) + attention / 2
     side = "far" if nodes > 1 else "near"
     return {("gradients", side): share * size}, total if bucket >= size else max(last, total - backward)

@@ -142,7 +142,7 @@ class StreamDataModule(SequenceDataModule):
         cache_gib: float = CACHE_GIB,
     ) -> None:
         self.streams = integer(streams, "data.streams", 1)
-        super().__init__(seq_len, None, None, self.streams, 0, num_workers, pin_memory)
+        super().__init__(seq_len, None, self.streams, 0, num_workers, pin_memory)
         self.opener = Opener(cache_dir, cache_gib)
         self.paths, self.suffixes = required_paths(paths, "paths"), file_suffixes(suffixes, "data.suffixes")
         if dtype is not None:
