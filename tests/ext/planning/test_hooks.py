@@ -9,7 +9,6 @@ from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
 from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
-from lightning_dilated.ext.planning.find_max import Trials
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.plan import run
@@ -79,11 +78,6 @@ def test_the_command_plans_a_users_model(capsys, recipe):
     run(["--config", str(recipe), "--tokens", "64K", "--policy", "block", "--no-compile"])
     out = capsys.readouterr().out
     assert "model: Signals, " in out and "3 blocks of 16, 2 heads of 8" in out
-
-
-def test_find_max_trains_a_users_model(recipe):
-    found = Trials(["--config", str(recipe)], 1, timeout=120)(512)
-    assert found.fits and found.line == Signals.length_setting
 
 
 class Other(ld.DilatedModule):
