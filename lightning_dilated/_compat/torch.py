@@ -472,6 +472,16 @@ def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: floa
     return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 
+def range_begun(func: Any, args: Sequence[Any]) -> str | None:
+    """The name of the range that an operator of `record_function` begins. Known to hold for torch 2.11 to 2.13."""
+    return args[0] if func is torch.ops.profiler._record_function_enter_new.default else None
+
+
+def ends_range(func: Any) -> bool:
+    """Whether an operator of `record_function` ends a range. Known to hold for torch 2.11 to 2.13."""
+    return func is torch.ops.profiler._record_function_exit._RecordFunction
+
+
 def reads_number(func: Any) -> bool:
     """Whether an op reads a number off a tensor: `aten::_local_scalar_dense`. Known to hold for torch 2.11 to 2.13."""
     return func is torch.ops.aten._local_scalar_dense.default
