@@ -1,8 +1,10 @@
-"""`lightning-dilated plan --find-max`: the longest sequence that really trains on the devices of this machine.
+"""The longest sequence that trains on the devices of this machine, by true steps.
+
+    python benchmarks/find_max.py --config recipes/longest.yaml --gpus 4
 
 `longest` doubles and bisects; each trial (`Trials`) starts a process for every rank, so that a rank out of memory leaves no
-others waiting and the next trial finds memory free. A process runs `python -m lightning_dilated.ext.planning.find_max JSON
---config RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
+others waiting and the next trial has its memory. A process runs `python benchmarks/find_max.py JSON --config RECIPE ...`:
+the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
 
 Shape letters: N tokens.
 """
@@ -128,7 +130,7 @@ class Trials:
             variables |= {"LOCAL_WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             env |= {name: str(value) for name, value in variables.items()} | {"TORCHELASTIC_RUN_ID": "find-max"}
         out = (folder / f"{rank}.txt").open("w")
-        command = [sys.executable, "-m", "lightning_dilated.ext.planning.find_max", json.dumps(job), *self.arguments]
+        command = [sys.executable, __file__, json.dumps(job), *self.arguments]
         return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
     def _watch(self, folder: Path, tokens: int, ranks: list[subprocess.Popen]) -> Outcome:
@@ -254,7 +256,7 @@ START, MULTIPLE = 65536, 1024
 def parser() -> argparse.ArgumentParser:
     """The options of the search; all others are those of fit."""
     p = argparse.ArgumentParser(
-        "lightning-dilated plan --find-max",
+        "find_max.py",
         description="Trains two steps of ever longer random sequences (of the recipe's model) on the GPUs of this "
         "machine until they do not fit, and bisects. Options that are not listed "
         "(--model.dim 768, --trainer.strategy ring_dilated) go to fit.",
@@ -295,8 +297,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not here and args.limit is None:
         raise ValueError(
-            "--find-max trains on GPUs until their memory ends, and here is none. Leave it out for an estimate (--gpu H200 "
-            "names the kind), or give --limit GiB to try on the CPU."
+            "this trains on GPUs until their memory ends, and here is none. Take `lightning-dilated plan` for an estimate, "
+            "or give --limit GiB to try on the CPU."
         )
     args.gpus = (here or 1) if args.gpus is None else args.gpus
     if args.gpus < 1 or (args.limit is None and args.gpus > here):
@@ -472,6 +474,9 @@ def main(job: dict[str, Any], arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI gets its arguments by name, and warns of any others
-    job = json.loads(argv[1])
-    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
-    main(job, argv[2:])
+    if argv[1:] and argv[1].startswith("{"):
+        job = json.loads(argv[1])
+        threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
+        main(job, argv[2:])
+    else:
+        run(argv[1:])

@@ -73,8 +73,9 @@ def compared(setting: Setting, given: list[tuple[int, int, float, str]]) -> list
     for ranks, tokens, ms, exchange in given:
         step = setting.step(tokens, ranks, exchange)
         found = step.seconds * 1e3
+        off = round(100 * (found / ms - 1), 1) or 0.0
         lines.append(
-            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {found:.1f} | {round(100 * (found / ms - 1), 1) or 0.0:+.1f} % "
+            f"| {ranks} | {tokens:,} | {step.exchange or 'none'} | {ms:.1f} | {found:.1f} | {off:+.1f} % "
             f"| {step.exposed * 1e3:.2f} |"
         )
     return lines

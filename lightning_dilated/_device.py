@@ -1,8 +1,9 @@
-"""Asynchronous copies of small tensors to a GPU, and settings of its memory allocator."""
+"""Asynchronous copies of small tensors to a GPU, settings of its memory allocator, and CPU tensors taken for a GPU's."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,6 +28,25 @@ def _copies_directly(x: Tensor, device: torch.device) -> bool:
     if x.device.type != "cpu" or device.type != "cuda" or not x.numel():
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_assumed = False
+
+
+def assumes_gpu() -> bool:
+    """Whether code takes tensors of the CPU for a GPU's, and calls the kernels; while planning, tensors have sizes only."""
+    return _assumed
+
+
+@contextmanager
+def assumed_gpu() -> Iterator[None]:
+    """Within, `assumes_gpu` in the whole process."""
+    global _assumed
+    before, _assumed = _assumed, True
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 #: the environment variables that torch reads when the first tensor is made on a GPU, newest name first

@@ -32,7 +32,7 @@ LONGEST = (
     "strategy/test_several_loaders.py", "cli/test_round_trips.py", "models/test_file_classes.py",
     "models/test_far_scripts.py", "cli/test_extensions.py", "distributed/test_options.py", "kernels/test_combine.py",
     "strategy/test_memory.py", "distributed/test_stream.py", "distributed/test_streamed_model.py", "cli/test_plan.py",
-    "kernels/test_attention.py", "kernels/test_grouped.py", "cli/test_find_max.py", "models/test_memory_settings.py",
+    "kernels/test_attention.py", "kernels/test_grouped.py", "test_find_max.py", "models/test_memory_settings.py",
     "cli/test_misuse.py", "cli/test_verify.py", "attention/test_equals_oracle.py", "cli/test_commands.py",
     "attention/test_autograd.py", "callbacks/test_sharded_checkpoint_ranks.py", "cli/test_recipes.py",
     "ext/planning/test_hooks.py", "callbacks/test_preemption.py", "sequence/test_strided.py", "sequence/test_scale.py",

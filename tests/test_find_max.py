@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +12,10 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning_dilated.ext.planning.find_max import Outcome, Samples, Trials, longest, run
 
 import lightning_dilated as ld
-from lightning_dilated.ext.planning import find_max
-
-from ..distributed.forked import Forked
+from benchmarks import find_max
+from benchmarks.find_max import Outcome, Samples, Trials, longest, run
 
 pytestmark = pytest.mark.full
 
@@ -80,14 +76,7 @@ def recipe(tmp_path):
     return ["--config", str(path)]
 
 
-@pytest.fixture
-def forked(monkeypatch):
-    """Trials in forked processes, for tests of what they do; `test_two_ranks_share_a_sequence` starts interpreters."""
-    started = SimpleNamespace(Popen=Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(find_max, "subprocess", started)
-
-
-def test_trials(recipe, forked):
+def test_trials(recipe):
     """1M tokens need 1 GiB for each copy of the logits, and there are several; 2,048 need 2 MiB."""
     trials = Trials(recipe, ranks=1, timeout=120, limit=1.5)
     few, many = trials(2048), trials(1048576)
@@ -130,37 +119,7 @@ def test_samples_refuse():
         Samples(ld.SlideEncoder(), 64)[0]
 
 
-@pytest.mark.parametrize("name, ranks", [
-    ("SlidePretrainer", 1),
-    pytest.param("SlidePretrainer", 2, marks=pytest.mark.slow),
-    pytest.param("LongViT", 2, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_slides_and_images(tmp_path, forked, name, ranks):
-    config = {"trainer": {"accelerator": "cpu"}, "model": {"class_path": name, "init_args": MODELS[name]}}
-    (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
-    more = [] if ranks == 1 else ["--trainer.strategy=ring_dilated"]
-    found = Trials(["--config", str(tmp_path / "it.yaml"), *more], ranks, timeout=120)(512)
-    assert found.fits and found.line == getattr(ld, name)(**MODELS[name]).length_setting
-
-
-def test_two_ranks_share_a_sequence(recipe):
-    found = Trials([*recipe, "--trainer.strategy=ring_dilated"], ranks=2, timeout=120)(512)
-    assert found.fits and found.tokens == 512
-
-
-def test_the_recipes_own_data_are_not_asked(recipe, forked, tmp_path):
-    """They may be too short for its sequences, or elsewhere."""
-    (tmp_path / "a.txt").write_text("too short")
-    data = [
-        "--data",
-        "lightning_dilated.data.ByteDataModule",
-        f"--data.paths={tmp_path}/a.txt",
-        "--data.seq_len=100000",
-    ]
-    assert Trials([*recipe, *data], ranks=1, timeout=120)(512).fits
-
-
-def test_another_error_is_none_of_memory(recipe, forked):
+def test_another_error_is_none_of_memory(recipe):
     with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code .* not for want of memory[\s\S]*num_heads"):
         Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)
 
@@ -177,34 +136,6 @@ def test_a_killed_rank_is_looked_for_first(tmp_path):
         trials._watch(tmp_path, 64, ended(1, None))
     (tmp_path / "1.json").write_text('{"missing": "all of it"}')
     assert trials._watch(tmp_path, 64, ended(1, 0)).message == "rank 1: all of it"
-
-
-STARTER = """
-import json, subprocess, sys, time
-told = {"parent": __import__("os").getpid()}
-print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.ext.planning.find_max", json.dumps(told)]).pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_workers_end_with_who_started_them(monkeypatch, tmp_path):
-    """Also with one that was killed: nobody else would free their GPU. This one waits for a recipe that is a pipe."""
-    code = STARTER.replace("json.dumps(told)]", 'json.dumps(told), "--config", "pipe"]')
-    os.mkfifo(tmp_path / "pipe")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
-    pid = int(starter.stdout.readline())
-    state = lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # noqa: E731
-    time.sleep(2)
-    assert state() != "Z"
-    starter.kill()
-    starter.wait()
-    for _ in range(300):
-        if not Path(f"/proc/{pid}").exists() or state() == "Z":
-            return
-        time.sleep(0.1)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the worker went on")
 
 
 @pytest.mark.parametrize(
@@ -229,31 +160,10 @@ def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
         with pytest.raises(SystemExit):
             find_max.main(told, [])
         said = json.loads((tmp_path / "0.json").read_text())["missing"]
-        assert said.startswith(words.splitlines()[0]) and said.endswith(", main)")  # the last line of ours
+        assert said.startswith(words.splitlines()[0]) and said.endswith(", fail)")  # the last line
     else:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             find_max.main(told, [])
-
-
-def test_no_rank_is_left_where_another_cannot_start(monkeypatch):
-    started = []
-
-    def start(self, folder, tokens, rank, port):
-        if rank == 2:
-            raise OSError("no more processes")
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
-        return started[-1]
-
-    monkeypatch.setattr(Trials, "_start", start)
-    with pytest.raises(OSError, match="no more processes"):
-        Trials([], 3)(8)
-    assert [p.returncode for p in started] == [-signal.SIGKILL] * 2
-
-
-@pytest.mark.slow
-def test_too_slow(recipe):
-    with pytest.raises(TimeoutError, match=r"took more than 0\.1 s"):
-        Trials(recipe, ranks=1, timeout=0.1)(512)
 
 
 def test_command(recipe, capsys, monkeypatch):
@@ -281,7 +191,7 @@ def test_command(recipe, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "given, words",
     [
-        ([], "here is none. Leave it out for an estimate"),
+        ([], "here is none. Take `lightning-dilated plan` for an estimate"),
         (["--limit", "-1"], "--limit must be positive"),
         (["--limit", "1", "--timeout", "0"], "--timeout must be positive"),
         (["--limit", "1", "--gpus", "0"], "--gpus 0: this machine has 0"),
@@ -293,36 +203,9 @@ def test_command_refuses(recipe, given, words):
         run([*recipe, *given])
 
 
-def steps_of(done):
-    """(the callback, what was told and in which order, a trainer) after so many optimizer steps."""
-    told = []
-    root = SimpleNamespace(type="cpu")
-    strategy = SimpleNamespace(root_device=root, barrier=lambda: told.append("barrier"))
-    callback = find_max._Steps(told.append)
-    callback.on_train_batch_start(None)
-    return callback, told, SimpleNamespace(strategy=strategy, global_step=done)
-
-
-@pytest.mark.parametrize("done", [0, 1, 2])
-def test_a_rank_leaves_after_its_second_step_and_not_before_the_others(done):
-    callback, told, trainer = steps_of(done)
-    callback.on_train_batch_end(trainer)
-    if done < 2:
-        assert not told
-    else:
-        assert told[0] == "barrier" and told[1]["seconds"] > 0 and told[1]["host"] > 10**7
-
-
-def test_a_rank_leaves_where_memory_is_at_its_end():
-    """Before Lightning moves its model to the host; after other errors Lightning goes on."""
-    callback, told, trainer = steps_of(1)
-    callback.on_exception(trainer, None, ValueError("something else"))
-    assert not told
-    callback.on_exception(trainer, None, MemoryError("no more"))
-    assert told == [{"missing": "no more"}]
-
-
-def test_a_training_that_ends_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(find_max, "train", lambda *unused: None)
-    with pytest.raises(RuntimeError, match="ended before 2 steps"):
-        find_max.main({"folder": str(tmp_path), "limit": None}, [])
+@pytest.mark.parametrize("script", ["find_max", "memory_points"])
+def test_help(script):
+    path = Path(find_max.__file__).with_name(f"{script}.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run([sys.executable, path, "--help"], env=env, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0 and f"usage: {script}.py" in shown.stdout

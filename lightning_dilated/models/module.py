@@ -267,7 +267,7 @@ class DilatedModule(Pretrained, LearningRate):
         """What the exported model returns for tensors (batch_size, length, ...), by name."""
         raise TypeError(f"{type(self).__name__} must define export_outputs(**inputs) to be exported.")
 
-    # -- what planning asks: a subclass with `example_batch` can be planned, and searched by `plan --find-max` -----------
+    # -- what planning asks: a subclass with `example_batch` can be planned ----------------------------------------------
     #: what a token is, where it is not one of a text
     token_meaning: str | None = None
     #: what a recipe sets for sequences of {} tokens
@@ -282,7 +282,7 @@ class DilatedModule(Pretrained, LearningRate):
         """
         raise TypeError(
             f"{type(self).__name__} must define example_batch(tokens), which returns a batch of one sequence of so many "
-            "random tokens, to be planned or searched for its longest sequence."
+            "random tokens, to be planned."
         )
 
     @staticmethod

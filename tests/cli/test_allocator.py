@@ -1,13 +1,10 @@
 """The command line asks torch for segments that grow, and leaves what the user asked for."""
 
 import importlib
-import os
 
 import pytest
 
 from lightning_dilated._device import NAMES, expandable_segments
-from lightning_dilated.ext.planning import find_max
-from lightning_dilated.ext.planning.find_max import Trials
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,12 +27,3 @@ def test_commands_ask_for_them(monkeypatch):
     monkeypatch.setattr(module, "with_recipes", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
     with pytest.raises(KeyError, match="expandable_segments:True"):
         module.main(["fit"])
-
-
-def test_trials_ask_for_them(tmp_path, monkeypatch):
-    seen = {}
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(find_max.subprocess, "Popen", lambda command, env, **more: seen.update(env))
-    Trials([], ranks=1)._start(tmp_path, 8, 0, 1)
-    assert seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in os.environ

@@ -342,7 +342,7 @@ def test_numbers():
 def test_help_names_it(cli):
     assert "plan " in cli("--help").out
     shown = cli("plan", "--help")
-    assert shown.code == 0 and "--gpu_memory" in shown.out and "--find_max" in shown.out
+    assert shown.code == 0 and "--gpu_memory" in shown.out and "--find_max" not in shown.out
     assert "powers of 1024" in " ".join(shown.out.split())
 
 
@@ -369,7 +369,7 @@ REFUSED = {
     "no recipe": (["--config", "nowhere.yaml"], "no such file, and no recipe of that name"),
     "no model": (["--config", "empty.yaml"], "has no model with a class_path"),
     "no counting": (["--config", "other.yaml"], "DilatedModule must define example_batch(tokens)"),
-    "true steps": (["--config", "quickstart.yaml", "--find-max"], "--find-max trains on GPUs until their memory ends"),
+    "true steps": (["--config", "quickstart.yaml", "--find-max"], "Leave it out: the column `longest N`"),
     "links": ([*SIZES, "--links", "nowhere.json"], "nowhere.json"),
 }
 

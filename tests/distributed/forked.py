@@ -1,4 +1,4 @@
-"""Runs scripts and modules in processes forked from one that has imported the package: they need not import it again."""
+"""Runs scripts in processes forked from one that has imported the package: they need not import it again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -93,44 +92,6 @@ def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, 
     sys.argv, sys.path[0] = [str(script), *args], str(Path(script).parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-class Forked:
-    """`subprocess.Popen` of `python -m MODULE ARGS`, forked; what it writes goes to the file `stdout`."""
-
-    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], **unused: object) -> None:
-        assert command[:2] == [sys.executable, "-m"], command
-        args = command[2], command[3:], env, stdout.name, os.getpid()
-        self._process = context().Process(target=_run_module, args=args)
-        self._process.start()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self) -> None:
-        self._process.join()
-
-
-def _run_module(module: str, args: list[str], environment: dict[str, str], output: str, parent: int) -> None:
-    gc.freeze()
-    for number in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.getppid = lambda: parent  # the process that asked for it, not the one that forks
-    sys.argv = [module, *args]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

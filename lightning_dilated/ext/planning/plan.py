@@ -23,7 +23,6 @@ from lightning_dilated.ext.planning.counting.memory_tracker import KINDS
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.counting.workspace import OpCall
 from lightning_dilated.ext.planning.estimate import HOST_LINK, HOST_MEMORY, Case, Facts, Time, measured_machine
-from lightning_dilated.ext.planning.find_max import run as find_max
 from lightning_dilated.ext.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
@@ -37,15 +36,15 @@ from lightning_dilated.sequence.planner import make_problem
 
 #: another layout is named where the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
-#: the option for `find_max`
-FIND_MAX = {"--find-max", "--find_max"}
 
 
 def run(argv: list[str]) -> None:
-    """Parse, estimate, print, and plot on request; with --find-max train on this machine's devices instead."""
-    if FIND_MAX & set(argv):
-        find_max([word for word in argv if word not in FIND_MAX])
-        return
+    """Parse, estimate, print, and plot on request."""
+    if {"--find-max", "--find_max"} & set(argv):
+        raise ValueError(
+            "--find-max is not an option of plan any more. Leave it out: the column `longest N` has the longest sequence of "
+            "each setting, whose memory is right to 0.1 %. benchmarks/find_max.py tries lengths by true steps."
+        )
     args = parser().parse_args(argv)
     plan = report(settled(args))
     print("\n".join(plan.lines))

@@ -57,9 +57,6 @@ def parser() -> argparse.ArgumentParser:
     _model(p.add_argument_group("model"))
     _machine(p.add_argument_group("machine"))
     _memory(p.add_argument_group("memory settings (default: all are compared, and one is recommended)"))
-    p.add_argument(
-        "--find_max", "--find-max", action="store_true", help="true steps on the devices that are here (see its --help)"
-    )
     p.add_argument("--plot", type=Path, help="draw memory by kind of each setting to this PNG")
     return p
 

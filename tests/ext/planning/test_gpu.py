@@ -6,10 +6,10 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.find_max import Trials
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
-from lightning_dilated.ext.planning.find_max import Trials
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.memory import GIB, Setup
 from lightning_dilated.memory.settings import MemorySettings

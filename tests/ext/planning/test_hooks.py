@@ -3,7 +3,6 @@
 import pytest
 import torch
 import yaml
-from lightning_dilated.ext.planning.find_max import Trials
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import footprint
@@ -79,11 +78,6 @@ def test_the_command_plans_a_users_model(capsys, recipe):
     run(["--config", str(recipe), "--tokens", "64K", "--policy", "block", "--no-compile"])
     out = capsys.readouterr().out
     assert "model: Signals, " in out and "3 blocks of 16, 2 heads of 8" in out
-
-
-def test_find_max_trains_a_users_model(recipe):
-    found = Trials(["--config", str(recipe)], 1, timeout=120)(512)
-    assert found.fits and found.line == Signals.length_setting
 
 
 class Other(ld.DilatedModule):

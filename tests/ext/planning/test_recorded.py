@@ -39,10 +39,11 @@ def hidden(model, tokens, **options):
 
 @mock.patch.object(TokenModel, "_hidden", hidden)
 @pytest.mark.parametrize("number", [*LONGEST, *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)])
-def test_longest(number):
+def test_longest(number, monkeypatch):
     """Wanted: memory within 10 %, time within 25 %; told: within 0.2 and 17 %."""
     gpus, gib, seconds = {**LONGEST, **LATER}[number]
     script = ROOT / "benchmarks" / "memory_points.py"
+    monkeypatch.syspath_prepend(script.parent)
     with mock.patch.object(sys, "argv", [script.name, "--gpus", str(gpus), "--host", "240"]):
         points = runpy.run_path(str(script))
         args = points["options"]()

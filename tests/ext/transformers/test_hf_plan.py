@@ -20,7 +20,6 @@ from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, estimate
-from lightning_dilated.ext.planning.find_max import Trials
 from lightning_dilated.ext.planning.gpus import GPUS
 from lightning_dilated.ext.planning.memory import Setup, memory
 from lightning_dilated.ext.planning.plan import run
@@ -353,12 +352,6 @@ def test_the_command_plans_a_decoder(capsys, recipe):
     out = capsys.readouterr().out
     assert "model: HFCausalLM, " in out and "3 blocks of 32, 4 heads (2 kv) of 8" in out
     assert "not compiled" in out and "policy" not in out.partition("in the recipe")[0]
-
-
-@pytest.mark.slow
-def test_find_max_trains_a_decoder(recipe):
-    outcome = Trials(["--config", str(recipe)], 1, timeout=240)(512)
-    assert outcome.fits and outcome.line == HFCausalLM.length_setting
 
 
 @pytest.mark.slow

@@ -22,16 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import real_tensors
-from lightning_dilated.attention import rotary
-from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated._device import assumed_gpu
 from lightning_dilated.ext._compat import torch as compat
-from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.repeats import shorten
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.slides.longvit import image_patches
-from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
+from lightning_dilated.memory import chunked_loss, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
@@ -39,29 +37,24 @@ from lightning_dilated.sequence.group import no_sequence
 
 
 @contextlib.contextmanager
-def as_on_gpu(compiled: bool = False) -> Iterator[None]:
+def as_on_gpu() -> Iterator[None]:
     """Within, tensors are made as on a GPU, and checks of values pass.
 
-    Rotary positions are applied by their kernel, and short convolutions by theirs where GPUs take it; norms are one kernel
-    each way, in the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that
-    casts as it reads; positions of patches are found for a whole sequence; a number that is read off a tensor is 1.
-
-    Args:
-        compiled: whether the loss is.
+    The package calls its kernels (`assumed_gpu`), and what it compiles runs as one kernel; norms are one kernel each way, in
+    the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that casts as it
+    reads; positions of patches are those of a whole sequence; a number that is read off a tensor is 1.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (image_patches, "places", _places_of_all),
-            (RotaryTable, "split", _split),
-            (convolution, "serves", _convolves),
             (torch, "rms_norm", _rms_norm),
             (torch, "layer_norm", _wide_layer_norm),
             (torch, "log_softmax", _wide_log_softmax),
-            (chunked_loss, "_fuses", lambda logits, _: compiled and logits.shape[1] >= chunked_loss.WIDE),
             (chunked_loss, "_compiled", _in_one_pass),
         ):
             stack.enter_context(compat.replaced(owner, name, value))
         stack.enter_context(_Ones())
+        stack.enter_context(assumed_gpu())
         yield
 
 
@@ -72,14 +65,6 @@ _RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
     torch.log_softmax,
     image_patches.places,
 )
-
-
-def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
-
-
-def _convolves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
-    return convolution.unsupported(dtype, taps) is None
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -147,16 +132,6 @@ PRECISIONS = {
 }
 #: the stack of blocks whose parts have no name in front
 MAIN = "transformer"
-#: loops over tiles, by where they are called
-LOOPS = [
-    (token_chunks, "forward_tiles"),
-    (chunked_loss, "forward_tiles"),
-    (token_chunks, "backward_tiles"),
-    (chunked_loss, "sum_tiles"),
-    (head_chunks, "products"),
-    (head_chunks, "products_backward"),
-    (head_chunks, "backward_tiles"),
-]
 
 
 class _Marks:
@@ -218,7 +193,7 @@ def step(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
-    tape, gpu = tape or Tape(), as_on_gpu(compiled=graphs is not None)
+    tape, gpu = tape or Tape(), as_on_gpu()
     with compat.fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=message)
@@ -226,6 +201,7 @@ def step(
             model = make()
             model.configure_model()
         model.train()
+        model.compile_blocks = graphs is not None  # the loss asks for it
         data, parts = batch(), stacks(model)
         repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
@@ -239,7 +215,7 @@ def step(
                 _Marks(i, tape, name).put_on(block)
         tape.blocks = [_bytes(block) for block in parts[MAIN].blocks]
         tape.whole = _bytes(model)
-        with _tiles_apart(tape):
+        with contextlib.nullcontext() if tape.every_tile else compat.replaced(token_chunks, "cuts", _few):
             _run(model, data, context, tape)
     del tape.pieces[0]
     for repeat in reversed(repeats):
@@ -295,18 +271,6 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
         del loss
         tape.enter("after")
     tape.close()
-
-
-@contextlib.contextmanager
-def _tiles_apart(tape: Tape) -> Iterator[None]:
-    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second; a
-    tape of `every_tile` sees all of them but those of the loss."""
-    with contextlib.ExitStack() as stack:
-        for module in (chunked_loss,) if tape.every_tile else (token_chunks, chunked_loss):
-            stack.enter_context(compat.replaced(module, "cuts", _few))
-        for module, name in LOOPS:
-            stack.enter_context(compat.replaced(module, name, tape.around(getattr(module, name))))
-        yield
 
 
 def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token_chunks.cuts) -> list[slice]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.recurrence.op import RECURRENCE
+from lightning_dilated.memory.token_chunks import TILES
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -273,7 +274,7 @@ class Piece:
 
 
 class Tape(Meter):
-    """Counts as `Meter` does and notes `pieces`."""
+    """Counts as `Meter` does and notes `pieces`; a loop over tiles is one of its own, apart from what is held around it."""
 
     #: whether a layer's tiles in the middle are run, which hold what the second one holds
     every_tile = False
@@ -292,24 +293,13 @@ class Tape(Meter):
         self.returning = False
         self._begin = self._static = 0
         self._paused = False
+        self._ranges: list[str] = []
         self._spec = ""
 
     def enter(self, *part: Any) -> None:
         """End the piece; what follows is a part of the step, or goes on with the last one."""
         self._cut()
         self.part = part or self.part
-
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` as a piece of its own, which separates what a loop over tiles holds from what is held around it."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.enter()
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self.enter()
-
-        return call
 
     def _cut(self, op: str = "", q: Tensor | None = None) -> None:
         of = (0, None) if q is None else (q.shape[2], q.dtype)
@@ -339,6 +329,10 @@ class Tape(Meter):
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))
+        if (name := compat.range_begun(func, args)) is not None:
+            self._ranges.append(name)
+        if name == TILES or (compat.ends_range(func) and self._ranges and self._ranges.pop() == TILES):
+            self.enter()
         self._spec = args[-1] if func in NAMES else ""
         return super().__torch_dispatch__(func, types, args, kwargs)
 
