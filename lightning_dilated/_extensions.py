@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lightning_dilated._removed import removed_name
+
 #: public name, below the package: its place below `ext`
 NAMES = {
     "Exported": "export.export:Exported",
     "LongNetClassifier": "pooled.classifier:LongNetClassifier",
-    "LongViT": "slides.longvit.model:LongViT",
     "SlideEncoder": "slides.encoder:SlideEncoder",
     "SlidePretrainer": "slides.mae:SlidePretrainer",
     "RecurrentState": "recurrence.state:RecurrentState",
@@ -74,10 +75,8 @@ NAMES = {
     "recurrence.recurrent_attention": "recurrence.functional:recurrent_attention",
     "recurrent_attention": "recurrence.functional:recurrent_attention",
     "models.LongNetClassifier": "pooled.classifier:LongNetClassifier",
-    "models.LongViT": "slides.longvit.model:LongViT",
     "models.SlideEncoder": "slides.encoder:SlideEncoder",
     "models.SlidePretrainer": "slides.mae:SlidePretrainer",
-    "models.image_patches": "slides.longvit.image_patches:image_patches",
 }
 
 #: where a name is defined: its public name, the shortest
@@ -160,6 +159,8 @@ def lazy_names(face: str, core: dict[str, str] | None = None) -> tuple[Callable[
 
     def __getattr__(name: str) -> Any:
         if name not in names:
+            if (said := removed_name(f"{face}.{name}")) is not None:
+                raise ImportError(said)  # `from face import name` shows no message of an AttributeError
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
         value = pkgutil.resolve_name(f"lightning_dilated.{names[name]}")
         setattr(sys.modules[face], name, value)

@@ -10,6 +10,7 @@ import warnings
 from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
 from lightning_dilated._extensions import COMMANDS, place
+from lightning_dilated._removed import removed_command
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
 from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.parsing import class_help
@@ -77,6 +78,8 @@ def main(argv: list[str] | None = None) -> None:
         print(HELP, end="")
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
+    elif said := removed_command(argv):
+        fail(said)
     elif argv[0] in COMMANDS:
         with one_line_errors():
             place(COMMANDS[argv[0]])(with_recipes(argv)[1:])

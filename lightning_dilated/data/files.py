@@ -399,8 +399,3 @@ def guarded_field(value: Any) -> Any:
     """
     marked = isinstance(value, str) and value.startswith(_MARKED) and value not in ("+", "-")
     return f"'{value}" if marked else value
-
-
-def plain_field(text: str) -> str:
-    """The inverse of `guarded_field`."""
-    return text.removeprefix("'")

@@ -103,7 +103,6 @@ MODELS = {
     "LongNetClassifier": {**SMALL, "pattern": BRANCHES, "vocab_size": 8, "task": "ordinal", "num_classes": 3},
     "SlideEncoder": {**SMALL, **BRANCHES, "feature_dim": 8, "task": "regression", "num_classes": 2},
     "SlidePretrainer": {**SMALL, **BRANCHES, "feature_dim": 8, "decoder_dim": 8, "decoder_depth": 1},
-    "LongViT": {**SMALL, **BRANCHES, "patch_size": 2, "task": "classification", "num_classes": 2},
 }
 
 
@@ -133,7 +132,6 @@ def test_samples_refuse():
 @pytest.mark.parametrize("name, ranks", [
     ("SlidePretrainer", 1),
     pytest.param("SlidePretrainer", 2, marks=pytest.mark.slow),
-    pytest.param("LongViT", 2, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_slides_and_images(tmp_path, forked, name, ranks):
     config = {"trainer": {"accelerator": "cpu"}, "model": {"class_path": name, "init_args": MODELS[name]}}

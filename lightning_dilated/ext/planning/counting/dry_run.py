@@ -28,7 +28,6 @@ from lightning_dilated.ext.convolution import convolution
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces, of_layer
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.workspace import NAMES
-from lightning_dilated.ext.slides.longvit import image_patches
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
@@ -42,14 +41,13 @@ def as_on_gpu(compiled: bool = False) -> Iterator[None]:
 
     Rotary positions are applied by their kernel, and short convolutions by theirs where GPUs take it; norms are one kernel
     each way, in the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that
-    casts as it reads; positions of patches are found for a whole sequence; a number that is read off a tensor is 1.
+    casts as it reads; a number that is read off a tensor is 1.
 
     Args:
         compiled: whether the loss is.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (image_patches, "places", _places_of_all),
             (RotaryTable, "split", _split),
             (convolution, "serves", _convolves),
             (torch, "rms_norm", _rms_norm),
@@ -64,12 +62,7 @@ def as_on_gpu(compiled: bool = False) -> Iterator[None]:
 
 
 #: what is replaced above
-_RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
-    torch.rms_norm,
-    torch.layer_norm,
-    torch.log_softmax,
-    image_patches.places,
-)
+_RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX = torch.rms_norm, torch.layer_norm, torch.log_softmax
 
 
 def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -98,11 +91,6 @@ def _wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 def _in_one_pass(run: Callable) -> Callable:
     return _sizes_of_sums if run is chunked_loss._sums else lambda logits, *_: torch.empty_like(logits)
-
-
-def _places_of_all(positions: Tensor, *sizes: int) -> Any:
-    with compat.real_tensors():
-        return _PLACES(torch.arange(len(positions)), *sizes)
 
 
 def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
