@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 _LONGVIT = "The examples of torchscale run its weights; for slides, embed tiles and take SlideEncoder."
+_VERSIONS = "benchmarks/version_pairs.py of the repository writes the same files, which TokenDataModule reads."
+_STRAINS = "benchmarks/strain_pairs.py of the repository has the DataModule, benchmarks/pairs_distance.py trains on it."
 
 #: public name, below the package: what does its work now
-NAMES = {"LongViT": _LONGVIT, "models.LongViT": _LONGVIT, "models.image_patches": _LONGVIT}
+NAMES = {
+    "LongViT": _LONGVIT,
+    "models.LongViT": _LONGVIT,
+    "models.image_patches": _LONGVIT,
+    "data.ListOpsDataModule": "Read Long Range Arena's files by a DataModule of yours, or take FarRecallDataModule.",
+    "data.StrainPairsDataModule": _STRAINS,
+    "data.VersionPairs": _VERSIONS,
+    "data.write_version_pairs": _VERSIONS,
+}
 #: command: what does its work now
-COMMANDS: dict[str, str] = {}
-#: key of a recipe, or option of a command: what does its work now
-KEYS: dict[str, str] = {}
+COMMANDS = {"pairs": _VERSIONS}
+#: key or name of a recipe, or option of a command: what does its work now
+KEYS = {"strain_pairs.yaml": _STRAINS, "version_pairs.yaml": _VERSIONS}
 
 
 def removed_name(path: str) -> str | None:
@@ -28,7 +38,7 @@ def removed_command(words: list[str]) -> str | None:
 
 
 def removed_key(name: str) -> str | None:
-    """Name the replacement of a key or an option, if it was taken out."""
+    """Name the replacement of a key, an option or a recipe, if it was taken out."""
     return _say(name, KEYS[name]) if name in KEYS else None
 
 

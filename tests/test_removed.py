@@ -12,7 +12,7 @@ from lightning_dilated.cli import main
 from lightning_dilated.cli.load_model import load_module
 
 #: models and DataModules among the names
-CLASSES = {"model": ["LongViT"], "data": []}
+CLASSES = {"model": ["LongViT"], "data": ["ListOpsDataModule", "StrainPairsDataModule"]}
 SECTION = [(section, name) for section, names in CLASSES.items() for name in names]
 
 
@@ -44,9 +44,10 @@ def test_commands(command, capsys):
 def test_recipes(section, name, capsys, tmp_path, monkeypatch):
     config = {section: {"class_path": name, "init_args": {"dim": 16}}}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+    model = ["--model", "LongNetLM"] if section == "data" else []
     for argv in (["--config", tmp_path / "x.yaml"], [f"--{section}", name], [f"--{section}.help", name]):
-        monkeypatch.setattr("sys.argv", ["lightning-dilated", "fit", *map(str, argv)])
-        assert f"{name} was taken out of lightning_dilated. " in refused(capsys, "fit", *argv)
+        monkeypatch.setattr("sys.argv", ["lightning-dilated", "fit", *model, *map(str, argv)])
+        assert f"{name} was taken out of lightning_dilated. " in refused(capsys, "fit", *model, *argv)
 
 
 @pytest.mark.parametrize("path", ["lightning_dilated.{}", "lightning_dilated.models.old.place.{}"])
@@ -60,6 +61,11 @@ def test_files(name, path, tmp_path):
             load(tmp_path)
     with pytest.raises(ValueError, match=f"{name} was taken out of lightning_dilated. "):
         load_module(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("name", [key for key in _removed.KEYS if key.endswith(".yaml")])
+def test_names_of_recipes(name, capsys):
+    assert f"{name} was taken out of lightning_dilated. " in refused(capsys, "fit", "--config", name)
 
 
 def test_other_names():

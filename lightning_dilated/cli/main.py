@@ -37,7 +37,6 @@ Train transformers with dilated attention on long sequences. Commands:
   score      variants: --ckpt_path X.ckpt --vcf X.vcf --fasta X.fa --out X.csv
   evaluate   use of a long context: --ckpt_path X.ckpt --task needle --out DIR
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
-  pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links

@@ -73,7 +73,7 @@ def recipe(tmp_path):
     settings = {
         "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": "lightning_dilated.callbacks.RunReport"}]},
         "model": {"class_path": "LongNetLM", "init_args": {"pattern": pattern, "dim": 16, "depth": 1, "num_heads": 2}},
-        "data": {"class_path": "lightning_dilated.data.ListOpsDataModule"},
+        "data": {"class_path": "lightning_dilated.data.FarRecallDataModule"},
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings))
