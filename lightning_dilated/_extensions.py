@@ -80,7 +80,7 @@ _PUBLIC = {where: name for name, where in sorted(NAMES.items(), key=lambda row: 
 
 #: command: the function of its arguments
 COMMANDS = {
-    "bench": "profiling.bench:run",
+    "bench": "profiling.bench_links:run",
     "consolidate": "export.consolidate:run",
     "evaluate": "evaluation.evaluate:run",
     "explain": "explain.command:run",

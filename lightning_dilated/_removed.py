@@ -17,7 +17,10 @@ NAMES = {
     "data.write_version_pairs": _VERSIONS,
 }
 #: command: what does its work now
-COMMANDS = {"pairs": _VERSIONS}
+COMMANDS = {
+    "bench attention": "benchmarks/attention.py of the repository measures the op.",
+    "pairs": _VERSIONS,
+}
 #: key or name of a recipe, or option of a command: what does its work now
 KEYS = {"strain_pairs.yaml": _STRAINS, "version_pairs.yaml": _VERSIONS}
 

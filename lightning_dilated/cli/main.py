@@ -39,7 +39,7 @@ Train transformers with dilated attention on long sequences. Commands:
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
-  bench      measure this machine: bench attention, bench links
+  bench      measure this machine's links: bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
   folds      mean and deviation of the tests of a cross-validation
   export     a file that runs without this package: --ckpt_path X --out X.onnx
