@@ -102,7 +102,7 @@ HOOKS = {
     "decoder of a folder": "transformers.lm:decoder_of",
     "embed sequences": "genomes.scoring:embed",
     "explain patterns": "explain.explanation:explain",
-    "free generation memory": "decoding.generation:free_memory",
+    "free generation memory": "decoding.token_step:forget",
     "generate stream": "decoding.generation:generate_stream",
     "generate": "decoding.generation:generate",
     "maps of a recurrence": "recurrence.scan:maps_received",

@@ -22,7 +22,11 @@ COMMANDS = {
     "pairs": _VERSIONS,
 }
 #: key or name of a recipe, or option of a command: what does its work now
-KEYS = {"strain_pairs.yaml": _STRAINS, "version_pairs.yaml": _VERSIONS}
+KEYS = {
+    "int8_weights": "It gained no time: draw with the model's own weights, in bfloat16 if memory is short.",
+    "strain_pairs.yaml": _STRAINS,
+    "version_pairs.yaml": _VERSIONS,
+}
 
 
 def removed_name(path: str) -> str | None:

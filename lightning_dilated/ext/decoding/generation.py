@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer
-from lightning_dilated.ext.decoding.int8 import call, check_int8, forget_rounded, rounded_weights
+from lightning_dilated._removed import removed_key
+from lightning_dilated._validation import integer
 from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
 from lightning_dilated.ext.decoding.shared_prompts import SharedPrompts
-from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, Weights, forget, refuse, token_step
+from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, Weights, refuse, token_step
 from lightning_dilated.sequence import SequenceGroup, SequenceSpec, active_sequence, sequence_gather, sequence_sum
 from lightning_dilated.sequence.collectives import stack_ranks
 from lightning_dilated.sequence.group import no_sequence
@@ -93,7 +93,6 @@ class _Request:
     prompt_chunk: int
     lengths: tuple[int, ...] | None
     max_length: int | None
-    int8_weights: bool
     #: the ranks that share the prompts; None: one has them
     group: SequenceGroup | None = None
 
@@ -124,7 +123,7 @@ class _Request:
 
     def facts(self) -> dict[str, Any]:
         """What has to be equal on ranks that share the prompts."""
-        names = ("count", "sampling", "ends", "lengths", "max_length", "int8_weights")
+        names = ("count", "sampling", "ends", "lengths", "max_length")
         return {name: getattr(self, name) for name in names}
 
     def guarded(self, prepare: Callable[..., Any], *args: Any) -> Any:
@@ -143,7 +142,6 @@ def _request(
     prompt_chunk: int,
     lengths: Tensor | Sequence[int] | None,
     max_length: int | None,
-    int8_weights: bool,
 ) -> _Request:
     """The arguments of `generate_stream`, checked; `tokens` are the whole prompts."""
     count = integer(max_new_tokens, "max_new_tokens", 0)
@@ -153,9 +151,7 @@ def _request(
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
     tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
     ends = stop_tokens(stop, model.vocab_size)
-    if flag(int8_weights, "int8_weights"):
-        check_int8(model)
-    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights, group)
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, group)
     if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
         raise ValueError(
             f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
@@ -177,7 +173,7 @@ def generate_stream(
     prompt_chunk: int = PROMPT_CHUNK,
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
-    int8_weights: bool = False,
+    **unknown: Any,
 ) -> Continuation:
     """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
 
@@ -202,16 +198,15 @@ def generate_stream(
         lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
         max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
             None: as many as this call needs. A later call of up to as many then finds caches and graph.
-        int8_weights: draw tokens with the weights of linear layers rounded to int8 (torchao), which changes the numbers and
-            halves the bytes to read; the prompt is read with the model's own weights.
 
     Raises:
-        ImportError: for int8_weights without torchao.
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
             no distribution; on every rank, if one's arguments are wrong or differ from the others'.
     """
+    for name in unknown:
+        raise TypeError(removed_key(name) or f"generate_stream() got an unexpected keyword argument {name!r}")
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    others = options, generator, stop, prompt_chunk, lengths, max_length, int8_weights
+    others = options, generator, stop, prompt_chunk, lengths, max_length
     group = active_sequence()
     if group is None or group.ranks == 1:
         return Continuation(model, _request(model, None, tokens, max_new_tokens, *others))
@@ -257,25 +252,20 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
     with evaluating(model):
         request.guarded(model.configure_model)
     if request.group is not None:
-        yield from _one_by_one(model, request, request.guarded(_rounded, model, request))
+        yield from _one_by_one(model, request)
         return
     longest = request.max_length or request.longest + request.count
-    rounded = _rounded(model, request)
-    with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
+    with token_step(model, request.tokens, longest, request.sampling, len(request.ends)) as step:
         with evaluating(model):
             started = step is not None and _started(model, request, step)
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
             return
     del step  # with its caches
-    yield from _one_by_one(model, request, rounded)
+    yield from _one_by_one(model, request)
 
 
-def _rounded(model: CausalModel, request: _Request) -> dict[str, Tensor] | None:
-    return rounded_weights(model) if request.int8_weights else None
-
-
-def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
+def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
     """Every token by a call of the model."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
@@ -284,10 +274,7 @@ def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor
         if request.group is not None:
             request.group.agree({"call": "generate"}, turn=f"token {i}")
         with evaluating(model):
-            if i:
-                logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
-            else:
-                logits = _read(model, request, caches)
+            logits = model(last[:, None], caches=caches, last_only=True)[:, -1] if i else _read(model, request, caches)
             drawn = request.draw(logits)
         last = torch.where(ended, last, drawn)
         if len(ends):
@@ -417,9 +404,3 @@ def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options:
     Args and errors: those of `generate_stream`.
     """
     return generate_stream(model, tokens, max_new_tokens, **options).joined()
-
-
-def free_memory(model: CausalModel) -> None:
-    """Free what is kept of a model for later calls."""
-    forget(model)
-    forget_rounded(model)
