@@ -23,6 +23,7 @@ COMMANDS = {
 }
 #: key or name of a recipe, or option of a command: what does its work now
 KEYS = {
+    "generate --devices": "One device reads the prompt, a chunk at a time: leave the option out.",
     "int8_weights": "It gained no time: draw with the model's own weights, in bfloat16 if memory is short.",
     "strain_pairs.yaml": _STRAINS,
     "version_pairs.yaml": _VERSIONS,
