@@ -16,9 +16,9 @@ CLASSES = {"model": ["LongViT"], "data": ["ListOpsDataModule", "StrainPairsDataM
 SECTION = [(section, name) for section, names in CLASSES.items() for name in names]
 
 
+@pytest.mark.parametrize("folder", ["lightning_dilated", "lightning_dilated.models", "lightning_dilated.data"])
 @pytest.mark.parametrize("name", _removed.NAMES)
-def test_names(name):
-    folder, _, name = f"lightning_dilated.{name}".rpartition(".")
+def test_names(name, folder):
     face = importlib.import_module(folder)
     with pytest.raises(ImportError, match=f"^{name} was taken out of lightning_dilated. "):
         getattr(face, name)

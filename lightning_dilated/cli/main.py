@@ -10,7 +10,8 @@ import warnings
 from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
 from lightning_dilated._extensions import COMMANDS, place
-from lightning_dilated._removed import removed_command
+from lightning_dilated._removed import COMMANDS as REMOVED
+from lightning_dilated._removed import removed
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
 from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.parsing import class_help
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         print(HELP, end="")
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
-    elif said := removed_command(argv):
+    elif said := removed(argv[0], REMOVED) or removed(" ".join(argv[:2]), REMOVED):
         fail(said)
     elif argv[0] in COMMANDS:
         with one_line_errors():

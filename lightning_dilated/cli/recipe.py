@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_dilated._removed import removed_key
+from lightning_dilated._removed import removed
 from lightning_dilated.cli.errors import fail
 from lightning_dilated.models import DilatedModule
 
@@ -29,7 +29,7 @@ def find_recipe(name: str) -> str:
         if in_package and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
     known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
-    said = removed_key(Path(name).name) or f"no recipe of that name. Recipes: {', '.join(known)}."
+    said = removed(Path(name).name) or f"no recipe of that name. Recipes: {', '.join(known)}."
     fail(f"--config {name}: no such file, and {said}")
 
 

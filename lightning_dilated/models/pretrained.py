@@ -406,11 +406,7 @@ def class_path(model: Any) -> str:
 
 
 def current_class_path(path: str) -> str:
-    """A class's name in a file; for the package's own models, wherever they stood, the public one.
-
-    Raises:
-        ValueError: for a class that was taken out, with what does its work now.
-    """
+    """A class's name in a file; of the package's own models the public one. ValueError for one that was taken out."""
     if (said := removed_name(path)) is not None:
         raise ValueError(said)
     package, _, rest = path.partition(".")

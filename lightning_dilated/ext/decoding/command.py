@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from lightning_dilated._compat.cpython import option_actions
-from lightning_dilated._removed import removed_key
+from lightning_dilated._removed import removed
 from lightning_dilated._validation import integer, text_of
 from lightning_dilated.cli.errors import check_device
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
@@ -58,7 +58,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     """The options: the parser's defaults, over them the config's, over them the command line's."""
     p = parser()
     if any(word.partition("=")[0] == "--devices" for word in argv):
-        raise ValueError(removed_key("generate --devices"))
+        raise ValueError(removed("generate --devices"))
     options = p.parse_args(argv)
     config = options.config
     if config is not None:
@@ -67,7 +67,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
             if "devices" in wrong:
-                raise ValueError(removed_key("generate --devices"))
+                raise ValueError(removed("generate --devices"))
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
         defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
         _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated._removed import removed_key
+from lightning_dilated._removed import removed
 from lightning_dilated._validation import integer
 from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
@@ -170,7 +170,7 @@ def generate_stream(
             no distribution, and where ranks share the sequence that is active.
     """
     for name in unknown:
-        raise TypeError(removed_key(name) or f"generate_stream() got an unexpected keyword argument {name!r}")
+        raise TypeError(removed(name) or f"generate_stream() got an unexpected keyword argument {name!r}")
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     others = options, generator, stop, prompt_chunk, lengths, max_length
     group = active_sequence()
