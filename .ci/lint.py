@@ -16,8 +16,20 @@ from typing import NamedTuple
 #: a folder of the core (or a file of the top folder) imports only from those before it; "" is the package itself, and
 #: `integrations` and `planning` are faces of extensions
 ORDER = (
-    *("_extensions", "_compat", "_device", "_ops", "_validation", "pattern", "kernels", "sequence", "recurrence"),
-    *("attention", "memory", "data", "checkpoint", "models", "strategy", "callbacks", "integrations", "planning", ""),
+    *("_removed", "_extensions", "_compat", "_device", "_ops", "_validation", "pattern", "kernels", "sequence"),
+    *(
+        "recurrence",
+        "attention",
+        "memory",
+        "data",
+        "checkpoint",
+        "models",
+        "strategy",
+        "callbacks",
+        "integrations",
+        "planning",
+        "",
+    ),
     *("cli", "__main__"),
 )
 EXT = "ext"

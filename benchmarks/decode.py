@@ -45,7 +45,6 @@ def options() -> argparse.Namespace:
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments of 2,048")
     p.add_argument("--compile", action="store_true", help="compile_blocks=True")
-    p.add_argument("--int8", action="store_true", help="weights of linear layers rounded to int8, by torchao")
     p.add_argument("--plain", action="store_true", help="call the model for every token, without CUDA graphs")
     p.add_argument("--temperature", type=float, default=0.8)
     p.add_argument("--top-k", type=int, default=50)
@@ -156,7 +155,7 @@ def main() -> None:
 
     def drawn(prompt: torch.Tensor, count: int) -> torch.Tensor:
         most = min(longest, prompt.shape[1] + o.tokens + 1)
-        return model.generate(prompt, count, **sampling, max_length=most, int8_weights=o.int8)
+        return model.generate(prompt, count, **sampling, max_length=most)
 
     if o.device.startswith("cuda"):
         print(torch.cuda.get_device_name(), f"torch {torch.__version__}")
@@ -170,7 +169,7 @@ def main() -> None:
     with plain:
         for context in o.context:
             numbers = measure(o, drawn, model, context)
-            print(row(o, model, "LongNetLM" + ", int8" * o.int8, pattern, context, numbers), flush=True)
+            print(row(o, model, "LongNetLM", pattern, context, numbers), flush=True)
             if o.profile:
                 show_profile(o, drawn, context)
             token_step.forget(model)

@@ -6,7 +6,7 @@
 `strains` FOLDER: a folder of FASTA files for each species, pylori for validation (`StrainPairsDataModule`: the boundary
 moves by up to a tenth of N/2, up to 63 bases are left out). A model of 8 layers of width 256 and 4 heads; samples of 4,096,
 16,384 and 65,536 bases one after another.
-`versions` FILE: samples of 65,536 bytes that `lightning-dilated pairs` wrote, FILE.val.bin beside it for validation. A model
+`versions` FILE: samples of 65,536 bytes that `version_pairs.py` wrote, FILE.val.bin beside it for validation. A model
 of 8 layers of width 512 and 8 heads.
 65,536 tokens a step, trained as `arms.py` says. Prints one line of JSON: bits a token of the first and of the second half,
 the latter with its standard error over samples; by eighth of the position; training bits; seconds, GiB.
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from arms import Batch, Stage, add_options, batches, model_of, options_of, train
+from strain_pairs import StrainPairsDataModule
 from torch.nn.functional import cross_entropy
 
 import lightning_dilated as ld
@@ -66,7 +67,7 @@ def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iter
     """Batches of strain pairs of N bases; one sample a batch for validation."""
     species = {f.name: str(f) for f in sorted(a.data.iterdir()) if f.is_dir()}
     size = max(1, TOKENS // seq_len) if split == "train" else 1
-    data = ld.data.StrainPairsDataModule(
+    data = StrainPairsDataModule(
         species, val="pylori", seq_len=seq_len, batch_size=size, train_size=steps * size, val_size=steps, seed=a.seed
     )
     data.check()

@@ -7,6 +7,7 @@ Prints milliseconds and the ratio of cuDNN's time to ours. Shape letters: G segm
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,6 +69,8 @@ def case(dim: int, heads: int, causal: bool, rate: int) -> None:
 
 
 if __name__ == "__main__":
+    about = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=about).parse_args()
     for dim, heads in ((64, 12), (128, 6)):
         for causal in (False, True):
             for rate in (1, 4):

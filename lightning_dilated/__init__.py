@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.recurrence.functional import recurrent_attention
     from lightning_dilated.ext.recurrence.state import RecurrentState
     from lightning_dilated.ext.slides.encoder import SlideEncoder
-    from lightning_dilated.ext.slides.longvit.model import LongViT
     from lightning_dilated.ext.slides.mae import SlidePretrainer
     from lightning_dilated.ext.streams.state import StreamState
 
@@ -36,7 +35,6 @@ __all__ = [
     "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",
-    "LongViT",
     "MultiheadDilatedAttention",
     "OuterSteps",
     "Recurrence",

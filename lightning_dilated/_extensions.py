@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lightning_dilated._removed import removed_name
+
 #: public name, below the package: its place below `ext`
 NAMES = {
     "Exported": "export.export:Exported",
     "LongNetClassifier": "pooled.classifier:LongNetClassifier",
-    "LongViT": "slides.longvit.model:LongViT",
     "SlideEncoder": "slides.encoder:SlideEncoder",
     "SlidePretrainer": "slides.mae:SlidePretrainer",
     "RecurrentState": "recurrence.state:RecurrentState",
@@ -38,16 +39,13 @@ NAMES = {
     "data.Genome": "genomes.files:Genome",
     "data.GenomeDataModule": "genomes.fasta:GenomeDataModule",
     "data.GenomeWindows": "genomes.fasta:GenomeWindows",
-    "data.ListOpsDataModule": "evaluation.tasks:ListOpsDataModule",
     "data.LongContextDataModule": "evaluation.module:LongContextDataModule",
     "data.SlideDataModule": "slides.module:SlideDataModule",
     "data.SlideSequences": "slides.sequences:SlideSequences",
     "data.StreamDataModule": "text.streams:StreamDataModule",
     "data.StreamSequences": "text.streams:StreamSequences",
-    "data.StrainPairsDataModule": "genomes.strain_pairs:StrainPairsDataModule",
     "data.TextStreamDataModule": "text.text_stream:TextStreamDataModule",
     "data.Variant": "genomes.variants:Variant",
-    "data.VersionPairs": "text.version_pairs:VersionPairs",
     "data.allele_windows": "genomes.variants:allele_windows",
     "data.check_coordinates": "slides.coordinates:check_coordinates",
     "data.decode_bases": "genomes.bases:decode_bases",
@@ -59,7 +57,6 @@ NAMES = {
     "data.write_attention": "slides.heat_maps:write_attention",
     "data.write_heat_map": "slides.heat_maps:write_heat_map",
     "data.write_synthetic_slides": "slides.synthetic:write_synthetic_slides",
-    "data.write_version_pairs": "text.version_pairs:write_version_pairs",
     "integrations.transformers.HFCausalLM": "transformers.lm:HFCausalLM",
     "integrations.transformers.dilated_cache": "transformers.registration:dilated_cache",
     "integrations.transformers.register": "transformers.registration:register",
@@ -78,10 +75,8 @@ NAMES = {
     "recurrence.recurrent_attention": "recurrence.functional:recurrent_attention",
     "recurrent_attention": "recurrence.functional:recurrent_attention",
     "models.LongNetClassifier": "pooled.classifier:LongNetClassifier",
-    "models.LongViT": "slides.longvit.model:LongViT",
     "models.SlideEncoder": "slides.encoder:SlideEncoder",
     "models.SlidePretrainer": "slides.mae:SlidePretrainer",
-    "models.image_patches": "slides.longvit.image_patches:image_patches",
 }
 
 #: where a name is defined: its public name, the shortest
@@ -89,14 +84,13 @@ _PUBLIC = {where: name for name, where in sorted(NAMES.items(), key=lambda row: 
 
 #: command: the function of its arguments
 COMMANDS = {
-    "bench": "profiling.bench:run",
+    "bench": "profiling.bench_links:run",
     "consolidate": "export.consolidate:run",
     "evaluate": "evaluation.evaluate:run",
     "explain": "explain.command:run",
     "export": "export.command:run",
     "folds": "pooled.folds:run",
     "generate": "decoding.command:run",
-    "pairs": "text.pairs:pairs",
     "plan": "planning.plan:run",
     "score": "genomes.score:run",
     "tokenize": "text.tokenize:tokenize",
@@ -116,7 +110,7 @@ HOOKS = {
     "decoder of a folder": "transformers.lm:decoder_of",
     "embed sequences": "genomes.scoring:embed",
     "explain patterns": "explain.explanation:explain",
-    "free generation memory": "decoding.generation:free_memory",
+    "free generation memory": "decoding.token_step:forget",
     "generate stream": "decoding.generation:generate_stream",
     "generate": "decoding.generation:generate",
     "load a tokenizer": "text.any_tokenizer:load_text_tokenizer",
@@ -169,6 +163,8 @@ def lazy_names(face: str, core: dict[str, str] | None = None) -> tuple[Callable[
 
     def __getattr__(name: str) -> Any:
         if name not in names:
+            if (said := removed_name(f"{face}.{name}")) is not None:
+                raise ImportError(said)  # `from face import name` shows no message of an AttributeError
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
         value = pkgutil.resolve_name(f"lightning_dilated.{names[name]}")
         setattr(sys.modules[face], name, value)

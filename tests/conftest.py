@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 #: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
 LONGEST = (
     "ext/transformers/test_hf_plan.py", "ext/transformers/test_transformers.py", "strategy/test_outer_steps.py",
-    "strategy/test_regions.py", "distributed/test_equals_one_rank.py", "ext/planning/test_slides_images.py",
+    "strategy/test_regions.py", "distributed/test_equals_one_rank.py", "ext/planning/test_slides.py",
     "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "ext/streams/test_streaming.py",
     "strategy/test_equals_one_rank.py", "ext/planning/test_memory.py", "strategy/test_cpu_offload.py",
     "ext/planning/test_advice.py", "strategy/test_alike.py", "strategy/test_leaves_nothing.py",

@@ -69,7 +69,7 @@ def recipe(tmp_path):
     settings = {
         "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": "lightning_dilated.callbacks.RunReport"}]},
         "model": {"class_path": "LongNetLM", "init_args": {"pattern": pattern, "dim": 16, "depth": 1, "num_heads": 2}},
-        "data": {"class_path": "lightning_dilated.data.ListOpsDataModule"},
+        "data": {"class_path": "lightning_dilated.data.FarRecallDataModule"},
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -92,7 +92,6 @@ MODELS = {
     "LongNetClassifier": {**SMALL, "pattern": BRANCHES, "vocab_size": 8, "task": "ordinal", "num_classes": 3},
     "SlideEncoder": {**SMALL, **BRANCHES, "feature_dim": 8, "task": "regression", "num_classes": 2},
     "SlidePretrainer": {**SMALL, **BRANCHES, "feature_dim": 8, "decoder_dim": 8, "decoder_depth": 1},
-    "LongViT": {**SMALL, **BRANCHES, "patch_size": 2, "task": "classification", "num_classes": 2},
 }
 
 

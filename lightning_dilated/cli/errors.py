@@ -30,7 +30,7 @@ def one_line_errors() -> Iterator[None]:
     """Turn the errors of wrong settings into one line, unless tracebacks are requested."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
         if wants_traceback():
             raise
         fail(essence(str(error)))

@@ -10,6 +10,8 @@ import warnings
 from lightning_dilated import __version__
 from lightning_dilated._device import expandable_segments
 from lightning_dilated._extensions import COMMANDS, place
+from lightning_dilated._removed import COMMANDS as REMOVED
+from lightning_dilated._removed import removed
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
 from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.parsing import class_help
@@ -36,10 +38,9 @@ Train transformers with dilated attention on long sequences. Commands:
   score      variants: --ckpt_path X.ckpt --vcf X.vcf --fasta X.fa --out X.csv
   evaluate   use of a long context: --ckpt_path X.ckpt --task needle --out DIR
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
-  pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
-  bench      measure this machine: bench attention, bench links
+  bench      measure this machine's links: bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
   folds      mean and deviation of the tests of a cross-validation
   export     a file that runs without this package: --ckpt_path X --out X.onnx
@@ -77,6 +78,8 @@ def main(argv: list[str] | None = None) -> None:
         print(HELP, end="")
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
+    elif said := removed(argv[0], REMOVED) or removed(" ".join(argv[:2]), REMOVED):
+        fail(said)
     elif argv[0] in COMMANDS:
         with one_line_errors():
             place(COMMANDS[argv[0]])(with_recipes(argv)[1:])

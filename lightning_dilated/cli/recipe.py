@@ -8,6 +8,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from lightning_dilated._removed import removed
 from lightning_dilated.cli.errors import fail
 from lightning_dilated.models import DilatedModule
 
@@ -27,7 +28,8 @@ def find_recipe(name: str) -> str:
         if in_package and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
     known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
-    fail(f"--config {name}: no such file, and no recipe of that name. Recipes: {', '.join(known)}.")
+    said = removed(Path(name).name) or f"no recipe of that name. Recipes: {', '.join(known)}."
+    fail(f"--config {name}: no such file, and {said}")
 
 
 def with_recipes(argv: list[str]) -> list[str]:

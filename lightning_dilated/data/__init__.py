@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
     from lightning_dilated.data.text.tokens import TokenDataModule
     from lightning_dilated.ext.evaluation.module import LongContextDataModule
-    from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule, ListOpsDataModule
+    from lightning_dilated.ext.evaluation.tasks import FarRecallDataModule
     from lightning_dilated.ext.genomes.bases import decode_bases, encode_bases, reverse_complement
     from lightning_dilated.ext.genomes.fasta import GenomeDataModule, GenomeWindows
     from lightning_dilated.ext.genomes.files import Genome
-    from lightning_dilated.ext.genomes.strain_pairs import StrainPairsDataModule
     from lightning_dilated.ext.genomes.variants import AlleleWindows, Variant, allele_windows, read_variants
     from lightning_dilated.ext.slides.coordinates import check_coordinates
     from lightning_dilated.ext.slides.heat_maps import heat_map, write_attention, write_heat_map
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.text.encode_files import EncodedFiles, encode_files
     from lightning_dilated.ext.text.streams import StreamDataModule, StreamSequences
     from lightning_dilated.ext.text.text_stream import TextStreamDataModule
-    from lightning_dilated.ext.text.version_pairs import VersionPairs, write_version_pairs
 
 CORE = {
     "ByteDataModule": "data.text.bytes:ByteDataModule",
@@ -52,20 +50,17 @@ __all__ = [
     "Genome",
     "GenomeDataModule",
     "GenomeWindows",
-    "ListOpsDataModule",
     "LongContextDataModule",
     "ResumableLoader",
     "ResumableSampler",
     "SlideDataModule",
     "SlideSequences",
     "SplitDataModule",
-    "StrainPairsDataModule",
     "StreamDataModule",
     "StreamSequences",
     "TextStreamDataModule",
     "TokenDataModule",
     "Variant",
-    "VersionPairs",
     "allele_windows",
     "check_coordinates",
     "decode_bases",
@@ -77,5 +72,4 @@ __all__ = [
     "write_attention",
     "write_heat_map",
     "write_synthetic_slides",
-    "write_version_pairs",
 ]

@@ -5,11 +5,11 @@
 
 #: folder: the other folders that it may import; a folder without a row imports the core alone
 MAY_IMPORT = {
-    "decoding": ("profiling", "text"),
+    "decoding": ("text",),
     "evaluation": ("text", "transformers"),
     "export": ("slides", "transformers"),
     "genomes": ("decoding", "evaluation", "text"),
-    "planning": ("convolution", "explain", "recurrence", "slides", "streams"),
+    "planning": ("convolution", "explain", "recurrence", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),
     "slides": ("evaluation", "pooled", "text"),

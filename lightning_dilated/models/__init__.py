@@ -10,8 +10,6 @@ from lightning_dilated.models.module import DilatedModule, WarmupCosine
 if TYPE_CHECKING:
     from lightning_dilated.ext.pooled.classifier import LongNetClassifier
     from lightning_dilated.ext.slides.encoder import SlideEncoder
-    from lightning_dilated.ext.slides.longvit.image_patches import image_patches
-    from lightning_dilated.ext.slides.longvit.model import LongViT
     from lightning_dilated.ext.slides.mae import SlidePretrainer
 
 __getattr__, __dir__ = lazy_names(__name__)
@@ -21,10 +19,8 @@ __all__ = [
     "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",
-    "LongViT",
     "SlideEncoder",
     "SlidePretrainer",
     "TokenModel",
     "WarmupCosine",
-    "image_patches",
 ]

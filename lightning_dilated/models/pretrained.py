@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated._extensions import NAMES, place
+from lightning_dilated._removed import removed_name
 from lightning_dilated.data.text.tokenizer_files import PATTERNS
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
@@ -350,7 +351,9 @@ def class_path(model: Any) -> str:
 
 
 def current_class_path(path: str) -> str:
-    """A class's name in a file; for the package's own models, wherever they stood, the public one."""
+    """A class's name in a file; of the package's own models the public one. ValueError for one that was taken out."""
+    if (said := removed_name(path)) is not None:
+        raise ValueError(said)
     package, _, rest = path.partition(".")
     name = rest.rpartition(".")[2]
     if package == PACKAGE and isinstance(getattr(sys.modules[PACKAGE], name, None), type):

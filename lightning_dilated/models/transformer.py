@@ -414,17 +414,14 @@ class DilatedTransformer(StackMemory):
         for block in self.blocks:
             block.compile(fullgraph=True)
 
-    def new_caches(
-        self, max_length: int | None = None, lengths: Sequence[int] | None = None, shared: Any = None
-    ) -> list[Any]:
+    def new_caches(self, max_length: int | None = None, lengths: Sequence[int] | None = None) -> list[Any]:
         """An empty cache for every block.
 
         Args:
             max_length: most tokens of a sample; the caches then have their final size, see `KVCache`.
             lengths: tokens of each sample's prompt, where prompts are padded on the right, see `Clock`.
-            shared: prompts that ranks share, in place of `lengths`; with `max_length`.
         """
-        return hook("caches of a stack")(self, max_length, lengths, shared)
+        return hook("caches of a stack")(self, max_length, lengths)
 
 
 def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None], x: Tensor) -> Tensor:

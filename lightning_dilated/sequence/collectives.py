@@ -131,14 +131,6 @@ class _Gather(torch.autograd.Function):
         return received.view(ranks, length, *grad.shape[1:]).sum(0).to(grad.dtype), None, None, None
 
 
-def stack_ranks(x: Tensor, group: SequenceGroup) -> Tensor:
-    """(R, ...): x of every rank, in the order of ranks; for equal shapes and dtypes, which the ranks do not compare."""
-    rows = x.reshape(1, x.numel()).expand(group.ranks, -1)
-    each = dict.fromkeys(range(group.ranks), 1)
-    wire = Wire(group.group, tuple(range(group.ranks)), group.rank, group.forward_traffic)
-    return wire.post(rows, each, each, what="decoded token").wait().view(group.ranks, *x.shape)
-
-
 def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     """The sum of x over the ranks of the sequence, on every rank.
 

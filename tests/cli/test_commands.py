@@ -33,7 +33,6 @@ COMMANDS = (
     "score",
     "evaluate",
     "tokenize",
-    "pairs",
     "explain",
     "verify",
     "consolidate",
@@ -74,10 +73,9 @@ def test_help_of_a_command(cli, command):
     result = cli(command, "--help")
     assert result.code == 0 and command in result.out
     own = {
-        "bench": "attention,links",
+        "bench": "links",
         "explain": "--segments",
         "tokenize": "--out",
-        "pairs": "--hold_out",
         "verify": "--devices",
         "consolidate": "--out",
         "plan": "--host_memory",
@@ -234,20 +232,12 @@ def test_generate_stops(cli, fitted):
         assert cli(*arguments, "--stop", given).out == "ab" + free[: free.index(stop) + 1] + "\n"
 
 
-@pytest.mark.slow
-def test_generate_on_two_processes(cli, fitted, capfd):
-    arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 40)
-    want = cli(*arguments).out
-    assert cli(*arguments, "--devices", 2).out == cli(*arguments, "--devices", 2, "--stream").out == want
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [(("--devices", 0), "--devices must be at least 1"), (("--devices", 2, "--device", "cuda:1"), "cuda")],
-)
-def test_generate_refuses_devices(cli, fitted, options, words):
-    result = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", *options)
-    assert result.code == 2 and words in result.err and "Traceback" not in result.err
+def test_generate_refuses_devices(cli, fitted, tmp_path):
+    (tmp_path / "x.yaml").write_text("devices: 2\n")
+    for options in (("--devices", 2), ("--devices=2",), ("--config", tmp_path / "x.yaml")):
+        result = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", *options)
+        assert result.code == 2 and "generate --devices was taken out of lightning_dilated. " in result.err
+        assert "Traceback" not in result.err
 
 
 def test_generate_reads_standard_input(cli, fitted):
@@ -309,34 +299,6 @@ def test_a_module_of_ones_own(cli, tmp_path, monkeypatch):
     result = cli("validate", *DATA, "--ckpt_path", ckpt)
     assert result.code == 0 and result.metric("val_loss") > 0, result.err
     assert cli("generate", "--ckpt_path", ckpt, "--prompt", "ab").out.startswith("ab")
-
-
-# -- bench -------------------------------------------------------------------------------------------------------------
-SMALL = ["--seq_len", 64, 100, "--heads", 2, "--head_dim", 8, "--segments", 16, 64, "--dilations", 1, 2, "--repeats", 1]
-
-
-def test_bench_of_windows(cli):
-    """Dense attention of as many FLOPs stands next to a window, and the module next to the op."""
-    out = cli("bench", "attention", *SMALL, "--windows", 16, "--causal", 1, "--device", "cpu", "--module").out
-    assert "DilatedPattern([Window(16)])" in out
-    rows = [x.split("|") for x in out.splitlines() if "cpu_flash" in x or "equal FLOPs" in x]
-    assert len(rows) == 6 and all(float(row[5]) > 0 for row in rows)
-    assert [row[3].strip() for row in rows[:3]] == ["dense, equal FLOPs", "cpu_flash", "cpu_flash, by the module"]
-
-
-def test_bench_measures_this_machine(cli):
-    found = cli("bench", "attention", *SMALL, "--device", "cpu", "--plot", "a/b.png", "--record", "table.md")
-    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in found.out.splitlines() if line.startswith("| ")]
-    assert [row[:3] for row in rows[2:]] == [
-        [n, causal, engine]
-        for n in ("64", "100")
-        for causal in ("no", "yes")
-        for engine in ("dense, equal FLOPs", "cpu_flash")
-    ]
-    for dense, ours in zip(rows[2::2], rows[3::2], strict=True):
-        assert float(ours[6]) == pytest.approx(float(ours[4]) / float(dense[4]), rel=0.1)
-    assert (found.folder / "a" / "b.png").stat().st_size > 5000
-    assert (found.folder / "table.md").read_text().strip() in found.out
 
 
 def test_workers_are_started_with_the_words_of_the_command(cli, fitted, monkeypatch):

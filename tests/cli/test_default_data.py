@@ -15,7 +15,6 @@ SLIDES = {**SIZES, "segment_lengths": [8], "dilation_rates": [1], "feature_dim":
 TASK = {"task": "classification", "num_classes": 2}
 PATTERN = {"pattern": {"segment_lengths": [8], "dilation_rates": [1]}}
 MODELS = {
-    "LongViT": ({**SIZES, **TASK, "segment_lengths": [8], "dilation_rates": [1]}, "takes patches, label. Set"),
     "SlideEncoder": ({**SLIDES, **TASK}, "takes features, coords, label. Set"),
     "SlidePretrainer": ({**SLIDES, "decoder_dim": 16}, "takes features, coords. Set"),
     "LongNetClassifier": ({**SIZES, **TASK, **PATTERN, "vocab_size": 256}, "takes features, tokens, label. Set"),

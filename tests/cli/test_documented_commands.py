@@ -162,7 +162,7 @@ def test_documented_yaml_is_parsed(text: str, tmp_path: Path, monkeypatch: pytes
         "lightning-dilated fit --config quickstart.yaml --data.seq_length 16",
         "lightning-dilated fit --config quickstart.yaml --data.seq_len many",
         "lightning-dilated fit --config none.yaml",
-        "lightning-dilated bench attention --no_such 1",
+        "lightning-dilated bench links --no_such 1",
     ],
 )
 def test_commands_with_mistakes_are_seen(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

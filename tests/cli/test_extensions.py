@@ -14,7 +14,7 @@ from .conftest import TINY
 pytestmark = pytest.mark.full
 
 CLASSES = {
-    "model": {"LongNetClassifier": ["--model.num_classes", "2"], "SlideEncoder": [], "LongViT": [], "LongNetMLM": []},
+    "model": {"LongNetClassifier": ["--model.num_classes", "2"], "SlideEncoder": [], "LongNetMLM": []},
     "data": {
         "SlideDataModule": ["--data.paths", "x", "--data.labels", "y.csv"],
         "GenomeDataModule": ["--data.paths", "x"],

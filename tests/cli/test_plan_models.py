@@ -1,4 +1,4 @@
-"""`plan` of slides and images from their recipes: what a token is, whose options are taken, and what is refused."""
+"""`plan` of slides from their recipes: what a token is, whose options are taken, and what is refused."""
 
 import pytest
 import yaml
@@ -14,10 +14,7 @@ pytestmark = pytest.mark.full
 GIB = 2**30
 BLOCK = ["--policy", "block"]
 SIZES = {"dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": [64, 128], "dilation_rates": [1, 2]}
-IMAGES = {
-    "class_path": "LongViT",
-    "init_args": {**SIZES, "image_size": 4096, "task": "classification", "num_classes": 2},
-}
+LABELLED = {"class_path": "SlideEncoder", "init_args": {**SIZES, "task": "classification", "num_classes": 2}}
 SLIDES = {"class_path": "SlidePretrainer", "init_args": {**SIZES, "max_wsi_size": None, "decoder_dim": 32}}
 
 
@@ -49,12 +46,12 @@ def test_slide_pretraining(cli):
     assert "the recipe's batches hold 2 on each data rank" in out
 
 
-def test_images(cli, recipe):
-    path = recipe(IMAGES)
+def test_labelled_slides(cli, recipe):
+    path = recipe(LABELLED)
     result = cli("plan", "--config", path, *BLOCK, "--tokens", "1M")
     assert result.code == 0, result.err
     out = " ".join(result.out.split())
-    assert "a token is a patch of 32 x 32 pixels of an image" in out and "table of 128 x 128 patches" in out
+    assert "model: SlideEncoder" in out and "a token is a row of a slide: a tile, or the class token's" in out
     found = footprint(subject_of(asked("--config", path).model, memory=MemorySettings("block")))
     peak = memory(found, 1 << 20, Setup("ring_dilated")).peak / GIB
     (row,) = (line for line in result.out.splitlines() if line.startswith("* block  "))
@@ -68,7 +65,7 @@ def test_a_recipes_longest_slide(recipe):
     slides["init_args"] = {"paths": "x", "batch_size": 4}
     x = asked("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (None, 4)
-    assert asked("--config", recipe(IMAGES)).tokens is None  # and not a text's
+    assert asked("--config", recipe(LABELLED)).tokens is None  # and not a text's
 
 
 def test_sizes_of_options(recipe):
@@ -81,7 +78,7 @@ def test_sizes_of_options(recipe):
     )
     assert [(b.segment_length, b.dilation_rate) for b in x.model.pattern.branches] == [(32, 1), (256, 4)]
     assert (x.model.dim, x.model.num_heads, x.model.depth, x.model.decoder_depth) == (128, 8, 3, 2)
-    x = asked("--config", recipe(IMAGES), "--geometric", 64, "--tokens", 256)
+    x = asked("--config", recipe(LABELLED), "--geometric", 64, "--tokens", 256)
     assert len(x.model.pattern.branches) == 3 and x.model.pattern.offsets == "blocked"
 
 
@@ -104,7 +101,7 @@ def test_refused(cli, recipe, more, options, says):
 
 def test_low_rank_updates(cli, recipe):
     pytest.importorskip("peft")
-    of = {**IMAGES, "init_args": {**IMAGES["init_args"], "lora_rank": 2}}
+    of = {**LABELLED, "init_args": {**LABELLED["init_args"], "lora_rank": 2}}
     result = cli("plan", "--config", recipe(of), "--tokens", "1M")
     assert result.code == 0, result.err
     out = " ".join(result.out.split())

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import warning
 from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.cli.lightning_cli import with_checkpoint
 from lightning_dilated.cli.recipe import recipe_folders
-from lightning_dilated.data import write_synthetic_slides, write_version_pairs
+from lightning_dilated.data import write_synthetic_slides
 from lightning_dilated.models.transformer import position_advice
 
 from .conftest import DATA, LOG, TINY
@@ -97,7 +97,6 @@ SMALL = '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}'
 SIZES_OF = ["--model.pattern", SMALL, "--model.dim", "16", "--model.depth", "2", "--model.num_heads", "4"]
 SLIDES = ["--data.paths", "slides", "--model.dim", "16", "--model.depth", "1", "--model.feature_dim", "8"]
 TEXT = ["--data.paths", "text.txt", "--data.seq_len", "64", "--data.batch_size", "1", "--data.val_limit", "2"]
-STRAINS = '{"aureus": ["a.fa", "b.fa"], "pylori": ["c.fa", "d.fa"]}'
 #: what makes a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
 CHUNKS = '[{"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"stream": 16}}]'
 STREAMED = ["--trainer.callbacks", CHUNKS, "--trainer.limit_val_batches", "1", "--data.val_fraction", "0.2"]
@@ -112,8 +111,6 @@ TINY_RUNS = {
     "regions": [*TEXT, *SIZES_OF, "--trainer.strategy.init_args.sequence_size", "1", *EVERY_BATCH],
     "slide_finetune": SLIDES,
     "slide_pretrain": [*SLIDES, "--model.decoder_dim", "16"],
-    "strain_pairs": ["--data.species", STRAINS, "--data.seq_len", "64", "--data.val_size", "2", *SIZES_OF],
-    "version_pairs": ["--data.seq_len", "64", "--data.val_limit", "2", *SIZES_OF],
 }
 
 
@@ -135,25 +132,11 @@ def test_a_billion_on_several_gpus(cli, layout):
     assert strategy["init_args"]["sequence_size"] == (1 if layout == "contiguous" else "auto")
 
 
-def write_pairs(folder, chosen):
-    """Two strains of two species, and two versions of a tree as `pairs` writes them."""
-    for one, two in ("ab", "cd"):
-        bases = "".join(chosen.choice("ACGT") for _ in range(4000))
-        (folder / f"{one}.fa").write_text(f">r\n{bases}\n")
-        (folder / f"{two}.fa").write_text(f">r\n{bases[:2000]}A{bases[2000:]}\n")
-    for version in ("old", "new"):
-        for part in ("fs", "net"):
-            (folder / version / part).mkdir(parents=True)
-            (folder / version / part / "a.c").write_text(f"{part} of {version}\n" * 9)
-    write_version_pairs(folder / "old", folder / "new", folder / "pairs.bin", seq_len=64, hold_out=["fs"])
-
-
 @pytest.mark.parametrize("name", TINY_RUNS)
 def test_runs_tiny(cli, tmp_path, name):
     """Two steps and a validation, a loss that is a number, and no advice to average what is of all ranks already."""
     chosen = random.Random(0)
     (tmp_path / "genome.fa").write_text(">one\n" + "".join(chosen.choice("ACGT") for _ in range(4000)) + "\n")
-    write_pairs(tmp_path, chosen)
     write_synthetic_slides(tmp_path / "slides", slides=10, tiles=(5, 20), features=8)
     trainer = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
     trainer += ["--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.devices", "1"]

@@ -14,13 +14,11 @@ from lightning_dilated.data import (
     ByteDataModule,
     FarRecallDataModule,
     GenomeDataModule,
-    StrainPairsDataModule,
     TokenDataModule,
 )
 from lightning_dilated.sequence import SequenceSpec, loss_share
 
 from ..distributed.pool import Pool
-from ..ext.genomes.strains import made, mutated, write_strain
 from ..strategy.runs import Record, launched, trainer
 
 pytestmark = pytest.mark.full
@@ -31,10 +29,7 @@ DATA = {
     "documents": lambda folder: TokenDataModule(f"{folder}/a.npy", N, 20, eos_token=0),
     "genome": lambda folder: GenomeDataModule(f"{folder}/lambda_virus.fa", N),
     "far recall": lambda folder: FarRecallDataModule(N, batch_size=2),
-    "strain pairs": lambda folder: StrainPairsDataModule({"x": f"{folder}/strain*.fa"}, seq_len=2 * N),
 }
-#: made by rule, or by one from random places: what a rank reads of its files is not counted
-DRAWN = ("far recall", "strain pairs")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +46,7 @@ def fit(rank: int | None, group: Any, name: str, folder: str) -> tuple[list[floa
     model = LongNetLM(DilatedPattern.longnet([8, 60], [1, 2]), vocab_size=20, dim=8, depth=2, num_heads=2)
     built = trainer(RingDilatedStrategy(), world, max_steps=STEPS, limit_val_batches=0, callbacks=[record])
     built.fit(model, data)
-    if name in DRAWN:
+    if name == "far recall":  # made by rule, without files
         return record.losses, 0
     return record.losses, (data.genome if name == "genome" else data.dataset("train").stream).bytes_read
 
@@ -59,16 +54,13 @@ def fit(rank: int | None, group: Any, name: str, folder: str) -> tuple[list[floa
 @pytest.mark.parametrize("name", DATA)
 def test_two_ranks_do_as_one(pool: Pool, lambda_virus: str, name: str) -> None:
     folder = Path(lambda_virus).parent
-    strain = made(4000)
-    for number in range(2):
-        write_strain(folder, f"strain{number}.fa", mutated(strain, 0.02, number))
     np.save(folder / "a.npy", np.random.default_rng(0).integers(0, 20, 2000).astype(np.uint16))
     alone, whole = fit(None, None, name, str(folder))
     both = pool.run(2, fit, name, str(folder))
     assert len(alone) == STEPS and len(set(alone)) == STEPS
     for losses, _ in both:
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
-    if name in DRAWN:
+    if name == "far recall":  # made by rule, without files
         return
     width = 1 if name == "genome" else 2  # bytes of a token
     for read, tokens in ((whole, N), *((read, N // 2) for _, read in both)):

@@ -21,8 +21,6 @@ TASK = {"task": "classification", "num_classes": 2}
 TOKENS = torch.arange(40).view(2, 20) % 11
 BATCH = {"tokens": TOKENS, "labels": TOKENS, "index": torch.arange(2), "label": torch.arange(2)}
 SLIDE = {**slides(9, 5), "features": slides(9, 5)["features"].float()}
-IMAGE = {"image": torch.rand(2, 3, 32, 32), "label": torch.arange(2), "index": torch.arange(2)}
-VIT = {"image_size": 32, "patch_size": 4, "segment_lengths": [4, 16], "dilation_rates": [1, 2], **TASK}
 
 MODELS = {
     "LongNetLM": (lambda: ld.LongNetLM(PATTERN, **SIZES), BATCH),
@@ -30,7 +28,6 @@ MODELS = {
     "LongNetMLM": (lambda: ld.LongNetMLM(PATTERN, **SIZES), BATCH),
     "LongNetClassifier": (lambda: ld.LongNetClassifier(PATTERN, **SIZES, **TASK), BATCH),
     "SlideEncoder": (lambda: ld.SlideEncoder(**SLIDES, **TASK), SLIDE),
-    "LongViT": (lambda: ld.LongViT(**VIT, dim=16, depth=2, num_heads=4, drop_path=0.0), IMAGE),
 }
 
 

@@ -6,7 +6,6 @@ import torch
 
 from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM, SlidePretrainer
 from lightning_dilated.data import ByteDataModule, GenomeDataModule
-from lightning_dilated.ext.slides.longvit.model import LongViT
 from lightning_dilated.memory.block_memory import set_memory
 from lightning_dilated.memory.settings import MemorySettings
 
@@ -188,8 +187,6 @@ def test_refused(change, error):
 
 
 def test_models_without_packing_refuse_it():
-    with pytest.raises(ValueError, match="LongViT takes no images packed"):
-        LongViT._check_entries(None, {"cu_seqlens": torch.tensor([0, 1])})
     model, row = encoder(SlidePretrainer, decoder_dim=8), packed(slides(5, 3))
     with pytest.raises(ValueError, match="packs 2 slides"):
         model.loss_terms({**row, "index": torch.tensor([1])})

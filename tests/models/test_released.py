@@ -7,10 +7,8 @@ import torch
 
 from lightning_dilated import LongNetLM, SlideEncoder
 from lightning_dilated.ext.export import torchscale
-from lightning_dilated.ext.slides.longvit.model import LongViT
 from lightning_dilated.ext.slides.weights import to_released
 
-from ..ext.slides.images import state as longvit_state
 from ..ext.slides.slides import SIZES, encoder
 from . import PATTERN
 
@@ -47,7 +45,6 @@ def from_torchscale(path, **options):
 #: how a file is loaded, what it holds, how the names of its layers begin, one of its matrices
 LOADERS = {
     "gigapath": (from_gigapath, slide_state, "encoder.layers", "patch_embed.proj.weight"),
-    "longvit": (LongViT.from_longvit, longvit_state, "encoder.layers", "encoder.layers.0.self_attn.q_proj.weight"),
     "torchscale": (from_torchscale, decoder_state, "layers", "embed_tokens.weight"),
 }
 each = pytest.mark.parametrize("name", LOADERS)
@@ -125,16 +122,6 @@ def test_layers_of_gigapath(tmp_path):
     with pytest.raises(ValueError, match=r"x\.pth has 11 layers, and GigaPath's encoder of its width has 12.*depth=11"):
         SlideEncoder.from_gigapath(tmp_path / "x.pth")
     assert SlideEncoder.from_gigapath(tmp_path / "x.pth", depth=11).depth == 11
-
-
-def test_layers_of_longvit(tmp_path):
-    shapes = {}
-    for key, x in longvit_state().items():
-        shapes[key] = [384 if n == 64 else 8 if n == 256 else n for n in x.shape]
-    shapes["patch_embed.proj.weight"], shapes["pos_embed"] = [384, 3, 32, 32], [1, 4, 384]
-    torch.save({k: torch.ones(v) for k, v in shapes.items()}, tmp_path / "x.pth")
-    with pytest.raises(ValueError, match=r"x\.pth has 2 layers, and the published LongViT of its width has 12"):
-        LongViT.from_longvit(tmp_path / "x.pth")
 
 
 def test_own_weights_too(tmp_path):

@@ -1,11 +1,11 @@
-"""Generation in `predict_step`: ranks that share a batch's prompts draw the tokens that one rank draws."""
+"""Generation in `predict_step`: ranks that share sequences gather the prompts, and draw what one rank draws."""
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.ext.decoding import command as generate
+from lightning_dilated.sequence import no_sequence, sequence_gather
 
 from .runs import VOCAB, launched, trainer
 
@@ -24,7 +24,9 @@ class Continues(LongNetLM):
     """As users would write it."""
 
     def predict_step(self, batch, batch_idx):
-        return batch["index"], self.generate(batch["tokens"], 6, temperature=0, lengths=batch["lengths"])
+        tokens = sequence_gather(batch["tokens"])
+        with no_sequence():
+            return batch["index"], self.generate(tokens, 6, temperature=0, lengths=batch["lengths"])
 
 
 class Prompts(torch.utils.data.Dataset):
@@ -59,18 +61,17 @@ def test_predict_draws_as_one_rank(pools, way):
             assert torch.equal(row[:n], want[i][:n])
 
 
-def commanded(rank, group, folder, prompt):
-    """What `generate --devices` computes on a rank."""
-    args = generate.parsed(["--ckpt_path", folder, "--prompt", prompt, "--max_new_bytes", "20", "--devices", "2"])
-    return list(generate.shared(rank, "cpu", args, prompt))
+class Shares(LongNetLM):
+    def predict_step(self, batch, batch_idx):
+        return self.generate(batch["tokens"], 6)
 
 
-@pytest.mark.parametrize("prompt", ["ab and so on", "a"], ids=["shared", "a rank without a token"])
-def test_the_command_draws_as_one_rank(pools, tmp_path, prompt):
-    torch.manual_seed(0)
-    model = LongNetLM({"hybrid": {"local": 5, "global_every": 2}}, dim=16, depth=2, num_heads=4)
-    model.configure_model()
-    model.save_pretrained(tmp_path)
-    args = generate.parsed(["--ckpt_path", str(tmp_path), "--prompt", prompt, "--max_new_bytes", "20"])
-    want = list(generate.Request.of(args, prompt).continued("cpu"))
-    assert len(want) == 20 and pools(2).run(2, commanded, str(tmp_path), prompt) == [want, []]
+def refused(rank, group):
+    run = trainer(RingDilatedStrategy(), launched(rank))
+    model = Shares({"hybrid": {"local": 5, "global_every": 2}}, vocab_size=VOCAB, dim=16, depth=2)
+    with pytest.raises(ValueError, match=r"Gather them by .*sequence_gather.*within sequence\.no_sequence"):
+        run.predict(model, torch.utils.data.DataLoader(Prompts(), batch_size=2))
+
+
+def test_shared_prompts_are_refused(pools):
+    pools(2).run(2, refused)

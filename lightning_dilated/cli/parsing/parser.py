@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dilated._extensions import public_path
+from lightning_dilated._removed import removed, removed_name
 from lightning_dilated.cli.errors import PROG, essence, fail, wants_traceback
 from lightning_dilated.cli.parsing.class_help import SECTIONS, keys, names, subclass
 from lightning_dilated.cli.parsing.settings import Key, chosen_classes, options, settings
@@ -122,6 +123,7 @@ def advice(message: str, argv: list[str]) -> Iterator[str]:
         elif name in message and section not in (*OPTIONS, "trainer"):
             known = [*OPTIONS, *(f"trainer.{x}" for x in inspect.signature(pl.Trainer).parameters)]
             yield from did_you_mean(".".join(key), [*known, *(f"{x}.{name}" for x in SECTIONS if owner)], "--")
+        yield from filter(None, (removed(name), removed_name(value) if isinstance(value, str) else None))
         if isinstance(value, str):
             word = value.rpartition(".")[2]
             classes[key] = next(filter(None, (subclass(base, word) for base in BASES)), None)

@@ -138,9 +138,6 @@ class ShortConvolution(Mixer):
         """As `Mixer`; the cache keeps the rows that the next tokens need."""
 
         def continued(x: Tensor) -> Tensor:
-            if cache.shared is not None and cache.length == 0:
-                cache.recent = cache.shared.last_rows(x, self.taps - 1)
-                return self(x)
             y, rows = self.continued(x, cache.recent)
             cache.remember(rows, x.shape[1])
             return y

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.ext.decoding.shared_prompts import DecodedShard, SharedPrompts, numbers
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
@@ -117,14 +116,6 @@ class BranchSlots:
         larger = max(rows, 2 * capacity, SMALLEST)
         return larger if self.longest is None else min(larger, -(-self.longest // self.rate))
 
-    def most_kept(self, shard: DecodedShard, prompt: int, length: int) -> int:
-        """Most rows of a slot that a rank keeps while a prompt is continued up to `length` tokens."""
-        first = self.first(prompt - 1)
-        end = length if self.width is None else min(first + self.width, length)
-        rows = max(shard.count(self.positions(residue, first, end), prompt) for residue in self.lanes)
-        later = self.rows(length - end)  # of a segment that holds nothing of the prompt
-        return max(rows, -(-later // shard.shard.ranks))
-
 
 @functools.lru_cache(maxsize=256)
 def layer_slots(pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> tuple[BranchSlots, ...]:
@@ -139,16 +130,10 @@ class Places:
         capacities: rows of a slot of each branch.
         bases: the first row of each branch in the buffer.
         total: rows of the buffer for each sample.
-        shared: whose rank keeps which rows; None: all are kept.
     """
 
-    def __init__(
-        self,
-        branches: tuple[BranchSlots, ...],
-        capacities: tuple[int, ...],
-        shared: SharedPrompts | None = None,
-    ) -> None:
-        self.branches, self.capacities, self.shared = branches, capacities, shared
+    def __init__(self, branches: tuple[BranchSlots, ...], capacities: tuple[int, ...]) -> None:
+        self.branches, self.capacities = branches, capacities
         sizes = [len(b.users) * capacity for b, capacity in zip(branches, capacities, strict=True)]
         self.bases = [sum(sizes[:i]) for i in range(len(sizes))]
         self.total = sum(sizes)
@@ -178,13 +163,13 @@ class Places:
             if sample and spans[sample] == spans[sample - 1] and starts[sample] == starts[sample - 1]:
                 rows, token = to[-1] + self.total, source[-1] + new * kv_heads
             else:
-                rows, token = self._of_sample(start, stop, kv_heads, sample)
+                rows, token = self._of_sample(start, stop, kv_heads)
                 rows, token = rows + sample * self.total, token + (sample * new + at) * kv_heads
             to.append(rows)
             source.append(token)
         return send(torch.cat(to), device), send(torch.cat(source), device)
 
-    def _of_sample(self, start: int, stop: int, kv_heads: int, sample: int) -> tuple[Tensor, Tensor]:
+    def _of_sample(self, start: int, stop: int, kv_heads: int) -> tuple[Tensor, Tensor]:
         """(rows of the buffer, rows of the new keys of one sample)."""
         to, source = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for branch, capacity, base in zip(self.branches, self.capacities, self.bases, strict=True):
@@ -197,12 +182,8 @@ class Places:
                 lane = branch.lanes.get(residue)
                 if lane is None:
                     continue
-                if self.shared is None:
-                    kept, row = branch.places(residue, first, begin, stop)
-                    token = numbers(kept) - start
-                else:
-                    count, token = self.shared.new(branch.positions(residue, first, stop), begin, sample)
-                    row = count + torch.arange(len(token))
+                kept, row = branch.places(residue, first, begin, stop)
+                token = torch.arange(kept.start, kept.stop, kept.step) - start
                 slots = torch.arange(lane.slots.start, lane.slots.stop)[:, None]
                 to.append((base + slots * capacity + row).flatten())
                 source.append((token * kv_heads + torch.tensor(lane.kv_heads)[:, None]).flatten())
@@ -217,12 +198,9 @@ class Clock:
 
     Args:
         lengths: tokens of each prompt; None: all samples have as many.
-        shared: prompts that ranks share, in place of `lengths`; None: one rank has all.
     """
 
-    def __init__(self, lengths: Sequence[int] | None = None, shared: SharedPrompts | None = None) -> None:
-        self.shared = shared
-        lengths = lengths if shared is None else shared.lengths
+    def __init__(self, lengths: Sequence[int] | None = None) -> None:
         self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
         #: tokens of the longest prompt; 0 where all are equally long
         self.longest = max(self.lengths) if self.lengths else 0
@@ -260,7 +238,7 @@ class Clock:
         """The `Places` of layers with these slots (pattern, H, K) and capacities."""
         key = of, capacities
         if key not in self._places:
-            self._places[key] = Places(layer_slots(*of), capacities, self.shared)
+            self._places[key] = Places(layer_slots(*of), capacities)
         return self._places[key]
 
     def count(self, tokens: int) -> None:

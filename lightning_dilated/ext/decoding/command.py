@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import codecs
-import contextlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,22 +15,18 @@ import torch
 import yaml
 
 from lightning_dilated._compat.cpython import option_actions
+from lightning_dilated._removed import removed
 from lightning_dilated._validation import integer, text_of
 from lightning_dilated.cli.errors import check_device
 from lightning_dilated.ext.decoding.load import load_language_model, stored_tokenizer
 from lightning_dilated.ext.decoding.sampling import check_sampling
-from lightning_dilated.ext.profiling.verify import RanksFailed, run_ranks
 from lightning_dilated.ext.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
-from lightning_dilated.models import LongNetLM
-from lightning_dilated.sequence import SequenceGroup
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 #: default number of bytes or tokens to add
 _COUNT = 256
-#: seconds that ranks may take for all of it
-LONGEST = 7 * 86400.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,19 +51,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
     p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
-    p.add_argument(
-        "--devices",
-        type=int,
-        default=1,
-        help="processes, each with a GPU of its own for --device cuda, that share a prompt too long for one; of a LongNetLM "
-        "(default %(default)s)",
-    )
     return p
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     """The options: the parser's defaults, over them the config's, over them the command line's."""
     p = parser()
+    if any(word.partition("=")[0] == "--devices" for word in argv):
+        raise ValueError(removed("generate --devices"))
     options = p.parse_args(argv)
     config = options.config
     if config is not None:
@@ -76,6 +66,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
         known = {a.dest: a for a in option_actions(p) if a.dest not in ("help", "config")}
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+            if "devices" in wrong:
+                raise ValueError(removed("generate --devices"))
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
         defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
         _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
@@ -166,27 +158,12 @@ def stop_byte(text: str | None) -> int | None:
     return ord(character)
 
 
-class Printer:
-    """Prints UTF-8 text as its bytes come; invalid bytes are shown as the replacement character."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def add(self, part: bytes) -> None:
-        """Print the characters that end in `part`."""
-        print(self._decoder.decode(part), end="", flush=True)
-
-    def end(self) -> None:
-        """Print what is left, and end the line."""
-        print(self._decoder.decode(b"", final=True))
-
-
 def print_bytes(parts: Iterable[bytes]) -> None:
-    """Print UTF-8 text as its bytes come."""
-    printer = Printer()
+    """Print UTF-8 text as its bytes come; invalid bytes are shown as the replacement character."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for part in parts:
-        printer.add(part)
-    printer.end()
+        print(decoder.decode(part), end="", flush=True)
+    print(decoder.decode(b"", final=True))
 
 
 def count_of(args: argparse.Namespace, stored: bool = False) -> int:
@@ -224,46 +201,19 @@ class Request:
             raise ValueError(f"--prompt {prompt!r} holds no token of the tokenizer; give at least one to continue.")
         return cls(args, ids, count, stop, tokenizer)
 
-    def continued(self, device: str, group: SequenceGroup | None = None) -> Iterator[bytes]:
-        """The bytes that continue the prompt, as they are drawn; on every rank of a group, which share it."""
+    def continued(self, device: str) -> Iterator[bytes]:
+        """The bytes that continue the prompt, as they are drawn."""
         args, size = self.args, None if self.tokenizer is None else vocabulary_size(self.tokenizer)
         model = load_language_model(args.ckpt_path, size).to(device)
-        if group is not None and not isinstance(model, LongNetLM):
-            raise ValueError(
-                f"--devices {args.devices}: ranks share prompts of a LongNetLM; a {type(model).__name__} generates on one "
-                "device. Leave --devices out."
-            )
         generator = torch.Generator(device).manual_seed(args.seed)
         options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
         tokens = torch.tensor([self.ids], device=device)
-        with contextlib.nullcontext() if group is None else group.active():
-            if group is not None:
-                tokens = torch.cat(
-                    [tokens[:, :0], *(tokens[:, x.start : x.stop] for x in group.place.ranges(len(self.ids)))], 1
-                )
-            steps = model.generate_stream(tokens, self.count, **options, generator=generator, stop=self.stop)
-            drawn = (int(step) for step in steps)
-            if self.tokenizer is None:
-                yield from (bytes([x]) for x in drawn)
-            else:
-                yield from (text.encode() for text in decoded(self.tokenizer, self.ids, drawn))
-
-
-def check_devices(devices: int, device: str) -> None:
-    """Raise unless so many processes can have a device each."""
-    integer(devices, "--devices", 1)
-    if devices > 1 and device not in ("cpu", "cuda"):
-        raise ValueError(f"--devices {devices} goes with --device cpu or cuda, got {device!r}.")
-    if devices > 1 and device == "cuda" and torch.cuda.device_count() < devices:
-        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs: take no more.")
-
-
-def shared(rank: int, device: str, args: argparse.Namespace, prompt: str) -> Iterator[bytes]:
-    """`Request.continued` on one of the ranks that share the prompt; the first one yields."""
-    group = SequenceGroup()
-    for part in Request.of(args, prompt).continued(f"cuda:{rank}" if device == "cuda" else device, group):
-        if rank == 0:
-            yield part
+        steps = model.generate_stream(tokens, self.count, **options, generator=generator, stop=self.stop)
+        drawn = (int(step) for step in steps)
+        if self.tokenizer is None:
+            yield from (bytes([x]) for x in drawn)
+        else:
+            yield from (text.encode() for text in decoded(self.tokenizer, self.ids, drawn))
 
 
 def run(argv: list[str]) -> None:
@@ -272,20 +222,5 @@ def run(argv: list[str]) -> None:
     prompt = prompt_of(args.prompt)
     request = Request.of(args, prompt)
     check_device(args.device)
-    check_devices(args.devices, args.device)
-    if args.devices == 1:
-        parts = itertools.chain([prompt.encode()], request.continued(args.device))
-        print_bytes(parts if args.stream else [b"".join(parts)])
-        return
-    printer = Printer()
-    if args.stream:
-        printer.add(prompt.encode())
-    watch = (lambda rank, part: printer.add(part)) if args.stream else None
-    try:
-        parts = run_ranks(args.devices, shared, args, prompt, device=args.device, timeout=LONGEST, watch=watch)[0]
-    except RanksFailed as error:
-        print(f"generate: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    if not args.stream:
-        printer.add(b"".join([prompt.encode(), *parts]))
-    printer.end()
+    parts = itertools.chain([prompt.encode()], request.continued(args.device))
+    print_bytes(parts if args.stream else [b"".join(parts)])

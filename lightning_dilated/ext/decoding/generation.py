@@ -1,7 +1,6 @@
 """Continuing prompts with a causal model: the prompt is read at once, then tokens are drawn one by one.
 
-Where ranks share a sequence, each reads its shard of the prompts, and all compute every token that follows.
-Shape letters: B batch, N tokens of a prompt, L of them on this rank, V vocabulary.
+Shape letters: B batch, N tokens of a prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer
-from lightning_dilated.ext.decoding.int8 import call, check_int8, forget_rounded, rounded_weights
+from lightning_dilated._removed import removed
+from lightning_dilated._validation import integer
 from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
-from lightning_dilated.ext.decoding.shared_prompts import SharedPrompts
-from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, Weights, forget, refuse, token_step
-from lightning_dilated.sequence import SequenceGroup, SequenceSpec, active_sequence, sequence_gather, sequence_sum
-from lightning_dilated.sequence.collectives import stack_ranks
+from lightning_dilated.ext.decoding.token_step import CausalModel, TokenStep, Weights, refuse, token_step
+from lightning_dilated.sequence import active_sequence
 from lightning_dilated.sequence.group import no_sequence
 
 #: tokens of a prompt that are processed at once
@@ -93,9 +90,6 @@ class _Request:
     prompt_chunk: int
     lengths: tuple[int, ...] | None
     max_length: int | None
-    int8_weights: bool
-    #: the ranks that share the prompts; None: one has them
-    group: SequenceGroup | None = None
 
     @property
     def longest(self) -> int:
@@ -109,32 +103,9 @@ class _Request:
         at = send(torch.tensor(self.lengths)[:, None] - 1, self.tokens.device)
         return self.tokens.gather(1, at)[:, 0]
 
-    def caches(self, model: CausalModel) -> list[KVCache]:
-        """Empty ones, where a step is not captured."""
-        if self.group is None:
-            return model.transformer.new_caches(lengths=self.lengths)
-        batch, seq_len = self.tokens.shape
-        shared = SharedPrompts(self.group, seq_len, self.lengths or [seq_len] * batch)
-        return model.transformer.new_caches(self.longest + self.count, shared=shared)
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """(B,) tokens; of ranks that share the prompts, those of rank 0."""
-        drawn = self.sampling.draw(logits, self.generator)
-        return drawn if self.group is None else stack_ranks(drawn, self.group)[0]
-
-    def facts(self) -> dict[str, Any]:
-        """What has to be equal on ranks that share the prompts."""
-        names = ("count", "sampling", "ends", "lengths", "max_length", "int8_weights")
-        return {name: getattr(self, name) for name in names}
-
-    def guarded(self, prepare: Callable[..., Any], *args: Any) -> Any:
-        """prepare(*args); where it raises on a rank, those that share the prompts raise, too."""
-        return prepare(*args) if self.group is None else self.group.guard(prepare, *args)
-
 
 def _request(
     model: CausalModel,
-    group: SequenceGroup | None,
     tokens: Tensor,
     max_new_tokens: int,
     options: dict[str, Any],
@@ -143,9 +114,8 @@ def _request(
     prompt_chunk: int,
     lengths: Tensor | Sequence[int] | None,
     max_length: int | None,
-    int8_weights: bool,
 ) -> _Request:
-    """The arguments of `generate_stream`, checked; `tokens` are the whole prompts."""
+    """The arguments of `generate_stream`, checked."""
     count = integer(max_new_tokens, "max_new_tokens", 0)
     chunk = integer(prompt_chunk, "prompt_chunk", 1)
     sampling = Sampling(**options)
@@ -153,9 +123,7 @@ def _request(
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
     tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
     ends = stop_tokens(stop, model.vocab_size)
-    if flag(int8_weights, "int8_weights"):
-        check_int8(model)
-    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights, group)
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length)
     if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
         raise ValueError(
             f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
@@ -177,7 +145,7 @@ def generate_stream(
     prompt_chunk: int = PROMPT_CHUNK,
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
-    int8_weights: bool = False,
+    **unknown: Any,
 ) -> Continuation:
     """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
 
@@ -185,41 +153,33 @@ def generate_stream(
     next is captured as a CUDA graph by the first call, and replayed by later ones with as many samples and the same options;
     hooks, weights that are sharded or on the CPU, and a forward of one's own keep it from that.
 
-    Within an active `SequenceGroup` of several ranks, as in `predict_step` under "ring_dilated", ranks share the prompts:
-    `tokens` (B, L) are this rank's, `lengths` are global, and every rank makes the same call and yields the same tokens,
-    those that one rank would. Each keeps the keys and values of its shard that later tokens use, and its share of those of
-    later tokens. No CUDA graph is captured.
-
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens.
         top_p: draw from the likeliest tokens whose probabilities sum to top_p.
-        generator: of random numbers, on the prompt's device; None: torch's default. Of ranks, rank 0's counts.
+        generator: of random numbers, on the prompt's device; None: torch's default.
         stop: token or tokens, a list or a set, that end a row. A row that has ended repeats its last token; when all have,
             the stream ends.
-        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory; ranks that share a prompt
-            take their shards at once.
+        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
         lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
         max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
             None: as many as this call needs. A later call of up to as many then finds caches and graph.
-        int8_weights: draw tokens with the weights of linear layers rounded to int8 (torchao), which changes the numbers and
-            halves the bytes to read; the prompt is read with the model's own weights.
 
     Raises:
-        ImportError: for int8_weights without torchao.
-        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
-            no distribution; on every rank, if one's arguments are wrong or differ from the others'.
+        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, options that define
+            no distribution, and where ranks share the sequence that is active.
     """
+    for name in unknown:
+        raise TypeError(removed(name) or f"generate_stream() got an unexpected keyword argument {name!r}")
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    others = options, generator, stop, prompt_chunk, lengths, max_length, int8_weights
+    others = options, generator, stop, prompt_chunk, lengths, max_length
     group = active_sequence()
-    if group is None or group.ranks == 1:
-        return Continuation(model, _request(model, None, tokens, max_new_tokens, *others))
-    group.guard(_check_integers, tokens)
-    whole = sequence_gather(tokens.long(), sequence=group)
-    request = group.guard(_request, model, group, whole, max_new_tokens, *others)
-    group.agree({"call": "generate", **request.facts()})
-    return Continuation(model, request)
+    if group is not None and group.ranks > 1:
+        raise ValueError(
+            "ranks share the active sequence, and each rank generates from whole prompts. Gather them by "
+            "lightning_dilated.sequence.sequence_gather(tokens), and call generate within sequence.no_sequence()."
+        )
+    return Continuation(model, _request(model, tokens, max_new_tokens, *others))
 
 
 class Continuation(Iterator[Tensor]):
@@ -238,7 +198,7 @@ class Continuation(Iterator[Tensor]):
         self._drawn.close()
 
     def joined(self) -> Tensor:
-        """(B, N + new): the prompts and all that continues them, on every rank."""
+        """(B, N + new): the prompts and all that continues them."""
         request, tokens = self._request, self._request.tokens
         drawn = list(_stream(self._model, request, AHEAD))
         if request.lengths is None:
@@ -255,40 +215,27 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
     if request.count == 0:
         return
     with evaluating(model):
-        request.guarded(model.configure_model)
-    if request.group is not None:
-        yield from _one_by_one(model, request, request.guarded(_rounded, model, request))
-        return
+        model.configure_model()
     longest = request.max_length or request.longest + request.count
-    rounded = _rounded(model, request)
-    with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
+    with token_step(model, request.tokens, longest, request.sampling, len(request.ends)) as step:
         with evaluating(model):
             started = step is not None and _started(model, request, step)
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
             return
     del step  # with its caches
-    yield from _one_by_one(model, request, rounded)
+    yield from _one_by_one(model, request)
 
 
-def _rounded(model: CausalModel, request: _Request) -> dict[str, Tensor] | None:
-    return rounded_weights(model) if request.int8_weights else None
-
-
-def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
+def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
     """Every token by a call of the model."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
-    caches, last = request.guarded(request.caches, model), request.last()
+    caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
     for i in range(request.count):
-        if request.group is not None:
-            request.group.agree({"call": "generate"}, turn=f"token {i}")
         with evaluating(model):
-            if i:
-                logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
-            else:
-                logits = _read(model, request, caches)
-            drawn = request.draw(logits)
+            logits = model(last[:, None], caches=caches, last_only=True)[:, -1] if i else _read(model, request, caches)
+            drawn = request.sampling.draw(logits, request.generator)
         last = torch.where(ended, last, drawn)
         if len(ends):
             ended = ended | torch.isin(last, ends)
@@ -358,7 +305,7 @@ def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tenso
     Raises:
         ValueError: where they are no numbers.
     """
-    logits = (_logits if request.group is None else _shared_logits)(model, request, caches)
+    logits = _logits(model, request, caches)
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")
     return logits
@@ -376,20 +323,6 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
         last = logits if last is None else torch.where((at >= start)[:, None], logits, last)
         start += part.shape[1]
     return last
-
-
-def _shared_logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
-    """(B, V) on every rank, from the rank that holds the last token of each prompt."""
-    group, shared = request.group, caches[0].shared
-    assert group is not None and shared is not None
-    tokens = SequenceSpec({"tokens": 1}).cut({"tokens": request.tokens}, group.place)["tokens"]
-    owners, local = zip(*(shared.kept.shard.owner(length - 1) for length in shared.lengths), strict=True)
-    held = send(torch.tensor(owners) == group.rank, tokens.device)
-    at = send(torch.tensor(local), tokens.device).where(held, 0)
-    with group.active():
-        logits = model(tokens, caches=caches, last_only=at if tokens.shape[1] else False)
-    own = logits[:, -1] if tokens.shape[1] else logits.new_zeros(len(tokens), logits.shape[2])
-    return sequence_sum(own.where(held[:, None], 0), group)
 
 
 @contextmanager
@@ -417,9 +350,3 @@ def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options:
     Args and errors: those of `generate_stream`.
     """
     return generate_stream(model, tokens, max_new_tokens, **options).joined()
-
-
-def free_memory(model: CausalModel) -> None:
-    """Free what is kept of a model for later calls."""
-    forget(model)
-    forget_rounded(model)

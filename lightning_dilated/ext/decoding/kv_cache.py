@@ -3,9 +3,8 @@
 In a branch a head uses only its own residue of the current segment, so the cache keeps at most ceil(w / r) rows for each
 branch, kv head and residue, whatever the number of tokens; of a window the latest `width` rows of each residue. The rows of
 all branches lie in one buffer for k and one for v.
-Ranks may share prompts: each keeps rows of its own, and what they attend to is merged for every token and layer.
 Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one residue's
-rows of one kv head); w segment length, r dilation rate; N tokens of shared prompts, R ranks, W taps of `kv_conv`.
+rows of one kv head); w segment length, r dilation rate; W taps of `kv_conv`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.ext.decoding.cache_slots import BranchSlots, Clock, Places, layer_slots
+from lightning_dilated.ext.decoding.cache_slots import Clock, Places, layer_slots
 from lightning_dilated.ext.decoding.new_tokens import decode_attention
-from lightning_dilated.ext.decoding.shared_prompts import SharedPrompts
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import LARGEST
-from lightning_dilated.pattern.rows import windowed
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence.group import active_sequence
 
@@ -46,8 +43,7 @@ class KVCache:
     """The keys and values of one layer that later tokens can use; `length` tokens have been added.
 
     Memory is O(sum over branches of w / r) rows for each kv head: (rows of the widest residue) x slots for each branch.
-    Branches over the whole sequence (segment_length None) keep every row of the residues in use. Ranks that share prompts
-    keep a part of them each, see `DecodedShard`.
+    Branches over the whole sequence (segment_length None) keep every row of the residues in use.
 
     Args:
         pattern: the layer's pattern.
@@ -59,7 +55,7 @@ class KVCache:
         recurrence: of the layer; the cache then holds its state, too, whose size does not grow.
 
     Raises:
-        ValueError: for numbers of heads that the pattern does not allow, and shared prompts without a `max_length` for them.
+        ValueError: for numbers of heads that the pattern does not allow.
     """
 
     def __init__(
@@ -86,25 +82,9 @@ class KVCache:
         self._shape: tuple[int, int, int] | None = None
         self._of = pattern, self.num_heads, self.num_kv_heads
         self._branches = layer_slots(*self._of)
-        limit, self.shared = self.max_length, self.clock.shared
+        limit = self.max_length
         self._limited = limit is not None and any(b.longest is None or b.longest > limit for b in self._branches)
-        if self.shared is not None:
-            if windowed(pattern):
-                raise ValueError(
-                    f"ranks cannot share prompts where a layer has windows, as {windowed(pattern)[0]}: each would have to "
-                    "keep all of their rows. Generate on one rank."
-                )
-            if limit is None or limit < self.clock.longest:
-                raise ValueError(
-                    f"prompts of up to {self.clock.longest} tokens that ranks share need a max_length of at least as many, "
-                    f"got {limit}."
-                )
-            self._limited = True
-            new = limit - self.clock.longest
-            each = [(prompt, prompt + new) for prompt in set(self.shared.lengths)]
-            fixed = [max(b.most_kept(self.shared.kept, *x) for x in each) for b in self._branches]
-        else:
-            fixed = [0 if limit is None else branch.rows(limit) for branch in self._branches]
+        fixed = [0 if limit is None else branch.rows(limit) for branch in self._branches]
         self._places = self.clock.places(self._of, tuple(fixed))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
@@ -118,7 +98,7 @@ class KVCache:
         Raises:
             ValueError: for shapes other than those of the layer and of earlier calls, and for more tokens than `max_length`.
         """
-        batch, end = len(k), self.after(k.shape[1])
+        batch, end = len(k), self.length + k.shape[1]
         self.check(k, v)
         before, after = (self.clock.kept(columns, batch) for columns in (self.length, end))
         if end > self.length:
@@ -129,10 +109,6 @@ class KVCache:
                 new_rows = rows.reshape(-1, rows.shape[3]).index_select(0, source)
                 buffer.flatten(0, 1).index_copy_(0, to, new_rows.to(buffer.dtype))
         self.length = end
-
-    def after(self, new: int) -> int:
-        """`length` after a call with so many tokens: of shared prompts the first call has this rank's, and takes all."""
-        return self.length + new if self.shared is None or self.length else self.clock.longest
 
     def check(self, k: Tensor, v: Tensor) -> None:
         """Raise unless (B, n, K, D) keys and values are those of this layer and of the samples of earlier calls."""
@@ -145,12 +121,7 @@ class KVCache:
             )
         if lengths is not None and len(lengths) != shape[0]:
             raise ValueError(f"the cache was made for {len(lengths)} samples (lengths), got a batch of {shape[0]}.")
-        end = self.after(k.shape[1])
-        if self.shared is not None and k.shape[1] != (1 if self.length else self.shared.tokens):
-            raise ValueError(
-                f"of prompts that ranks share the first call takes this rank's {self.shared.tokens} tokens, and each later "
-                f"one a token; got {k.shape[1]} after {self.length}."
-            )
+        end = self.length + k.shape[1]
         if self.length < self.clock.longest < end:
             raise ValueError(
                 f"a call adds tokens of prompts or later ones, not both: the longest prompt has {self.clock.longest} "
@@ -225,13 +196,6 @@ class KVCache:
             for i in range(len(self._branches)) if stop else ():
                 self._attend_branch(i, rows, q[rows], out[rows], lse[rows], begin, stop, scale, engine)
 
-    def _count(self, branch: BranchSlots, residue: int, first: int, stop: int) -> int:
-        """Rows of a slot that are kept here, of a sample with `stop` tokens."""
-        if self.shared is None:
-            return branch.count(residue, first, stop)
-        prompt = stop - max(0, self.length - self.clock.longest)
-        return self.shared.kept.count(branch.positions(residue, first, stop), prompt)
-
     def _attend_branch(
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,
         engine: Engine | None,
@@ -246,7 +210,7 @@ class KVCache:
         for skip in range(min(end, branch.rate)):
             residue = (start + skip - first) % branch.rate
             lane = branch.lanes.get(residue)
-            count = 0 if lane is None else self._count(branch, residue, first, stop)
+            count = 0 if lane is None else branch.count(residue, first, stop)
             if lane is None or count == 0:
                 continue
             heads, rows = _index(lane.heads, q.device), slice(skip, end, branch.rate)
@@ -288,8 +252,6 @@ class KVCache:
 
     def kernel_serves(self, q: Tensor) -> bool:
         """Whether `step` takes a token with these queries (B, 1, H, D)."""
-        if self.shared is not None:  # the kernels return no log-sum-exp, and number all rows
-            return False
         if q.shape[1] != 1 or not kernels.available(q.device) or self.length < self.clock.longest:
             return False
         from lightning_dilated.ext.decoding.kernels import serves
@@ -337,14 +299,11 @@ class KVCache:
         Samples of different lengths are selected in the place of such as are equally long, as beams of a prompt are.
 
         Raises:
-            ValueError: for other samples of different lengths, and for a cache that ranks share.
+            ValueError: for other samples of different lengths.
         """
         lengths = self.clock.lengths
-        if self.shared is not None or (lengths and tuple(lengths[i] for i in indices.tolist()) != lengths):
-            raise ValueError(
-                "samples are selected where all are equally long, or in the place of such as are, and not of prompts that "
-                "ranks share."
-            )
+        if lengths and tuple(lengths[i] for i in indices.tolist()) != lengths:
+            raise ValueError("samples are selected where all are equally long, or in the place of such as are.")
         if self._k is None or self._v is None or self._shape is None:
             return
         self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))
@@ -402,11 +361,9 @@ class KVCache:
 
     def _check_layer(self, layer: MultiheadDilatedAttention, causal: bool, packed: bool) -> None:
         """Raise for a call that does not support a cache, or not this one."""
-        reads = None if self.shared is None or self.length else self.shared.group
-        if active_sequence() is not reads:
+        if active_sequence() is not None:
             raise ValueError(
-                "a cache serves one rank: decode outside of SequenceGroup.active(). Only prompts that ranks share "
-                "(SharedPrompts) are read within, by their group."
+                "a cache serves one rank: decode outside of SequenceGroup.active(), or within no_sequence()."
             )
         if not causal or packed:
             raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
@@ -434,14 +391,14 @@ class KVCache:
             self.recent.zero_()
 
     def rows(self) -> list[dict[int, int]]:
-        """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample; on this rank."""
+        """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample."""
         branches = []
         stop = max(self.clock.kept(self.length, 1))
         for branch in self._branches:
             count: Counter[int] = Counter()
             first = branch.first(stop - 1)
             for residue, lane in branch.lanes.items():
-                count.update(dict.fromkeys(lane.kv_heads, self._count(branch, residue, first, stop)))
+                count.update(dict.fromkeys(lane.kv_heads, branch.count(residue, first, stop)))
             branches.append(dict(count))
         return branches
 
@@ -520,11 +477,8 @@ def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_l
 
 
 def new_caches(
-    stack: DilatedTransformer,
-    max_length: int | None = None,
-    lengths: Sequence[int] | None = None,
-    shared: SharedPrompts | None = None,
+    stack: DilatedTransformer, max_length: int | None = None, lengths: Sequence[int] | None = None
 ) -> list[KVCache]:
     """An empty cache for every block, see `DilatedTransformer.new_caches`."""
-    clock = Clock(lengths, shared)
+    clock = Clock(lengths)
     return [block.attention.new_cache(max_length, clock) for block in stack.blocks]

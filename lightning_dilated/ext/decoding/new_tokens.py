@@ -36,8 +36,7 @@ def decode_attention(
 
     One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
     products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
-    the same engine; the two are merged by their log-sum-exp. Where ranks share prompts, a prompt is `dilated_attention` of
-    their group, and each attends with a token to the rows that it keeps; one collective merges the parts.
+    the same engine; the two are merged by their log-sum-exp.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
@@ -55,8 +54,8 @@ def decode_attention(
     q, k, v = autocast(q, k, v)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("a cache serves inference, without gradients: call under torch.no_grad().")
-    start, new, shared = cache.length, q.shape[1], cache.shared
-    check_padding(cache.pattern, cache.after(new))
+    start, new = cache.length, q.shape[1]
+    check_padding(cache.pattern, start + new)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cache.kernel_serves(q):
         return cache.step(q, k, v, scale, table)
@@ -67,12 +66,9 @@ def decode_attention(
         cache.append(k, v)
         out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         cache.attend(q, out, lse, start, scale)
-        return (out if shared is None else shared.merged(out, lse)).to(q.dtype)
+        return out.to(q.dtype)
     options = {"causal": True, "scale": scale, "engine": engine}
-    if shared is not None:
-        shared.group.guard(cache.check, k, v)
-        out = dilated_attention(q, k, v, cache.pattern, **options, sequence=shared.group)
-    elif start == 0:
+    if start == 0:
         out = dilated_attention(q, k, v, cache.pattern, **options)
     else:
         merged, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)

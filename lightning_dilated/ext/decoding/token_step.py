@@ -21,7 +21,6 @@ from lightning_dilated import kernels
 from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated._compat.torch import has_hooks
 from lightning_dilated.ext._compat.torch import recording
-from lightning_dilated.ext.decoding.int8 import call
 from lightning_dilated.ext.decoding.kv_cache import KVCache
 from lightning_dilated.ext.decoding.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
@@ -114,7 +113,6 @@ class TokenStep:
         sampling: how tokens are drawn.
         ends: number of tokens that end a sample.
         device: of the model.
-        rounded: weights in place of the model's, see `rounded_weights`.
     """
 
     def __init__(
@@ -125,10 +123,9 @@ class TokenStep:
         sampling: Sampling,
         ends: int,
         device: torch.device,
-        rounded: dict[str, Tensor] | None = None,
     ) -> None:
         self.caches = model.transformer.new_caches(max_length)
-        self.sampling, self.rounded, self.busy = sampling, rounded, False
+        self.sampling, self.busy = sampling, False
         self.generator = None if sampling.temperature == 0 else torch.Generator(device)
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -169,7 +166,7 @@ class TokenStep:
         self._count(1)
 
     def _run(self, model: CausalModel) -> None:
-        self._take(call(model, self.rounded, self.token[:, None], caches=self.caches, last_only=True)[:, -1])
+        self._take(model(self.token[:, None], caches=self.caches, last_only=True)[:, -1])
         self._positions()
 
     def _take(self, logits: Tensor) -> None:
@@ -313,13 +310,12 @@ def token_step(
     longest: int,
     sampling: Sampling,
     ends: int,
-    rounded: dict[str, Tensor] | None = None,
 ) -> Iterator[TokenStep | None]:
     """A step for prompts (B, N), of up to `longest` tokens with what follows; None where it cannot be captured.
 
     A step of an earlier call serves again, unless another call uses it now or the weights have moved since.
     """
-    step = _step_of(model, tokens, longest, sampling, ends, rounded)
+    step = _step_of(model, tokens, longest, sampling, ends)
     if step is None:
         yield None
         return
@@ -336,7 +332,6 @@ def _step_of(
     longest: int,
     sampling: Sampling,
     ends: int,
-    rounded: dict[str, Tensor] | None,
 ) -> TokenStep | None:
     """One that is kept, or a new one, which is kept from now on."""
     device = tokens.device
@@ -345,11 +340,11 @@ def _step_of(
     kind, weights = device.type, Weights(model).addresses
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     mode = torch.is_inference_mode_enabled()  # tensors made in it can be changed in it only
-    key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, id(rounded), weights
+    key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, weights
     kept = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
     step = kept.pop(key, None)
     if step is None or step.busy:
-        step = TokenStep(model, len(tokens), key[1], sampling, ends, device, rounded)
+        step = TokenStep(model, len(tokens), key[1], sampling, ends, device)
     if _stays(model):
         kept[key] = step
         _steps[model] = _few(kept)

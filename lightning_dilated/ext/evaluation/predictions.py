@@ -30,7 +30,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
     front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
-    where it begins with one, as `data.files.plain_field` does.
+    where it begins with one: `text.removeprefix("'")`.
 
     Args:
         path: of the CSV; None means `predictions.csv` in the logger's folder.
@@ -167,8 +167,3 @@ def guarded_field(value: Any) -> Any:
     """
     marked = isinstance(value, str) and value.startswith(_MARKED) and value not in ("+", "-")
     return f"'{value}" if marked else value
-
-
-def plain_field(text: str) -> str:
-    """The inverse of `guarded_field`."""
-    return text.removeprefix("'")

@@ -13,7 +13,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer, one_of, real
@@ -217,34 +216,6 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         known = known + pairs.sum()
     value = agreeing / known
     return value if bool(risk.isfinite().all()) else torch.full_like(value, torch.nan)
-
-
-class ConcordanceIndex(Metric):
-    """`concordance_index` of all samples of an epoch, of all ranks."""
-
-    full_state_update = False
-    higher_is_better = True
-    is_differentiable = False
-
-    def __init__(self, **options: object) -> None:
-        super().__init__(**options)
-        for name in ("risk", "time", "event"):
-            self.add_state(name, [], dist_reduce_fx="cat")
-
-    def update(self, risk: Tensor, time: Tensor, event: Tensor) -> None:
-        """Add samples, each (B,). Raises ValueError for other shapes."""
-        if not risk.shape == time.shape == event.shape or risk.ndim != 1:
-            shapes = tuple(risk.shape), tuple(time.shape), tuple(event.shape)
-            raise ValueError(f"risk, time and event must all be (B,), got {shapes}.")
-        for name, x in (("risk", risk), ("time", time), ("event", event)):
-            getattr(self, name).append(x.detach().double())
-
-    def compute(self) -> Tensor:
-        """The index, fp64; NaN where no pair's order is known."""
-        parts = [getattr(self, name) for name in ("risk", "time", "event")]
-        if any(isinstance(x, list) and not x for x in parts):
-            return torch.tensor(torch.nan, dtype=torch.float64)
-        return concordance_index(*(torch.cat(x) if isinstance(x, list) else x.reshape(-1) for x in parts))
 
 
 def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[float]:

@@ -279,7 +279,16 @@ def write(args: argparse.Namespace, links: Links, text: str, prints: bool = True
             file.write("\n" + text)
 
 
-def run(args: argparse.Namespace, command: str) -> None:
+def run(argv: list[str]) -> None:
+    """Parse `bench links`, measure, print and write."""
+    p = argparse.ArgumentParser("lightning-dilated bench", description="Measure this machine.")
+    parts = p.add_subparsers(dest="what", required=True)
+    about = 'latency and bandwidth between ranks, for exchange="auto"'
+    options(parts.add_parser("links", help=about, description=f"Measure {about}."))
+    measure(p.parse_args(argv), " ".join(["lightning-dilated bench", *argv]))
+
+
+def measure(args: argparse.Namespace, command: str) -> None:
     """Measure with new ranks or a launcher's, print the table, write the file."""
     launcher = launched()
     args = checked(args, launcher)

@@ -243,7 +243,6 @@ def run_ranks(
     *args: Any,
     device: str = "cpu",
     timeout: float = 300.0,
-    watch: Callable[[int, Any], None] | None = None,
 ) -> list[list[Any]]:
     """What job(rank, device, *args) yields on each of R ranks, which are the world of torch.distributed meanwhile.
 
@@ -252,7 +251,6 @@ def run_ranks(
         job: a function of a module, so that processes can import it; its results have to be picklable.
         device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each rank.
         timeout: seconds for all of it.
-        watch: called with each rank's number and result when it arrives.
 
     Raises:
         RanksFailed: after every process was ended.
@@ -268,7 +266,7 @@ def run_ranks(
                 process.start()
                 sender.close()
                 started.append(_Rank(process, receiver))
-            _collect(started, time.monotonic() + timeout, timeout, watch)
+            _collect(started, time.monotonic() + timeout, timeout)
         finally:
             for started_rank in started:
                 if not started_rank.done:
@@ -278,7 +276,7 @@ def run_ranks(
     return [started_rank.results for started_rank in started]
 
 
-def _collect(ranks: list[_Rank], end: float, timeout: float, watch: Callable[[int, Any], None] | None = None) -> None:
+def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
     """Read until every rank is done; raise RanksFailed if one will not be."""
     late = False
     while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
@@ -288,10 +286,7 @@ def _collect(ranks: list[_Rank], end: float, timeout: float, watch: Callable[[in
             break
         for rank in waiting:
             if rank.pipe in ready:
-                known = len(rank.results)
                 _read(rank)
-                if watch is not None and len(rank.results) > known:
-                    watch(ranks.index(rank), rank.results[-1])
                 if rank.trouble:
                     end = min(end, time.monotonic() + GRACE)
     failed = {i: rank for i, rank in enumerate(ranks) if rank.trouble}

@@ -145,30 +145,20 @@ class RecurrentBranch(Mixer):
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
         """As `Mixer`; the cache keeps the state after the tokens."""
-        (q, k, v), new, shared = rows, x.shape[1], cache.shared
-        prompt = shared if cache.length == 0 else None  # prompts that ranks share, read by all of them
+        (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
             joint, sizes = self._joint(q, k, v)
-            if prompt is not None:
-                cache.recurrent_rows = prompt.last_rows(joint, self.conv.taps - 1)
-                joint = self.conv(joint)
-            else:
-                joint, rows = self.conv.continued(joint, cache.recurrent_rows)
-                cache.recurrent_rows = cache.latest(rows, new).clone()  # a view would keep all rows
+            joint, rows = self.conv.continued(joint, cache.recurrent_rows)
+            cache.recurrent_rows = cache.latest(rows, new).clone()  # a view would keep all rows
             q, k, v = self._split(joint, sizes)
         kind, segment = self.description.kind, self.description.segment
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
         rows = q, k, v, *self._controls(x)
-        if prompt is not None:
-            memory, cache.memory = recurrent_attention(
-                *rows, **options, lengths=list(prompt.lengths), sequence=prompt.group
-            )
-        else:
-            before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
-            kept = [b - a for a, b in zip(before, after, strict=True)]
-            limits = {} if min(kept) == new else {"lengths": kept}
-            with no_sequence():
-                memory, cache.memory = recurrent_attention(*rows, **options, **limits, state=cache.memory)
+        before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
+        kept = [b - a for a, b in zip(before, after, strict=True)]
+        limits = {} if min(kept) == new else {"lengths": kept}
+        with no_sequence():
+            memory, cache.memory = recurrent_attention(*rows, **options, **limits, state=cache.memory)
         return self._gated(memory, x)
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.pooled.pooled_model import checked_by_all
-from lightning_dilated.ext.slides.released import ReleasedModel
 from lightning_dilated.models.documents import Documents, check_documents, check_form, check_mapping
 from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern import DilatedPattern, Global
 
 #: coordinates of rows that are not tiles: the class token's and padding
@@ -173,8 +173,10 @@ def released_pattern(
     return replace(pattern, branches=(*pattern.branches, Global(1)))
 
 
-class SlideBackbone(ReleasedModel):
+class SlideBackbone(TransformerModel):
     """The encoder of GigaPath's slide models, as far as `SlideEncoder` and `SlidePretrainer` share it.
+
+    Its blocks are those of torchscale's released encoders: LayerNorm, GELU, sub-layer norms, no positions.
 
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a last `norm` of its own (eps 1e-6).
 
@@ -194,7 +196,7 @@ class SlideBackbone(ReleasedModel):
             (`Global(1)` next to the other branches). For new models: released weights were trained without it.
         pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
             dilation_rates, max_wsi_size, padding and global_class_token.
-        options: see `ReleasedModel`.
+        options: ffn_dim, dropout, attention_dropout, drop_path, engine and the options of training.
     """
 
     input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
@@ -217,10 +219,18 @@ class SlideBackbone(ReleasedModel):
     ) -> None:
         integer(tile_size, "tile_size", 1)
         settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
-        own = self._own_pattern(pattern, padding, {**settings, "global_class_token": global_class_token or None})
+        replaced = {**settings, "global_class_token": global_class_token or None}
+        both = [name for name, value in replaced.items() if value is not None]
+        if pattern is not None and (both or padding != "masked"):
+            raise ValueError(f"pattern takes the place of {' and '.join(both or ['padding'])}: leave one of them out.")
+        self.released_pattern = pattern is None
+        if pattern is None:
+            pattern = released_pattern(*settings.values(), tile_size, padding, global_class_token)  # type: ignore[assignment]
         super().__init__(
-            released_pattern(*settings.values(), tile_size, padding, global_class_token) if own is None else own,
-            dim=dim, depth=depth, num_heads=num_heads, **options,
+            pattern=pattern, dim=dim, depth=depth, num_heads=num_heads, norm="layernorm", ffn="gelu", bias=True,
+            sub_layernorm=True, position_encoding="none", num_kv_heads=None, rotary_base=None, max_seq_len=None,
+            xpos_scale_base=512.0, kv_conv=None, recurrence=None, residual_dtype=None, shift_layers="none",
+            shift_below=None, **options,
         )  # fmt: skip
         self.feature_dim = integer(feature_dim, "feature_dim", 1)
         self.tile_size, self.grid = tile_size, integer(grid, "grid", 1)

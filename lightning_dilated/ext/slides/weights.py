@@ -102,11 +102,7 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
         )
     prefixes = [name.removesuffix("cls_token") for name in stored if re.search(r"(^|\.)cls_token$", name)]
     if len(prefixes) != 1:
-        image = any(name.endswith("patch_embed.proj.weight") and x.ndim == 4 for name, x in stored.items())
-        hint = " It embeds images: LongViT.from_longvit loads a LongViT." if image else ""
-        raise ValueError(
-            f"{where} is no slide encoder with a class token: no single cls_token among {few(stored)}.{hint}"
-        )
+        raise ValueError(f"{where} is no slide encoder with a class token: no single cls_token among {few(stored)}.")
     prefix = prefixes[0]
     inside = {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
     extra = [name for name in stored if not name.startswith(prefix)]

@@ -113,19 +113,6 @@ class CarryPlan:
         """Rows that are carried at all, over all chunks."""
         return sum(rows.count for chunk in range(self.chunks) for rows in self.leaving(chunk))
 
-    def most_live(self) -> int:
-        """The most rows that are carried at a time."""
-        change = [0] * (self.chunks + 2)
-        for chunk in range(self.chunks):
-            for rows in self.leaving(chunk):
-                change[chunk + 1] += rows.count
-                change[self.shard.number(rows.last) // self.shard.each + 1] -= rows.count
-        live = most = 0
-        for step in change:
-            live += step
-            most = max(most, live)
-        return most
-
 
 def leaving_rows(problem: Problem, piece: range, later: int) -> list[CarriedRows]:
     """The rows at these positions that are read from the position `later` on, none twice."""

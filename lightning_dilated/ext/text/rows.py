@@ -28,7 +28,6 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")
 _BLOCK = 1 << 24
 #: most bytes of a line of JSON Lines
 LONGEST = 1 << 28
-Sources = str | list[str] | dict[str, Any]
 
 
 class Digest(Protocol):

@@ -386,8 +386,8 @@ class LongNetLM(TokenModel):
         """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
 
         Args:
-            options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights; see the
-                function `generate_stream`.
+            options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length; see the function
+                `generate_stream`.
         """
         return hook("generate")(self, tokens, max_new_tokens, **options)
 
@@ -396,7 +396,7 @@ class LongNetLM(TokenModel):
         return hook("generate stream")(self, tokens, max_new_tokens, **options)
 
     def free_generation_memory(self) -> None:
-        """Free the caches, CUDA graphs and rounded weights that earlier calls of `generate` left for later ones."""
+        """Free the caches and CUDA graphs that earlier calls of `generate` left for later ones."""
         hook("free generation memory")(self)
 
     def on_fit_start(self) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import sys
 import weakref
 
 import lightning.pytorch as pl
@@ -11,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.ext.decoding import int8, token_step
+from lightning_dilated.ext.decoding import token_step
 from lightning_dilated.ext.decoding.sampling import sample
 
 from ...models import PATTERN, batch, loader, tiny, trainer
@@ -562,68 +561,8 @@ def test_compiled_blocks(captured):
     assert torch.equal(model.generate(PROMPT, 30, temperature=0), want[0]) and len(calls) == 30
 
 
-# -- int8 weights ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("way", ["captured", "plain"])
-def test_int8_weights(way, request):
-    """Tokens are those of a model with the rounded linear weights; the prompt and the embedding have the exact ones."""
-    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
-    steps = request.getfixturevalue("captured") if way == "captured" else []
-    model = lively(dtype=torch.float32, tie_embeddings=True, num_kv_heads=2)
-    rounded = int8.rounded_weights(model)
-    assert {"head.weight", "transformer.blocks.0.attention.in_proj_weight"} < set(rounded) and len(rounded) == 11
-    got = generate(model, temperature=0, int8_weights=True)
-    caches, want, plain = model.transformer.new_caches(), PROMPT, {k: w.dequantize() for k, w in rounded.items()}
-    with torch.no_grad():
-        logits = model(PROMPT, caches=caches)[:, -1:]
-        for _ in range(20):
-            want = torch.cat([want, logits.argmax(-1)], 1)
-            logits = int8.call(model, plain, want[:, -1:], caches=caches, last_only=True)
-    assert torch.equal(got, want) and len(got.unique()) > 2
-    assert not torch.equal(plain["head.weight"], model.head.weight) and model.head.weight is model.embedding.weight
-    generate(model, temperature=0, int8_weights=True)
-    assert len(steps) == (way == "captured")
-    with torch.no_grad():
-        model.head.weight.normal_()
-    assert_rounded_anew(model, rounded)
-
-
-def assert_rounded_anew(model, rounded):
-    """The same tensors, which graphs read, hold what the weights are now, as if they were rounded for the first time."""
-    again = int8.rounded_weights(model)
-    int8.forget_rounded(model)
-    fresh = int8.rounded_weights(model)
-    assert again is rounded and fresh is not rounded
-    assert all(torch.equal(w.dequantize(), fresh[name].dequantize()) for name, w in rounded.items())
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_int8_weights_after_training(captured, fused):
-    """Fused optimizers and `.data` change weights without a trace."""
-    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
-    model = lively(dtype=torch.float32)
-    generate(model, temperature=0, int8_weights=True)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused).step()
-    got = generate(model, temperature=0, int8_weights=True)
-    token_step.forget(model)
-    int8.forget_rounded(model)
-    assert torch.equal(got, generate(model, temperature=0, int8_weights=True))
-    rounded = int8.rounded_weights(model)
-    model.transformer.blocks[0].ffn.fc1.weight.data.normal_()
-    assert_rounded_anew(model, rounded)
-
-
-def test_int8_weights_of_float8_layers():
-    pytest.importorskip("torchao.float8")
-    model = tiny(linear_dtype="float8")
-    with pytest.raises(ValueError, match=r"this one has linear_dtype='float8': leave one of them out"):
-        model.generate_stream(PROMPT, 3, int8_weights=True)
-
-
-def test_int8_weights_without_torchao(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(ImportError, match="int8_weights=True needs torchao: pip install"):
+def test_int8_weights_were_taken_out():
+    with pytest.raises(TypeError, match="int8_weights was taken out of lightning_dilated"):
         tiny().generate_stream(PROMPT, 1, int8_weights=True)
 
 

@@ -165,15 +165,6 @@ def test_memory_goes_with_the_model():
     assert alive() is None and all(step() is None for step in steps)
 
 
-def test_int8_weights():
-    """Captured steps against calls of the model, both with rounded weights."""
-    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
-    model, prompt = on_gpu(dtype=torch.bfloat16, dim=64), torch.randint(11, (2, 3), device="cuda")
-    options = {"temperature": 0, "int8_weights": True}
-    got, _ = drawn(model, prompt, 40, **options)
-    assert torch.equal(got, drawn(model, prompt, 40, plain=True, **options)[0])
-
-
 def test_compiled_blocks():
     model, prompt = on_gpu(dim=64), torch.randint(11, (2, 30), device="cuda")
     model.transformer.compile_blocks()

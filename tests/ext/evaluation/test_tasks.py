@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dilated.data import FarRecallDataModule, ListOpsDataModule
+from lightning_dilated.data import FarRecallDataModule
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 SIZES = {"train_size": 40, "val_size": 8, "test_size": 6, "batch_size": 4}
 TASKS = {
     "far recall": lambda **options: FarRecallDataModule(**{"seq_len": 64, **SIZES, **options}),
-    "list operations": lambda **options: ListOpsDataModule(**{"seq_len": 64, **SIZES, **options}),
 }
 each = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
@@ -169,21 +168,6 @@ WRONG = [
     (FarRecallDataModule, {"vocabulary": 1}, ValueError, "data.vocabulary must be .*got .*1"),
     (FarRecallDataModule, {"train_size": 0}, ValueError, "data.train_size must be .*got .*0"),
     (FarRecallDataModule, {"val_size": "9"}, TypeError, "data.val_size must be .*got .*'9'"),
-    (ListOpsDataModule, {"seq_len": 3}, ValueError, "data.seq_len must be at least 4, got 3"),
-    (
-        ListOpsDataModule,
-        {"seq_len": 50, "min_length": 51},
-        ValueError,
-        "data.min_length is 51, above data.seq_len = 50",
-    ),
-    (ListOpsDataModule, {"min_length": 3}, ValueError, "data.min_length must be .*got .*3"),
-    (ListOpsDataModule, {"max_arguments": 1}, ValueError, "data.max_arguments must be .*got .*1"),
-    (
-        ListOpsDataModule,
-        {"seq_len": 27, "max_depth": 2, "max_arguments": 4},
-        ValueError,
-        "at most 26 tokens: raise data.max_d",
-    ),
 ]
 
 

@@ -20,7 +20,7 @@ from lightning_dilated.memory.settings import MemorySettings
 
 from .passes import Passes
 from .test_memory import SETTINGS, check
-from .test_slides_images import SIZES, image, slide
+from .test_slides import SIZES, labelled
 
 pytestmark = pytest.mark.full
 
@@ -31,15 +31,6 @@ TASK = {"task": "classification", "num_classes": 2, "dropout": 0.0, "drop_path":
 
 def encoder(**sizes):
     return ld.SlideEncoder(**{**SIZES, **TASK, "feature_dim": 96, **sizes})
-
-
-def vit(**sizes):
-    return ld.LongViT(**{**SIZES, **TASK, "patch_size": 4, "image_size": 64, **sizes})
-
-
-def tiles(n):
-    """A labelled slide of n rows."""
-    return {k: v for k, v in slide(n - 1).items() if k != "index"} | {"label": torch.zeros(1, dtype=torch.int64)}
 
 
 def built(model, settings=None):
@@ -56,23 +47,22 @@ def numbers(model, trained):
 @pytest.mark.parametrize("make, name, depth, precision", [
     (encoder, "none", 5, "bf16-mixed"),
     (encoder, "block", 5, "32-true"),
-    (vit, "attention-kept", 5, "bf16-true"),
-    pytest.param(vit, "tiles", 4, "bf16-mixed", marks=pytest.mark.slow),
+    (encoder, "attention-kept", 5, "bf16-true"),
+    pytest.param(encoder, "tiles", 4, "bf16-mixed", marks=pytest.mark.slow),
     pytest.param(encoder, "groups", 8, "bf16-mixed", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_length_is_exact(make, name, depth, precision):
     check(subject_of(make(), precision, SETTINGS[name]), depth, 5120)
 
 
-@pytest.mark.parametrize("make, batch", [(encoder, lambda: tiles(4000)), (vit, lambda: image(40, 100))])
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])
-def test_a_real_step_keeps_what_was_planned(make, batch, policy):
+def test_a_real_step_keeps_what_was_planned(policy):
     """Bytes that live when the forward has ended, and of the gradients when the backward has, by a meter over real
     tensors."""
     settings = MemorySettings(policy)
-    found = footprint(subject_of(make(), "32-true", settings), (3072, 5120))
+    found = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
     between, last = (next(m for m in found.moments if m.part == part) for part in (("between",), ("backward", 3)))
-    model, data = built(make(), settings), batch()
+    model, data = built(encoder(), settings), labelled(3999)
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)
         loss, _ = model.token_mean(data)
@@ -107,7 +97,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     """The first block's input has no gradient, and stays on the GPU."""
     settings = MemorySettings("block", every, offload)
     model = built(encoder(), settings)
-    model.token_mean(tiles(256))[0].backward()
+    model.token_mean(labelled(255))[0].backward()
     here = footprint(subject_of(encoder(), "32-true", MemorySettings("block", every)), (1024, 2048))
     away = replace(here, subject=replace(here.subject, memory=settings))
     assert memory(away, 256).host == model.transformer._host.bytes
@@ -126,7 +116,7 @@ def facts(**sizes):
 def test_flops_are_what_torch_counts():
     """But for norms, biases and the head, which the plan does not tell apart, and for the update of a weight itself."""
     sizes = {"dim": 256, "depth": 3}
-    model, data = built(encoder(**sizes)), tiles(2048)
+    model, data = built(encoder(**sizes)), labelled(2047)
     with FlopCounterMode(display=False) as counter:
         model.token_mean(data)[0].backward()
     found, whole = (

@@ -15,7 +15,6 @@ from lightning_dilated import LongNetClassifier, SlideEncoder
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 from lightning_dilated.ext.pooled import survival
 from lightning_dilated.ext.pooled.survival import (
-    ConcordanceIndex,
     HazardHead,
     concordance_index,
     cox_losses,
@@ -139,19 +138,6 @@ def test_concordance_is_harrells(cohort, rows):
         patch.setattr(survival, "ROWS", rows)
         found = concordance_index(*cohort).item()
     assert found == pytest.approx(harrell(*(x.tolist() for x in cohort)), nan_ok=True)
-
-
-def test_the_metric():
-    metric, (risk, time, event) = ConcordanceIndex(), torch.rand(3, 12).double()
-    event = event.round()
-    assert metric.compute().isnan()
-    metric.reset()
-    for part in (slice(0, 5), slice(5, 12)):
-        metric.update(risk[part], time[part], event[part])
-    assert metric.compute() == concordance_index(risk, time, event)
-    assert concordance_index(torch.tensor([math.nan, 1]), torch.tensor([1.0, 2]), torch.ones(2)).isnan()
-    with pytest.raises(ValueError, match=r"must all be \(B,\)"):
-        metric.update(risk[:, None], time, event)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 """MemoryProfiler in fits on the CPU: bytes known by hand, steps of several batches and optimizers, logs, table, pictures."""
 
-import re
-import xml.etree.ElementTree as ET
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -227,12 +224,6 @@ def test_pictures_and_table(tmp_path, capsys):
     folder = tmp_path / "new"
     fit(tmp_path, Stack(), 2, MemoryProfiler(1, folder=folder))
     assert (folder / "memory_timeline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    page = (folder / "memory_timeline.html").read_text()
-    assert "http" not in page and "<script" not in page and "src=" not in page
-    tree = ET.fromstring(re.sub(r"<!DOCTYPE html>|<meta charset='utf-8'>|<br>", "", page))
-    told = [x.text for x in tree.iter("title")][1:]
-    assert "forward of block 2 of 2: peak 2.048 kB\ntemporary: 0.128 kB\nsaved activations: 0.256 kB" in told[3]
-    assert page.count("<path") >= 6 and "peak of 2.048 kB in forward of block 2 of 2" in page
     said = " ".join(capsys.readouterr().out.split())
     assert "forward of block 2 of 2 │ 2.048 │ 0 │ 2.048 │" in said and "reserved" not in said
     assert (

@@ -79,7 +79,6 @@ def test_carried_rows_are_the_plan(case, chunk):
     plan = CarryPlan(chunk_problem(case.pattern, case.heads, case.kv_heads, documents, shard, (0, case.heads)))
     live = [sum(x.count for x in plan.live(i)) for i in range(plan.chunks)]
     assert chunks.rows == live[::-1]
-    assert plan.most_live() == max(live)
     sees = case.counts()[0][0].view(case.kv_heads, -1, case.seq_len, case.seq_len).sum(1) > 0
     stored = 0
     for i in range(plan.chunks):

@@ -17,7 +17,6 @@ from lightning_dilated.data import (
     ByteDataModule,
     GenomeDataModule,
     SlideDataModule,
-    StrainPairsDataModule,
     StreamDataModule,
     TokenDataModule,
     write_synthetic_slides,
@@ -134,20 +133,6 @@ def test_an_index_that_is_replaced(store: str, lambda_virus: str, cached: dict[s
     fs.pipe_file("/b.fa", b">x\nMKV*\n")
     with pytest.raises(ValueError, match=r"memory:///b\.fa: the record 'x' holds '\*' at base 4"):
         genome_data("memory:///b.fa", seq_len=2, **cached).check()
-
-
-def test_strain_pairs(store: str, tmp_path: Path, cached: dict[str, str]) -> None:
-    rng = np.random.default_rng(0)
-    first = rng.choice(list("ACGT"), 20_000)
-    second = np.where(rng.random(20_000) < 0.01, rng.choice(list("ACGT"), 20_000), first)
-    for name, bases in (("a", first), ("b", second)):
-        (tmp_path / f"{name}.fa").write_text(
-            f">{name}\n" + "\n".join("".join(bases[i : i + 60]) for i in range(0, 20_000, 60))
-        )
-    make: Make = lambda root, **o: StrainPairsDataModule(  # noqa: E731
-        {"x": f"{root}/*.fa"}, seq_len=512, train_size=8, val_size=0, **o
-    )
-    same_samples(*both(make, tmp_path, cached), splits=("train",))
 
 
 # -- what is fetched ---------------------------------------------------------------------------------------------------

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated._device import assumed_gpu
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.repeats import shorten
 from lightning_dilated.ext.planning.counting.workspace import NAMES
-from lightning_dilated.ext.slides.longvit import image_patches
 from lightning_dilated.memory import chunked_loss, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
@@ -42,11 +40,10 @@ def as_on_gpu() -> Iterator[None]:
 
     The package calls its kernels (`assumed_gpu`), and what it compiles runs as one kernel; norms are one kernel each way, in
     the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that casts as it
-    reads; positions of patches are those of a whole sequence; a number that is read off a tensor is 1.
+    reads; a number that is read off a tensor is 1.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (image_patches, "places", _places_of_all),
             (torch, "rms_norm", _rms_norm),
             (torch, "layer_norm", _wide_layer_norm),
             (torch, "log_softmax", _wide_log_softmax),
@@ -59,12 +56,7 @@ def as_on_gpu() -> Iterator[None]:
 
 
 #: what is replaced above
-_RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
-    torch.rms_norm,
-    torch.layer_norm,
-    torch.log_softmax,
-    image_patches.places,
-)
+_RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX = torch.rms_norm, torch.layer_norm, torch.log_softmax
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -85,11 +77,6 @@ def _wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> 
 
 def _in_one_pass(run: Callable) -> Callable:
     return _sizes_of_sums if run is chunked_loss._sums else lambda logits, *_: torch.empty_like(logits)
-
-
-def _places_of_all(positions: Tensor, *sizes: int) -> Any:
-    with real_tensors():
-        return _PLACES(torch.arange(len(positions)), *sizes)
 
 
 def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:

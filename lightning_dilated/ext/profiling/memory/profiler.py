@@ -184,7 +184,7 @@ class MemoryProfiler(pl.Callback):
     Args:
         every_n_steps: of so many steps one is measured: the second, and every so many after it; with 1 all.
         folder: for timelines and snapshots; None: the logger's, or the Trainer's root.
-        timeline: write `memory_timeline.png` and `.html` of the step measured last, by the rank with the highest peak.
+        timeline: write `memory_timeline.png` of the step measured last, by the rank with the highest peak.
         snapshot_steps: (start, stop) of this fit, counted from 0: a history of CUDA's allocator in these steps is written by
             every rank as `memory_steps_START_to_LAST_rank_RANK.pickle`, for pytorch.org/memory_viz.
         snapshot_on_oom: where a GPU's memory ran out, write `memory_oom_rank_RANK.pickle`.

@@ -1,12 +1,11 @@
-"""What MemoryProfiler shows: metrics for loggers, the table at the end of fit, and a timeline as PNG and HTML.
+"""What MemoryProfiler shows: metrics for loggers, the table at the end of fit, and a timeline as PNG.
 
 Shape letters: R ranks, n numbers of a step.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -207,13 +206,12 @@ def stages(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
 
 
 def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
-    """Write both pictures of a step into a folder; `who` names the rank and its device."""
+    """Write the picture of a step into a folder; `who` names the rank and its device."""
     folder.mkdir(parents=True, exist_ok=True)
     top, (unit, name) = measured.top, unit_of(measured.top.allocated)
     peak = f"peak of {top.allocated / unit:.3f} {name} in {top.phase.in_words(blocks)}"
     title = f"step {measured.step}, {who}: {peak}"
     timeline_png(measured, folder / "memory_timeline.png", title)
-    timeline_html(measured, folder / "memory_timeline.html", title, blocks)
 
 
 def timeline_png(measured: Measured, path: str | Path, title: str) -> None:
@@ -259,107 +257,3 @@ def _part(axes: Axes, spans: Sequence[Span], begin: float, width: float) -> None
         axes.axvline(start, color="black", lw=0.9, alpha=0.7)
         if stop - start > 0.06 * width:
             axes.text((start + stop) / 2, 1.015, stage, ha="center", va="bottom", fontsize=9, transform=where)
-
-
-# -- HTML --------------------------------------------------------------------------------------------------------------
-WIDTH, HEIGHT, MARGIN = 1080.0, 380.0, 64.0
-STYLE = (
-    "body{font:14px sans-serif;margin:24px;color:#222}svg{max-width:100%;height:auto}"
-    "table{border-collapse:collapse}td,th{padding:2px 12px;text-align:right;border-bottom:1px solid #ddd}"
-    "td:first-child,th:first-child{text-align:left}.key{display:inline-block;width:12px;height:12px;margin-right:6px}"
-    ".span{fill:transparent}.span:hover{fill:rgba(0,0,0,.12)}"
-)
-
-
-def timeline_html(measured: Measured, path: str | Path, title: str, blocks: int) -> None:
-    """Write a page: the same picture as SVG, whose phases tell their peaks under the mouse, and a table of the phases."""
-    top = measured.top
-    unit, name = unit_of(top.allocated)
-    heading = html.escape(title)
-    page = (
-        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{heading}</title><style>{STYLE}</style></head>\n"
-        f"<body><h3>{heading}</h3>\n{_legend(top, unit, name)}\n{_svg(measured, blocks, unit, name)}\n"
-        f"{_table(measured.spans, blocks, unit, name)}\n</body></html>\n"
-    )
-    Path(path).write_text(page, encoding="utf-8")
-
-
-def _legend(top: Span, unit: float, name: str) -> str:
-    keys = [
-        f"<span class='key' style='background:{COLOURS[kind]}'></span>{kind}: {top.kinds.get(kind, 0) / unit:.3f} {name}"
-        for kind in KINDS
-        if top.kinds.get(kind)
-    ]
-    return f"<p>at the peak of {top.allocated / unit:.3f} {name}:<br>{'<br>'.join(keys)}</p>"
-
-
-def _svg(measured: Measured, blocks: int, unit: float, name: str) -> str:
-    points, top = thinned(measured.points), measured.top.allocated or 1
-    begin = points[0][0]
-    seconds = (points[-1][0] - begin) or 1.0
-    x = lambda t: MARGIN + (t - begin) / seconds * (WIDTH - MARGIN)  # noqa: E731
-    y = lambda n: HEIGHT - n / (1.06 * top) * (HEIGHT - 20)  # noqa: E731
-    drawn = [f"<svg viewBox='0 0 {WIDTH:.0f} {HEIGHT + 40:.0f}' font-size='12' font-family='sans-serif'>"]
-    below = [0] * len(points)
-    for kind in KINDS:
-        above = [b + kinds.get(kind, 0) for b, (_, kinds) in zip(below, points, strict=True)]
-        if above != below:
-            drawn.append(f"<path d='{_area(points, below, above, x, y)}' fill='{COLOURS[kind]}'/>")
-        below = above
-    for s in measured.spans:
-        tooltip = f"{s.phase.in_words(blocks)}: peak {s.allocated / unit:.3f} {name}\n" + "\n".join(
-            f"{kind}: {s.kinds[kind] / unit:.3f} {name}" for kind in reversed(KINDS) if s.kinds.get(kind)
-        )
-        at = f"x='{x(s.start):.2f}' y='20' width='{max(0.1, x(s.stop) - x(s.start)):.2f}' height='{HEIGHT - 20:.0f}'"
-        drawn.append(f"<rect class='span' {at}><title>{html.escape(tooltip)}</title></rect>")
-    for stage, start, stop in stages(measured.spans):
-        drawn.append(f"<path d='M{x(start):.2f} 20V{HEIGHT:.0f}' stroke='#222'/>")
-        if x(stop) - x(start) > 60:
-            drawn.append(f"<text x='{x((start + stop) / 2):.2f}' y='14' text-anchor='middle'>{stage}</text>")
-    drawn += _axes(top / unit, name, seconds, [y(n * top / 4) for n in range(5)])
-    return "\n".join([*drawn, "</svg>"])
-
-
-def _axes(top: float, name: str, seconds: float, heights: Sequence[float]) -> list[str]:
-    """The labels of both axes; those of quarters of the top at these heights."""
-    text = lambda x, y, said, more="": f"<text x='{x:.0f}' y='{y:.1f}'{more}>{said}</text>"  # noqa: E731
-    right, below = " text-anchor='end'", HEIGHT + 18
-    marks = [text(MARGIN - 6, y + 4, f"{n * top / 4:.3g}", right) for n, y in enumerate(heights)]
-    span = text(WIDTH, below, f"{seconds * 1e3:,.1f} ms on the host", right)
-    return [*marks, text(0, 14, name), text(MARGIN, below, 0), span]
-
-
-def _area(
-    points: Sequence[Point],
-    below: list[int],
-    above: list[int],
-    x: Callable[[float], float],
-    y: Callable[[float], float],
-) -> str:
-    """The outline between two step functions."""
-    there = [f"M{x(points[0][0]):.2f} {y(above[0]):.2f}"]
-    there += [f"H{x(t):.2f}V{y(n):.2f}" for (t, _), n in zip(points[1:], above[1:], strict=True)]
-    back = [f"V{y(below[-1]):.2f}"]
-    for i in range(len(points) - 1, -1, -1):
-        back.append(f"V{y(below[i]):.2f}H{x(points[i][0]):.2f}")
-    return "".join([*there, *back, "Z"])
-
-
-def _table(spans: Sequence[Span], blocks: int, unit: float, name: str) -> str:
-    highest: dict[Phase, Span] = {}
-    for s in spans:
-        if s.phase not in highest or s.allocated > highest[s.phase].allocated:
-            highest[s.phase] = s
-    heads = ("phase", f"peak, {name}", *KINDS)
-    rows = [
-        (
-            s.phase.in_words(blocks),
-            f"{s.allocated / unit:.3f}",
-            *(f"{s.kinds.get(kind, 0) / unit:.3f}" for kind in KINDS),
-        )
-        for s in highest.values()
-    ]
-    lines = [f"<tr>{''.join(f'<th>{x}</th>' for x in heads)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{x}</td>' for x in row)}</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"

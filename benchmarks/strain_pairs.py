@@ -1,4 +1,4 @@
-"""StrainPairsDataModule: two strains of a species next to each other, so that the second half can be copied from the first.
+"""StrainPairsDataModule, which pairs_distance.py trains on: two strains of a species, the second half copied from the first.
 
 The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number is
 the smaller one of both, read as digits of base 4. Of these numbers one in SAMPLED is kept, chosen by a hash of the number

@@ -1,4 +1,4 @@
-"""Slide pretraining and LongViT in the plan: exact against full steps, beside real steps on the CPU, and in time."""
+"""Slide models in the plan: exact against full steps, beside real steps on the CPU, and in time."""
 
 import functools
 from dataclasses import replace
@@ -32,13 +32,13 @@ def mae(**sizes):
     )
 
 
-def vit(**sizes):
-    return ld.LongViT(
-        **{**SIZES, "patch_size": 4, "image_size": 64, "task": "classification", "num_classes": 2, **sizes}
+def encoder(**sizes):
+    return ld.SlideEncoder(
+        **{**SIZES, "feature_dim": 96, "grid": 100, "task": "classification", "num_classes": 2, **sizes}
     )
 
 
-MODELS = {"mae": mae, "vit": vit}
+MODELS = {"mae": mae, "encoder": encoder}
 
 
 @functools.cache
@@ -53,13 +53,13 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
 @pytest.mark.parametrize("kind, name, depth, precision, compiled", [
     pytest.param("mae", "none", 5, "bf16-mixed", False, marks=pytest.mark.slow),
     ("mae", "block", 5, "32-true", False),
-    ("vit", "none", 5, "bf16-true", False),
-    pytest.param("vit", "tiles", 4, "bf16-mixed", False, marks=pytest.mark.slow),
-    ("vit", "block", 4, "bf16-mixed", True),
+    ("encoder", "none", 5, "bf16-true", False),
+    pytest.param("encoder", "tiles", 4, "bf16-mixed", False, marks=pytest.mark.slow),
+    ("encoder", "block", 4, "bf16-mixed", True),
     pytest.param("mae", "tiles", 4, "bf16-mixed", True, marks=pytest.mark.slow),
     pytest.param("mae", "attention-kept", 5, "bf16-mixed", True, marks=pytest.mark.slow),
     pytest.param("mae", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
-    pytest.param("vit", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
+    pytest.param("encoder", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_depth_and_length_are_exact(kind, name, depth, precision, compiled):
     """Beside a direct count of the full model; the decoder has three blocks whatever the depth."""
@@ -79,16 +79,13 @@ def slide(tiles):
     return {"features": torch.randn(1, tiles + 1, 96), "coords": coords, "lengths": lengths, "index": index}
 
 
-def image(rows, columns):
-    grid, label = torch.tensor([[rows, columns]]), torch.zeros(1, dtype=torch.int64)
-    return {"patches": torch.randn(1, rows * columns, 48), "grid": grid, "label": label}
+def labelled(tiles):
+    return {k: v for k, v in slide(tiles).items() if k != "index"} | {"label": torch.zeros(1, dtype=torch.int64)}
 
 
 @pytest.mark.parametrize("model, batch, tokens, tolerance", [
     (mae, lambda: slide(3999), 4000, 0.002),  # which tiles are hidden is drawn
-    (vit, lambda: image(40, 100), 4000, 0.002),
-    (vit, lambda: image(64, 64), 4096, 0.002),
-    (lambda: vit(image_size=256), lambda: image(64, 64), 4096, 0.012),  # positions that are the table's own keep less
+    (encoder, lambda: labelled(3999), 4000, 0.002),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
     """With true masks and grids: bytes that live when the forward has ended, by a meter over real tensors."""
@@ -176,22 +173,16 @@ def test_the_decoders_inputs_are_where_training_has_them(offload, every):
 @pytest.mark.parametrize("kind", MODELS)
 def test_features_are_in_the_dtype_of_the_precision(kind, precision):
     batch = subject_of(MODELS[kind](), precision).batch(2048)
-    name = {"mae": "features", "vit": "patches"}[kind]
     want = HalfPrecision("bf16-true").convert_input({"x": torch.zeros(1)})["x"].dtype
-    assert batch[name].dtype == (want if precision == "bf16-true" else torch.float32)
-    assert batch[name].shape[1] == 2048
+    assert batch["features"].dtype == (want if precision == "bf16-true" else torch.float32)
+    assert batch["features"].shape[1] == 2048
 
 
-@pytest.mark.parametrize("tile, image_size", [(1000, 64), (1024, 64), (16384, 4096)])
-def test_images_are_counted_at_whole_rows_and_tiles(tile, image_size):
-    """And never at the table's own size, which is another way."""
-    subject = subject_of(vit(image_size=image_size), memory=MemorySettings("block", tile=tile))
+def test_slides_are_counted_at_whole_tiles():
+    subject = subject_of(encoder(), memory=MemorySettings("block", tile=1000))
     low, high = _lengths(subject.memory)  # what `footprint` counts at
-    assert tile != 1000 or footprint(subject).sizes == (low, high)
-    assert low % tile == high % tile == 0 and 4 * low == 3 * high
-    for tokens in (low, high):
-        ((rows, columns),) = subject.batch(tokens)["grid"].tolist()
-        assert rows * columns == tokens and (rows, columns) != (image_size // 4, image_size // 4)
+    assert footprint(subject).sizes == (low, high)
+    assert low % 1000 == high % 1000 == 0 and 4 * low == 3 * high
 
 
 # -- what ranks hold ---------------------------------------------------------------------------------------------------
@@ -239,11 +230,9 @@ def facts(model):
 PATTERN = DilatedPattern.longnet([64, 128], [1, 2])
 COUNTED = {
     **MODELS,
-    "vit, own table": lambda: vit(image_size=256),
     "lm": lambda: ld.LongNetLM(PATTERN, dim=64, depth=3, num_heads=4),
     "lm, tied": lambda: ld.LongNetLM(PATTERN, dim=64, depth=3, num_heads=4, tie_embeddings=True),
     "mlm": lambda: ld.LongNetMLM(PATTERN, vocab_size=8, mask_token=7, dim=64, depth=3, num_heads=4),
-    "encoder": lambda: ld.SlideEncoder(**SIZES, feature_dim=96, task="classification", num_classes=2),
     "classifier": lambda: ld.LongNetClassifier(PATTERN, feature_dim=8, task="regression", dim=64, num_heads=4),
 }
 
@@ -284,8 +273,8 @@ def test_settings_cost_of_both_stacks():
     assert whole > 0 and seconds[3] - seconds[2] == pytest.approx(again / 2 + whole)
 
 
-def test_patches_cost_their_projection():
-    few, many = (facts(vit(patch_size=p, image_size=512)) for p in (4, 32))
+def test_features_cost_their_projection():
+    few, many = (facts(encoder(feature_dim=n)) for n in (48, 3072))
     assert (few.vocab, many.vocab) == (48, 3072)
     few, many = (estimate(x, MemorySettings(), 1 << 17, Setup(), GPUS["H200"]) for x in (few, many))
     assert many.flops - few.flops == pytest.approx(6 * (1 << 17) * (3072 - 48) * 64) and many.seconds > few.seconds
@@ -303,8 +292,8 @@ def test_longest_fits_and_no_more(kind):
 
 # -- refused -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model, says", [
-    (lambda: vit(task=None, num_classes=None), "this LongViT has no task"),
-    (lambda: vit(freeze_encoder=True), "the blocks of this LongViT are frozen.* Leave freeze_encoder out"),
+    (lambda: encoder(task=None, num_classes=None), "this SlideEncoder has no task"),
+    (lambda: encoder(freeze_encoder=True), "the blocks of this SlideEncoder are frozen.* Leave freeze_encoder out"),
 ])  # fmt: skip
 def test_models_that_cannot_be_counted(model, says):
     with pytest.raises(ValueError, match=says):

@@ -1,0 +1,36 @@
+"""The table of what was taken out: public names, commands and settings, each with what does its work now."""
+
+from __future__ import annotations
+
+_LONGVIT = "The examples of torchscale run its weights; for slides, embed tiles and take SlideEncoder."
+_VERSIONS = "benchmarks/version_pairs.py of the repository writes the same files, which TokenDataModule reads."
+_STRAINS = "benchmarks/strain_pairs.py of the repository has the DataModule, benchmarks/pairs_distance.py trains on it."
+
+#: class or function: what does its work now
+NAMES = {
+    "LongViT": _LONGVIT,
+    "image_patches": _LONGVIT,
+    "ListOpsDataModule": "Read Long Range Arena's files by a DataModule of yours, or take FarRecallDataModule.",
+    "StrainPairsDataModule": _STRAINS,
+    "VersionPairs": _VERSIONS,
+    "write_version_pairs": _VERSIONS,
+}
+#: command, with or without its part: what does its work now
+COMMANDS = {"bench attention": "benchmarks/attention.py of the repository measures the op.", "pairs": _VERSIONS}
+#: key or name of a recipe, or option: what does its work now
+KEYS = {
+    "generate --devices": "One device reads the prompt, a chunk at a time: leave the option out.",
+    "int8_weights": "It gained no time: draw with the model's own weights, in bfloat16 if memory is short.",
+    "strain_pairs.yaml": _STRAINS,
+    "version_pairs.yaml": _VERSIONS,
+}
+
+
+def removed(name: str, table: dict[str, str] = KEYS) -> str | None:
+    """Name the replacement of what a table has; None for other names."""
+    return f"{name} was taken out of lightning_dilated. {table[name]}" if name in table else None
+
+
+def removed_name(path: str) -> str | None:
+    """Name the replacement of a class or function, by its name alone or its path in any version of this package."""
+    return removed(path.rpartition(".")[2], NAMES) if path.startswith("lightning_dilated.") or "." not in path else None

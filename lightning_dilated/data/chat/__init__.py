@@ -1,3 +1,0 @@
-"""Conversations as training samples."""
-
-__all__: list[str] = []

@@ -1,3 +1,0 @@
-"""Genomes: FASTA windows and pairs of strains."""
-
-__all__: list[str] = []

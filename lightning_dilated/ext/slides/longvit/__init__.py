@@ -1,1 +1,0 @@
-"""LongViT (arXiv 2312.03558): images as sequences of patches."""

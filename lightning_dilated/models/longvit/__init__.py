@@ -1,3 +1,0 @@
-"""Whole images as patches, and released weights."""
-
-__all__: list[str] = []

@@ -1,3 +1,0 @@
-"""Whole slides: the encoder, its pretraining, and released weights."""
-
-__all__: list[str] = []
