@@ -9,9 +9,10 @@ import inspect
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
-from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -706,19 +707,46 @@ def test_groups_and_their_calls(tmp_path):
     assert torchs.process_groups() == had
 
 
+DEEP = """
+import os, threading, torch
+from lightning_dilated._compat.torch import ThreadStack
+stack, seen = ThreadStack("values"), []
+
+class Deep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth == 0:
+            seen.append((threading.get_ident() != main, stack.values, stack.of_backward()))
+        else:
+            with torch.enable_grad():
+                Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+        return grad, None
+
+main = threading.get_ident()
+with stack.with_top("a"), stack.with_top("b"):
+    Deep.apply(torch.ones(1, requires_grad=True), 70).backward()
+Deep.apply(torch.ones(1, requires_grad=True), 70).backward()
+print(seen, flush=True)
+os._exit(0)  # threads of autograd are still there
+"""
+
+
 def test_stacks_of_threads():
-    """A backward's thread sees the values of the thread that called it."""
-    seen, stack = [], torchs.ThreadStack(ContextVar("values", default=()))
-    x = torch.ones(1, requires_grad=True)
-    y = x * 1
-    y.register_hook(lambda grad: seen.append(stack.of_backward()))
-    with stack.with_top("a"), stack.with_top("b"):
+    """A thread of autograd, as that of a GPU is (here one of a deep backward), sees the values of the thread that called."""
+    stack, seen = torchs.ThreadStack("values"), []
+    with stack.with_top("a"):
         thread = threading.Thread(target=lambda: seen.append(stack.of_backward()))
         thread.start()
         thread.join()
-        y.backward()
-    assert seen == [(), ("a", "b")] and stack.of_backward() == ()
-    for name in ("_is_key_in_tls", "_get_obj_in_tls"):
+    assert seen == [()] and stack.of_backward() == ()
+    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[(True, (), ('a', 'b')), (True, (), ())]", done.stderr
+    for name in ("_stash_obj_in_tls", "_is_key_in_tls", "_get_obj_in_tls"):
         has(torch._C, name, "the backward of a GPU does not find the sequence of its caller")
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -132,38 +132,48 @@ def in_backward() -> bool:
 class ThreadStack(threading.local):
     """A stack of values; each thread has its own. A backward sees the stack of the thread that called it.
 
-    Autograd runs the backward of a GPU in threads of its own. Torch stores the caller's `contextvars` for them under
-    "context" (`torch._C._get_obj_in_tls`). `values` serves torch.compile, which cannot read a ContextVar. Holds for torch
-    2.11 to 2.13.
+    Autograd runs the backward of a GPU in threads of its own. It gives them the object that the caller's thread stored by
+    `torch._C._stash_obj_in_tls`: here a list with the stack, which does not change while that thread waits for the backward.
+    `values` serves torch.compile, which cannot read that. Holds for torch 2.11 to 2.13.
 
     Args:
-        copy: holds the same values as `values`.
+        name: of the stack, in torch's thread-local state.
     """
 
-    def __init__(self, copy: ContextVar[tuple[Any, ...]]) -> None:  # called in each thread
+    def __init__(self, name: str) -> None:  # called in each thread
         self.values: tuple[Any, ...] = ()
-        self._copy = copy
+        self._key, self._box = f"lightning_dilated.{name}", [self.values]
 
     @contextlib.contextmanager
     def with_top(self, value: Any) -> Iterator[None]:
         """Put a value on top of this thread's stack for the time of the context."""
+        with self.set_to((*self.values, value)):
+            yield
+
+    @contextlib.contextmanager
+    def set_to(self, values: tuple[Any, ...]) -> Iterator[None]:
+        """Let this thread have another stack for the time of the context."""
         before = self.values
-        self._set((*before, value))
+        self._set(values)
         try:
             yield
         finally:
             self._set(before)
 
     def _set(self, values: tuple[Any, ...]) -> None:
-        self.values = values
-        self._copy.set(values)
+        self.values = self._box[0] = values
+        if self._stored() is not self._box:
+            # torch 2.11 gives back a reference that it has not taken, when the object is replaced or the thread ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._box))
+            torch._C._stash_obj_in_tls(self._key, self._box)
+
+    def _stored(self) -> list[tuple[Any, ...]] | None:
+        return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
 
     def of_backward(self) -> tuple[Any, ...]:
         """The stack of the thread that called the backward which this thread runs; outside of one, this thread's."""
-        if self.values or not in_backward() or not torch._C._is_key_in_tls("context"):
-            return self.values
-        context = torch._C._get_obj_in_tls("context")
-        return () if context is None else context.get(self._copy, ())
+        stored = None if self.values or not in_backward() else self._stored()
+        return self.values if stored is None else stored[0]
 
 
 # -- models and training in less memory --------------------------------------------------------------------------------

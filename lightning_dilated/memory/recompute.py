@@ -27,6 +27,7 @@ from lightning_dilated._compat.torch import backward_is_retained, saved_by_op
 from lightning_dilated._validation import one_of
 from lightning_dilated.attention.op import ATTENTION
 from lightning_dilated.memory.offload import Host
+from lightning_dilated.sequence.group import present_sequence
 
 
 def forget_casts() -> None:
@@ -36,7 +37,8 @@ def forget_casts() -> None:
 
 
 class ForwardContext:
-    """Autocast settings, and optionally random states, of a forward, to run parts of it again in the backward.
+    """Autocast settings, the active sequence, and optionally random states, of a forward, to run parts of it again in the
+    backward.
 
     Args:
         like: a tensor on the device that computes.
@@ -54,12 +56,14 @@ class ForwardContext:
                 "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled pieces look at that, too
             }
         self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
+        self._in_sequence = present_sequence()
 
     @contextlib.contextmanager
     def again(self, grad: bool = True) -> Iterator[None]:
         """Within, torch runs as in the forward, with gradients enabled or not; random states are restored afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(self._in_sequence())
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(self._device, **self._autocast))
                 forget_casts()
@@ -70,6 +74,19 @@ class ForwardContext:
                 torch.set_rng_state(cpu)
                 set_device_states(devices, states, device_type=kind)
             yield
+
+
+def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`run` within the sequence that is active now, in whichever thread it runs again: what is compiled looks there."""
+    if torch.compiler.is_compiling():  # a graph holds the name of the sequence
+        return run
+    in_sequence = present_sequence()
+
+    def run_in_sequence(x: Tensor) -> Tensor:
+        with in_sequence():
+            return run(x)
+
+    return run_in_sequence
 
 
 #: ops whose results "attention-kept" saves; an extension adds its own
@@ -118,6 +135,7 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
         policy: "block" or "attention-kept".
         marked: with "block", `result_is_unused` is true in the second run; such a call cannot be compiled.
     """
+    run = _in_its_sequence(run)
     if policy == "block":
         more = {"context_fn": _contexts} if marked else {}
         return checkpoint(run, x, use_reentrant=False, **more)
@@ -183,7 +201,7 @@ def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Cal
     # changes for the forward only, so that the second run would find another dtype
     more = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
     more = {} if torch.compiler.is_compiling() else more
-    return checkpoint(partial(_run, layers, after_first), x, use_reentrant=False, **more)
+    return checkpoint(_in_its_sequence(partial(_run, layers, after_first)), x, use_reentrant=False, **more)
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lightning_dilated.sequence.planner import Plan
 
 _groups: dict[str, SequenceGroup] = {}
-_active = ThreadStack(ContextVar("active", default=()))
+_active = ThreadStack("active sequences")
 _numbers = itertools.count()
 #: latest calls whose routes a group keeps: several layers' of a step, forward and backward
 REMEMBERED = 32
@@ -323,6 +323,12 @@ def active_sequence() -> SequenceGroup | None:
                     "and backward within lightning_dilated.sequence.no_sequence()."
                 )
     return stack[-1] if stack else None
+
+
+def present_sequence() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which the sequence that is active now is active, in whichever thread."""
+    values = _active.values if torch.compiler.is_compiling() else _active.of_backward()
+    return functools.partial(_active.set_to, values)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,7 @@ SDPA = 'Load the model with attn_implementation="sdpa" for it.'
 
 
 #: bounds of documents that a caller knows
-_known = ThreadStack(ContextVar("known_documents", default=()))
+_known = ThreadStack("known documents")
 
 
 @contextlib.contextmanager

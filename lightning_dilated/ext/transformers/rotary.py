@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ BY_LENGTH = ("dynamic", "longrope")
 #: kinds whose factor is a ratio of lengths; that of llama3 is not: Llama 3.1 has 8 for 16 times as many tokens
 BY_RATIO = ("yarn", "longrope")
 #: the furthest position of the sequence that is computed, where a caller knows it
-_furthest = ThreadStack(ContextVar("furthest_position", default=()))
+_furthest = ThreadStack("furthest position")
 
 
 def _each_parameters(config: Any) -> list[dict[str, Any]]:
