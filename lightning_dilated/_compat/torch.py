@@ -38,6 +38,8 @@ POOLS = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._LPPoolNd)
 ADAPTIVE_POOLS = (pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
 #: the base class of all convolutions
 CONVOLUTION: Any = conv._ConvNd
+#: operators that begin and end a range of `record_function`
+RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -470,16 +472,6 @@ def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
 def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
     """RMSNorm as one op of a graph: `aten::_fused_rms_norm`. Known to hold for torch 2.11 to 2.13."""
     return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-
-
-def range_begun(func: Any, args: Sequence[Any]) -> str | None:
-    """The name of the range that an operator of `record_function` begins. Known to hold for torch 2.11 to 2.13."""
-    return args[0] if func is torch.ops.profiler._record_function_enter_new.default else None
-
-
-def ends_range(func: Any) -> bool:
-    """Whether an operator of `record_function` ends a range. Known to hold for torch 2.11 to 2.13."""
-    return func is torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def reads_number(func: Any) -> bool:

@@ -183,7 +183,6 @@ class LongViT(ReleasedModel, PooledModule):
             self.transformer.compile_blocks()
 
     # -- what planning asks ------------------------------------------------------------------------------------------
-    length_setting = "images of at most {} patches"
 
     @property
     def token_meaning(self) -> str:  # type: ignore[override]  # DilatedModule has an attribute
