@@ -53,7 +53,6 @@ class Outcome:
         allocated, reserved: the most bytes of a GPU on any rank, 0 where unknown.
         seconds: of the second step.
         message: which rank ran out of memory, and how.
-        line: what a recipe sets for a length of {}.
         host, pinned: the most bytes of a rank's process resident on the host, libraries included, and pinned at the end.
     """
 
@@ -63,7 +62,6 @@ class Outcome:
     reserved: int = 0
     seconds: float = 0.0
     message: str = ""
-    line: str = DilatedModule.length_setting
     host: int = 0
     pinned: int = 0
 
@@ -143,7 +141,7 @@ class Trials:
             if all(reports):
                 names = ("allocated", "reserved", "seconds", "host", "pinned")
                 most = {name: max(report[name] for report in reports) for name in names}
-                return Outcome(tokens, True, **most, line=reports[0]["line"])
+                return Outcome(tokens, True, **most)
             # a killed rank breaks the others' connections, so it is looked for before their errors
             codes = [process.poll() for process in ranks]
             silent = [
@@ -323,7 +321,6 @@ def run(argv: list[str]) -> None:
     end = "not tried beyond" if result.fails is None else f"{result.fails:,} do not fit"
     most = max(best, key=lambda outcome: outcome.tokens)
     print(f"\nlongest: {result.fits:,} tokens on {args.gpus} rank(s) ({end}; {result.times} trials)\n{most}")
-    print(f"in the recipe: {most.line.format(result.fits)}")
 
 
 def _printed(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:
@@ -409,7 +406,7 @@ def train(job: dict[str, Any], arguments: list[str]) -> None:
         def check_data(self) -> None:
             """The recipe's data are not read, and may be too short."""
 
-    steps = _Steps(lambda result: _leave(job, {"line": cli.model.length_setting, **result}))
+    steps = _Steps(lambda result: _leave(job, result))
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
     data = Samples(cli.model, job["tokens"])
     cli.trainer.fit(cli.model, DataLoader(data, batch_size=1, collate_fn=operator.itemgetter(0)))

@@ -1,9 +1,8 @@
-"""Asynchronous copies of small tensors to a GPU, settings of its memory allocator, and CPU tensors taken for a GPU's."""
+"""Asynchronous copies of small tensors to a GPU, and settings of its memory allocator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
@@ -30,25 +29,8 @@ def _copies_directly(x: Tensor, device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-_assumed = False
-
-
-def assumes_gpu() -> bool:
-    """Whether code takes tensors of the CPU for a GPU's, and calls the kernels; while planning, tensors have sizes only."""
-    return _assumed
-
-
-@contextmanager
-def assumed_gpu() -> Iterator[None]:
-    """Within, `assumes_gpu` in the whole process."""
-    global _assumed
-    before, _assumed = _assumed, True
-    try:
-        yield
-    finally:
-        _assumed = before
-
-
+#: not empty while planning: tensors of the CPU, which have sizes only, stand for a GPU's and go to its kernels
+ASSUMED: list[bool] = []
 #: the environment variables that torch reads when the first tensor is made on a GPU, newest name first
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

@@ -793,6 +793,20 @@ def test_parameters_of_each_rank():
     assert torchs.own_parameters(module) == {"bias"}, "DDP keeps the names of own parameters elsewhere"
 
 
+def test_modes_see_ranges():
+    seen = []
+
+    class Mode(torchs.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func, args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with torchs.fake_tensors(), Mode(), torch.profiler.record_function("tiles"):
+        pass
+    words = "record_function calls other operators: plan does not see loops over tiles"
+    assert tuple(func for func, _ in seen) == torchs.RANGE and seen[0][1] == "tiles", words
+
+
 def test_templates_of_chats():
     pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated import kernels
-from lightning_dilated._device import assumes_gpu, send
+from lightning_dilated._device import ASSUMED, send
 from lightning_dilated.sequence.group import active_sequence
 
 
@@ -144,7 +144,7 @@ class RotaryTable:
 
     def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         """q (B, N, heads, D) and k (B, N, K, D), rotated, from one projection (B, N, heads + K, D)."""
-        if joint.device.type == "cuda" or assumes_gpu():
+        if joint.device.type == "cuda" or ASSUMED:
             return turn(joint, *self.on(joint.device), heads)
         return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
 

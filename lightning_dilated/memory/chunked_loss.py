@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import has_backward_hooks
-from lightning_dilated._device import assumes_gpu
+from lightning_dilated._device import ASSUMED
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import (
     added,
@@ -22,7 +22,6 @@ from lightning_dilated.memory.token_chunks import (
     forward_tiles,
     gradients_of,
     only_once,
-    over_tiles,
     run_tile,
     step_of,
     tiled,
@@ -96,7 +95,6 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
     return out
 
 
-@over_tiles
 def sum_tiles(
     run: Callable[..., Tensor],
     step: int,
@@ -147,7 +145,7 @@ def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor
 
 def _fuses(logits: Tensor, compiled: bool) -> bool:
     wide = logits.shape[1] >= WIDE
-    return compiled and wide and (logits.is_cuda or assumes_gpu()) and not torch.compiler.is_compiling()
+    return compiled and wide and (logits.is_cuda or bool(ASSUMED)) and not torch.compiler.is_compiling()
 
 
 def _places(labels: Tensor) -> tuple[Tensor, Tensor]:

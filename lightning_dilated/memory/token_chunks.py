@@ -11,8 +11,8 @@ Shape letters: B batch, N tokens, E embedding dim, R rows of a weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_dilated._compat.torch import hooks_paused
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.memory.recompute import ForwardContext, forget_casts
-
-Result = TypeVar("Result")
 
 
 def tiled(
@@ -152,27 +150,12 @@ class _Tiled(torch.autograd.Function):
         return *[None] * 6, *grads, *sums
 
 
-#: the range that profilers show of a loop over tiles; `plan` counts what the loop holds apart from what is held around it
-TILES = "lightning_dilated::tiles"
+def cuts(length: int, step: int) -> Iterator[slice]:
+    """Slices of `step` tokens, in a profiler's range "tiles"; one empty slice for an empty shard, which needs shapes."""
+    with torch.profiler.record_function("tiles"):
+        yield from (slice(at, min(at + step, length)) for at in range(0, max(1, length), step))
 
 
-def over_tiles(loop: Callable[..., Result]) -> Callable[..., Result]:
-    """A loop over tiles, as the range `TILES` of profilers."""
-
-    @functools.wraps(loop)
-    def as_range(*args: Any, **kwargs: Any) -> Result:
-        with torch.profiler.record_function(TILES):
-            return loop(*args, **kwargs)
-
-    return as_range
-
-
-def cuts(length: int, step: int) -> list[slice]:
-    """Slices of `step` tokens; one empty slice for an empty shard, whose results still need shapes."""
-    return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
-
-
-@over_tiles
 def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor]) -> Tensor:
     """run(*rows), a tensor (B, N, ...), `step` tokens at a time."""
     out = None
@@ -187,7 +170,6 @@ def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor])
     return out
 
 
-@over_tiles
 def backward_tiles(
     run: Callable[..., Tensor],
     step: int,
@@ -259,7 +241,6 @@ def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-@over_tiles
 def products(
     normed: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -278,7 +259,6 @@ def products(
     return outputs
 
 
-@over_tiles
 def products_backward(
     normed: Callable[[Tensor], Tensor],
     x: Tensor,

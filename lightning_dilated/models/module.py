@@ -270,8 +270,6 @@ class DilatedModule(Pretrained, LearningRate):
     # -- what planning asks: a subclass with `example_batch` can be planned ----------------------------------------------
     #: what a token is, where it is not one of a text
     token_meaning: str | None = None
-    #: what a recipe sets for sequences of {} tokens
-    length_setting = "data.init_args.seq_len: {}"
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """A batch of one sequence of N random tokens on the CPU, with all that training needs.
@@ -281,8 +279,7 @@ class DilatedModule(Pretrained, LearningRate):
         with `self.patterns`, and compiles it only where `self.compile_blocks` is true.
         """
         raise TypeError(
-            f"{type(self).__name__} must define example_batch(tokens), which returns a batch of one sequence of so many "
-            "random tokens, to be planned."
+            f"{type(self).__name__} must define example_batch(tokens), a batch of random tokens, to be planned."
         )
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
-from lightning_dilated.ext.planning.memory import _beside
+from lightning_dilated.ext.planning.memory import _on_host_only
 from lightning_dilated.memory import head_chunks as chunks
 from lightning_dilated.memory import offload
 from lightning_dilated.memory.settings import MemorySettings
@@ -190,12 +190,13 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     found = counted(MemorySettings("block", every=2, tile=21, head_chunks=2))
     found = replace(found, subject=replace(found.subject, memory=chosen))
     away = round(4 * offload_part)
-    planned = lambda *name: _beside(found, SimpleNamespace(part=name), 8, away)  # noqa: E731
+    moments = {moment.part: moment for moment in reversed(found.moments)}
+    planned = lambda *part: away - _on_host_only(found, moments[part], away)  # noqa: E731
     assert groups == [[1] * 4] + [[2] * 4] * (away - 1) + [[1] * 4] * (4 - away)
-    assert groups[-1][0] == planned("forward", "last", 0) and in_loss == planned("behind", "last", 1)
+    assert groups[-1][0] == planned("forward", 6) and in_loss == planned("behind", 7)
     seen.clear()
     loss.backward()
-    assert seen[0] == planned("backward", "last", 1)
+    assert seen[0] == planned("backward", 7)
 
 
 def test_closed_with_forwards_that_wait():

@@ -278,13 +278,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def range_begun(func: Any, args: Sequence[Any]) -> str | None:
-    """The name of the range that an operator of `record_function` begins. Known to hold for torch 2.11 to 2.13."""
-    return args[0] if func is torch.ops.profiler._record_function_enter_new.default else None
-
-
-def ends_range(func: Any) -> bool:
-    """Whether an operator of `record_function` ends a range. Known to hold for torch 2.11 to 2.13."""
-    return func is torch.ops.profiler._record_function_exit._RecordFunction

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated import kernels
-from lightning_dilated._device import assumes_gpu, send
+from lightning_dilated._device import ASSUMED, send
 from lightning_dilated._ops import Op
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.context import LayerPlace, find_context
@@ -47,7 +47,7 @@ def unsupported(dtype: torch.dtype, taps: int) -> str | None:
 
 def why_not(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
     """None where the kernels serve rows of a dtype on a device, else the reason."""
-    return unsupported(dtype, taps) or (None if assumes_gpu() else kernels.why_not(device))
+    return unsupported(dtype, taps) or (None if ASSUMED else kernels.why_not(device))
 
 
 @torch.compiler.assume_constant_result

@@ -350,8 +350,8 @@ def _on_host_only(footprint: Footprint, moment: Moment, away: int) -> int:
     own = first <= group < first + away
     if moment.phase == "backward" and not moment.decoding:  # the next one is fetched during a group's first block
         others = moment.within == 0 and group > first
-    else:  # the caller of the blocks holds the first one's input
-        others = moment.within is not None and not first
+    else:  # the caller of the blocks holds the first one's input, until the last one is done
+        others = moment.within is not None and not first and moment.part != ("behind", footprint.subject.depth - 1)
     return max(0, min(away, group + 1 - first) - own - others)
 
 

@@ -252,7 +252,6 @@ class SlideBackbone(TransformerModel):
     #: coordinates are checked on the CPU; reading them from a GPU would wait for it
     host_entries = (*DilatedModule.host_entries, "coords")
     token_meaning: str | None = "a row of a slide: a tile, or the class token's"
-    length_setting = "data.init_args.max_tiles: {}, less 1 for the class token's row"
 
     def example_rows(self, rows: int) -> dict[str, Any]:
         """The part of `example_batch` that holds a random slide, whose first row is blank."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._device import assumed_gpu
+from lightning_dilated._device import ASSUMED
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
 from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
@@ -38,7 +38,7 @@ from lightning_dilated.sequence.group import no_sequence
 def as_on_gpu() -> Iterator[None]:
     """Within, tensors are made as on a GPU, and checks of values pass.
 
-    The package calls its kernels (`assumed_gpu`), and what it compiles runs as one kernel; norms are one kernel each way, in
+    The package calls its kernels (`ASSUMED`), and what it compiles runs as one kernel; norms are one kernel each way, in
     the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that casts as it
     reads; a number that is read off a tensor is 1.
     """
@@ -51,7 +51,8 @@ def as_on_gpu() -> Iterator[None]:
         ):
             stack.enter_context(compat.replaced(owner, name, value))
         stack.enter_context(_Ones())
-        stack.enter_context(assumed_gpu())
+        ASSUMED.append(True)
+        stack.callback(ASSUMED.pop)
         yield
 
 
@@ -260,9 +261,8 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
     tape.close()
 
 
-def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token_chunks.cuts) -> list[slice]:
-    tiles = cuts(length, step)
-    return tiles if len(tiles) < 4 else [*tiles[:2], tiles[-1]]
+def _few(length: int, step: int, cuts: Callable[[int, int], Iterator[slice]] = token_chunks.cuts) -> Iterator[slice]:
+    return (tile for i, tile in enumerate(cuts(length, step)) if i < 2 or tile.stop == length)
 
 
 @contextlib.contextmanager

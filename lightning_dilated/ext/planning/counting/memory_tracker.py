@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.recurrence.op import RECURRENCE
-from lightning_dilated.memory.token_chunks import TILES
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -301,6 +300,13 @@ class Tape(Meter):
         self._cut()
         self.part = part or self.part
 
+    def _range(self, name: str, begins: bool) -> None:
+        """A loop over tiles begins or ends, or another range."""
+        if begins:
+            self._ranges.append(name)
+        if name == "tiles":
+            self.enter()
+
     def _cut(self, op: str = "", q: Tensor | None = None) -> None:
         of = (0, None) if q is None else (q.shape[2], q.dtype)
         self.pieces.append(
@@ -329,10 +335,8 @@ class Tape(Meter):
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))
-        if (name := compat.range_begun(func, args)) is not None:
-            self._ranges.append(name)
-        if name == TILES or (compat.ends_range(func) and self._ranges and self._ranges.pop() == TILES):
-            self.enter()
+        if func in compat.RANGE:
+            self._range(args[0] if func is compat.RANGE[0] else self._ranges.pop(), begins=func is compat.RANGE[0])
         self._spec = args[-1] if func in NAMES else ""
         return super().__torch_dispatch__(func, types, args, kwargs)
 
