@@ -13,6 +13,7 @@ NAMES = {
     "ListOpsDataModule": "Read Long Range Arena's files by a DataModule of yours, or take FarRecallDataModule.",
     "StrainPairsDataModule": _STRAINS,
     "VersionPairs": _VERSIONS,
+    "simulate": "planning.step_on_ranks has the seconds of a step on many ranks, in closed form.",
     "write_version_pairs": _VERSIONS,
 }
 #: command, with or without its part: what does its work now
@@ -21,6 +22,9 @@ COMMANDS = {"bench attention": "benchmarks/attention.py of the repository measur
 KEYS = {
     "generate --devices": "One device reads the prompt, a chunk at a time: leave the option out.",
     "int8_weights": "It gained no time: draw with the model's own weights, in bfloat16 if memory is short.",
+    "plan --find-max": "Leave it out: plan prints the longest sequence of each setting, and its memory is right to 0.1 %. "
+    "benchmarks/find_max.py of the repository tries lengths by true steps.",
+    "seq_len_schedule": "Train with a shorter data.seq_len first, and continue from these weights with a longer one.",
     "strain_pairs.yaml": _STRAINS,
     "version_pairs.yaml": _VERSIONS,
 }

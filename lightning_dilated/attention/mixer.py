@@ -18,6 +18,10 @@ class Mixer(nn.Module):
         add(query, rows, lengths, cu_seqlens, place): (B, N, H, D).
         add_new(query, rows, cache): the same for new tokens, before the cache takes them.
 
+    `place` is the layer's place in a stream, None outside of one; a mixer that cannot follow a stream raises a ValueError
+    for it. Neighbouring tokens may be on other ranks: `sequence_halo` brings them. A cache holds in its `kept` what the
+    mixer needs for the next token.
+
     Attributes:
         option: the layer's option, for messages.
         token_flops: FLOPs of a token forward, without those of its matrices.

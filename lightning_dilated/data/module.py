@@ -9,7 +9,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sized
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_dilated._compat.lightning import restricted_classmethod
+from lightning_dilated._removed import removed
 from lightning_dilated._validation import check_input, flag, integer, real
 from lightning_dilated.data.opener import Opener
 from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
@@ -54,6 +55,12 @@ class SplitDataModule(pl.LightningDataModule):
     along: tuple[str, ...] = ALONG
     #: whether training samples come in an order of their own in each epoch, or as they lie
     shuffles = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Name what does the work of an argument that was taken out."""
+        for said in filter(None, map(removed, kwargs)):
+            raise TypeError(said)
+        return super().__new__(cls)
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:

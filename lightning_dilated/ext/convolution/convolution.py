@@ -138,8 +138,8 @@ class ShortConvolution(Mixer):
         """As `Mixer`; the cache keeps the rows that the next tokens need."""
 
         def continued(x: Tensor) -> Tensor:
-            y, rows = self.continued(x, cache.recent)
-            cache.remember(rows, x.shape[1])
+            y, rows = self.continued(x, cache.kept.get(self.option))
+            cache.remember(self.option, rows, x.shape[1])
             return y
 
         return continued

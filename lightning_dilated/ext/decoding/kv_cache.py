@@ -32,7 +32,6 @@ from lightning_dilated.sequence.group import active_sequence
 
 if TYPE_CHECKING:
     from lightning_dilated.attention.modules import MultiheadDilatedAttention
-    from lightning_dilated.ext.recurrence.state import RecurrentState
     from lightning_dilated.models.transformer import DilatedTransformer
 
 #: most scores of cached keys that are formed at once
@@ -74,11 +73,9 @@ class KVCache:
         self.clock = Clock() if clock is None else clock
         #: tokens added, of the longest sample
         self.length = 0
-        #: (B, W - 1, 2 K D) last keys and values before the layer's `kv_conv`; None without one, or before the first token
-        self.recent: Tensor | None = None
-        #: the state of the layer's recurrence, and the last rows before its convolution; None before the first token
-        self.memory: RecurrentState | None = None
-        self.recurrent_rows: Tensor | None = None
+        #: what the layer's mixers need for the next token, by their names for it: tensors of the last rows before a
+        #: convolution (B, W - 1, C), zeros after `reset`, and states with `select` and `nbytes`
+        self.kept: dict[str, Any] = {}
         self._shape: tuple[int, int, int] | None = None
         self._of = pattern, self.num_heads, self.num_kv_heads
         self._branches = layer_slots(*self._of)
@@ -160,16 +157,16 @@ class KVCache:
         slots, capacity = len(self._branches[branch].users), places.capacities[branch]
         return buffer.narrow(1, places.bases[branch], slots * capacity).unflatten(1, (slots, capacity))
 
-    def remember(self, rows: Tensor, new: int) -> None:
+    def remember(self, name: str, rows: Tensor, new: int) -> None:
         """Keep the last W - 1 rows of (B, W - 1 + n, C), the rows before n new tokens and theirs, for the next call.
 
         In place, so that a captured graph finds them.
         """
         last = self.latest(rows, new)
-        if self.recent is None:
-            self.recent = last.clone()
+        if name in self.kept:
+            self.kept[name].copy_(last)
         else:
-            self.recent.copy_(last)
+            self.kept[name] = last.clone()
 
     def latest(self, rows: Tensor, new: int) -> Tensor:
         """(B, W - 1, C): the last rows of (B, W - 1 + n, C) with those of n new tokens, without padding of prompts."""
@@ -307,12 +304,8 @@ class KVCache:
         if self._k is None or self._v is None or self._shape is None:
             return
         self._k, self._v = (x.index_select(0, indices.to(x.device)) for x in (self._k, self._v))
-        if self.recent is not None:
-            self.recent = self.recent.index_select(0, indices.to(self.recent.device))
-        if self.memory is not None:
-            self.memory = self.memory.select(indices)
-        if self.recurrent_rows is not None:
-            self.recurrent_rows = self.recurrent_rows.index_select(0, indices.to(self.recurrent_rows.device))
+        for name, x in self.kept.items():
+            self.kept[name] = x.index_select(0, indices.to(x.device)) if isinstance(x, Tensor) else x.select(indices)
         self._shape, self._launch = (len(indices), *self._shape[1:]), None
         self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
@@ -386,9 +379,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
         self.length = 0
-        self.memory = self.recurrent_rows = None
-        if self.recent is not None:
-            self.recent.zero_()
+        self.kept = {name: x.zero_() for name, x in self.kept.items() if isinstance(x, Tensor)}
 
     def rows(self) -> list[dict[int, int]]:
         """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample."""
@@ -405,7 +396,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        buffers = (self._k, self._v, self.recent, self.recurrent_rows, self.memory)
+        buffers = (self._k, self._v, *self.kept.values())
         return sum(x.nbytes for x in buffers if x is not None)
 
 

@@ -212,7 +212,7 @@ class TokenStep:
         Rows that a trial writes into the caches are those of the next token, which writes them anew.
         """
         changed = [self.token, self.ended, self.done, self._positions()]
-        changed += [cache.recent for cache in self.caches if cache.recent is not None]
+        changed += [x for cache in self.caches for x in cache.kept.values() if isinstance(x, Tensor)]
         before, state = [x.clone() for x in changed], None if self.generator is None else self.generator.get_state()
         device = self.token.device
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_dilated._removed import removed
 from lightning_dilated.ext.explain.advice import advice
 from lightning_dilated.ext.planning.candidates import (
     candidates_of,
@@ -41,10 +42,7 @@ UNEVEN = 0.1
 def run(argv: list[str]) -> None:
     """Parse, estimate, print, and plot on request."""
     if {"--find-max", "--find_max"} & set(argv):
-        raise ValueError(
-            "--find-max is not an option of plan any more. Leave it out: the column `longest N` has the longest sequence of "
-            "each setting, whose memory is right to 0.1 %. benchmarks/find_max.py tries lengths by true steps."
-        )
+        raise ValueError(removed("plan --find-max"))
     args = parser().parse_args(argv)
     plan = report(settled(args))
     print("\n".join(plan.lines))

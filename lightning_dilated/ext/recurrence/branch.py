@@ -66,6 +66,10 @@ class Decay(nn.Module):
         return super()._apply(wide, recurse)
 
 
+#: what a cache keeps of a recurrence: its state, and the last rows before its convolution
+STATE, ROWS = "recurrence", "recurrence, rows"
+
+
 class RecurrentBranch(Mixer):
     """What a `Recurrence` adds to a layer's heads: scale sigmoid(W_g x) RMSNorm(memory read by q).
 
@@ -148,8 +152,8 @@ class RecurrentBranch(Mixer):
         (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
             joint, sizes = self._joint(q, k, v)
-            joint, rows = self.conv.continued(joint, cache.recurrent_rows)
-            cache.recurrent_rows = cache.latest(rows, new).clone()  # a view would keep all rows
+            joint, rows = self.conv.continued(joint, cache.kept.get(ROWS))
+            cache.remember(ROWS, rows, new)
             q, k, v = self._split(joint, sizes)
         kind, segment = self.description.kind, self.description.segment
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
@@ -158,7 +162,8 @@ class RecurrentBranch(Mixer):
         kept = [b - a for a, b in zip(before, after, strict=True)]
         limits = {} if min(kept) == new else {"lengths": kept}
         with no_sequence():
-            memory, cache.memory = recurrent_attention(*rows, **options, **limits, state=cache.memory)
+            memory, state = recurrent_attention(*rows, **options, **limits, state=cache.kept.get(STATE))
+        cache.kept[STATE] = state
         return self._gated(memory, x)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
