@@ -796,15 +796,15 @@ def test_parameters_of_each_rank():
 def test_modes_see_ranges():
     seen = []
 
-    class Mode(torchs.TorchDispatchMode):
+    class Mode(ext_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append((func, args[0]))
             return func(*args, **(kwargs or {}))
 
-    with torchs.fake_tensors(), Mode(), torch.profiler.record_function("tiles"):
+    with ext_torch.fake_tensors(), Mode(), torch.profiler.record_function("tiles"):
         pass
     words = "record_function calls other operators: plan does not see loops over tiles"
-    assert tuple(func for func, _ in seen) == torchs.RANGE and seen[0][1] == "tiles", words
+    assert tuple(func for func, _ in seen) == ext_torch.RANGE and seen[0][1] == "tiles", words
 
 
 def test_templates_of_chats():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dilated as ld
-from lightning_dilated._extensions import public_path
+from lightning_dilated._extensions import NAMES, public_path
 
 ROOT = Path(ld.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -138,6 +138,7 @@ def test_public_names_are_what_they_were():
         face = importlib.import_module(module)
         assert getattr(face, attribute) is pkgutil.resolve_name(where), name
         assert attribute in face.__all__ and attribute in dir(face), name
+    assert [name for name in NAMES if f"lightning_dilated.{name}" not in PINNED] == []
 
 
 def test_a_public_class_is_written_by_its_public_name():

@@ -36,8 +36,6 @@ POOLS = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._LPPoolNd)
 ADAPTIVE_POOLS = (pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
 #: the base class of all convolutions
 CONVOLUTION: Any = conv._ConvNd
-#: operators that begin and end a range of `record_function`
-RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import global_tokens, windowed
+from lightning_dilated.sequence.shard import EXCHANGE_NAMES
 
 from ..attention.strategies import LAYOUTS as STRIDES
 from ..attention.strategies import Case
@@ -20,8 +21,8 @@ from ..pattern.strategies import branches, documents
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
 #: exchanges that serve every call, and all of them
-ANY = ("gather", "ring", "switch", "auto")
-EXCHANGES = (*ANY, "butterfly", "hierarchical_gather", "hierarchical_butterfly")
+ANY = ("auto", *(x for x in EXCHANGE_NAMES if x not in ("butterfly", "hierarchical_gather", "hierarchical_butterfly")))
+EXCHANGES = ("auto", *EXCHANGE_NAMES)
 #: of q, k and v; float64 has the closest comparison, and is drawn as often as all others
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = st.sampled_from([torch.float64] * len(ROUNDED) + [*ROUNDED])

@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = ["TorchDispatchMode"]
 
+#: operators that begin and end a range of `record_function`
+RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
+
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What a call of the module runs in place of its hooks and forward: `Module._compiled_call_impl`, set by `compile()`.
