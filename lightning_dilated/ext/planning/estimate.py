@@ -512,16 +512,25 @@ class Case:
         # an exchange is priced once for each guess; it grows with N, so what fits beside that of more tokens fits
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
-            try:
-                beside = up_to(self.memory(settings, guess * unit).exchange)
-            except ExchangeMemoryError:
-                beside = 0
+            rows = self._rows(settings, guess * unit)
+            beside = 0 if rows is None else up_to(rows)
             if beside >= guess:
                 fitting = guess
             else:
                 fitting, too_many = max(fitting, beside), guess
             guess = (fitting + too_many) // 2
         return fitting * unit
+
+    def _rows(self, settings: MemorySettings, tokens: int) -> Exchanged | None:
+        """The exchange's memory at a length that is tried; None where the exchange holds too much."""
+        try:
+            return self.memory(settings, tokens).exchange
+        except ExchangeMemoryError:
+            return None
+        except ValueError:  # the named exchange does not serve this length
+            if self.setup.exchange == "auto":
+                raise
+            return replace(self, setup=replace(self.setup, exchange="auto"))._rows(settings, tokens)
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
