@@ -523,14 +523,15 @@ class Case:
 
     def _rows(self, settings: MemorySettings, tokens: int) -> Exchanged | None:
         """The exchange's memory at a length that is tried; None where the exchange holds too much."""
-        try:
-            return self.memory(settings, tokens).exchange
-        except ExchangeMemoryError:
-            return None
-        except ValueError:  # the named exchange does not serve this length
-            if self.setup.exchange == "auto":
-                raise
-            return replace(self, setup=replace(self.setup, exchange="auto"))._rows(settings, tokens)
+        for name in (self.setup.exchange, "auto"):  # a named exchange may not serve this length
+            try:
+                return replace(self, setup=replace(self.setup, exchange=name)).memory(settings, tokens).exchange
+            except ExchangeMemoryError:
+                return None
+            except ValueError:
+                if name == "auto":
+                    raise
+        return None
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
