@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import lightning_dilated as ld
 from benchmarks import find_max
 from benchmarks.find_max import Outcome, Samples, Trials, longest, run
+from lightning_dilated._device import NAMES
 
 pytestmark = pytest.mark.full
 
@@ -108,6 +109,15 @@ def test_samples(name):
     loss.backward()
     assert loss.isfinite() and count > 0
     assert model.sequence_spec._seq_len(batch) == 96
+
+
+def test_trials_ask_for_segments_that_grow(tmp_path, monkeypatch):
+    seen = {}
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(find_max.subprocess, "Popen", lambda command, env, **more: seen.update(env))
+    Trials([], ranks=1)._start(tmp_path, 8, 0, 1)
+    assert seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_samples_refuse():

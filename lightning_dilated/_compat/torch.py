@@ -153,19 +153,21 @@ class ThreadStack(threading.local):
     @contextlib.contextmanager
     def set_to(self, values: tuple[Any, ...]) -> Iterator[None]:
         """Let this thread have another stack for the time of the context."""
-        before = self.values
-        self._set(values)
+        before, stored = self.values, self._stored()
+        self.values = self._box[0] = values
+        self._store(self._box)
         try:
             yield
         finally:
-            self._set(before)
+            self.values = self._box[0] = before
+            if stored is not None:  # in a thread of autograd, the list of its caller
+                self._store(stored)
 
-    def _set(self, values: tuple[Any, ...]) -> None:
-        self.values = self._box[0] = values
-        if self._stored() is not self._box:
+    def _store(self, box: list[tuple[Any, ...]]) -> None:
+        if self._stored() is not box:
             # torch 2.11 gives back a reference that it has not taken, when the object is replaced or the thread ends
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._box))
-            torch._C._stash_obj_in_tls(self._key, self._box)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(box))
+            torch._C._stash_obj_in_tls(self._key, box)
 
     def _stored(self) -> list[tuple[Any, ...]] | None:
         return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None

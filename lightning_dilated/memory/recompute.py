@@ -77,7 +77,10 @@ class ForwardContext:
 
 
 def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`run` within the sequence that is active now, in whichever thread it runs again: what is compiled looks there."""
+    """`run` within the sequence that is active now, in whichever thread it runs again.
+
+    Compiled code reads the stack of its thread.
+    """
     if torch.compiler.is_compiling():  # a graph holds the name of the sequence
         return run
     in_sequence = present_sequence()

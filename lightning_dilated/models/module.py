@@ -279,7 +279,8 @@ class DilatedModule(Pretrained, LearningRate):
         with `self.patterns`, and compiles it only where `self.compile_blocks` is true.
         """
         raise TypeError(
-            f"{type(self).__name__} must define example_batch(tokens), a batch of random tokens, to be planned."
+            f"{type(self).__name__} must define example_batch(tokens), a batch of one sequence of as many random "
+            "tokens, to be planned."
         )
 
     @staticmethod

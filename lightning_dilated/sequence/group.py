@@ -318,9 +318,9 @@ def active_sequence() -> SequenceGroup | None:
             if group.was_active:
                 raise RuntimeError(
                     "activations are recomputed outside of SequenceGroup.active(), so the sequence they belong to is not "
-                    "known. Call backward within active(), or pass sequence= to dilated_attention; a group that is no "
-                    "longer used has to be closed with close(). In a thread whose model shares no sequence, call forward "
-                    "and backward within lightning_dilated.sequence.no_sequence()."
+                    "known. Call forward and backward within active(), or pass sequence= to dilated_attention; a group that "
+                    "is no longer used has to be closed with close(). In a thread whose model shares no sequence, call "
+                    "forward and backward within lightning_dilated.sequence.no_sequence()."
                 )
     return stack[-1] if stack else None
 

@@ -144,7 +144,7 @@ def trade_price(
 ) -> tuple[int, float]:
     """(bytes that a rank receives, seconds) of trading tokens for heads and back, in both passes.
 
-    `problem` is that of single ranks.
+    `problem` is given for single ranks.
     """
     samples = sum(d.samples for d in problem.documents)
     every = [

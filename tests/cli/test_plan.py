@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
     """Where the last of the ranks computes clearly longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
     plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
-    hint = "RingDilatedStrategy(layout='zigzag') gives every rank an early and a late part"
+    hint = "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes"
     for causal, named in (("--causal", True), ("--no-causal", False)):
         result = cli("plan", *plan, causal)
         assert result.code == 0 and (hint in result.out) == named, result.err
@@ -135,7 +136,7 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
         "trainer": {"strategy": {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}},
     }))  # fmt: skip
     result = cli("plan", "--config", "x.yaml", "--gpus", 4, "--tokens", "64K", *BLOCK)
-    assert result.code == 0 and hint not in result.out and "with the recipe's 'zigzag' ranks" in result.out, result.err
+    assert result.code == 0 and hint not in result.out, result.err
     assert "sequence_size" not in result.out.replace("sequence_size: 1 of", "")
 
 
@@ -369,7 +370,10 @@ REFUSED = {
     "no recipe": (["--config", "nowhere.yaml"], "no such file, and no recipe of that name"),
     "no model": (["--config", "empty.yaml"], "has no model with a class_path"),
     "no counting": (["--config", "other.yaml"], "DilatedModule must define example_batch(tokens)"),
-    "true steps": (["--config", "quickstart.yaml", "--find-max"], "Leave it out: the column `longest N`"),
+    "true steps": (
+        ["--config", "quickstart.yaml", "--find-max"],
+        "Leave it out: plan prints the longest sequence of each setting",
+    ),
     "links": ([*SIZES, "--links", "nowhere.json"], "nowhere.json"),
 }
 
@@ -472,7 +476,8 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
     problem = make_problem(DilatedPattern.dense(1 << 20), 1 << 20, 12, ranks=8, causal=True)
     lines = plan_in_groups(problem, 0, "gather", ranks_per_node=8).head_lines()
     assert result.code == 0 and lines[0] == "head_size: 8" and all(f"    {x}\n" in result.out for x in lines)
-    assert "planned for head_size=1: with head_size=auto ranks also trade tokens for heads" in result.out
+    assert "with head_size=auto ranks also trade tokens for heads" in result.out
+    assert re.search(r"tokens for heads +[0-9.]+ ms", result.out)
     recipe = tmp_path / "recipe.yaml"
     strategy = {"class_path": "RingDilatedStrategy", "init_args": {"head_size": "auto"}}
     recipe.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}, "model": {"class_path": "LongNetLM"}}))

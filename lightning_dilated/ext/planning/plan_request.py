@@ -83,8 +83,8 @@ def _machine(p: Any) -> None:
     p.add_argument(
         "--tokens",
         type=number,
-        help="of a sequence, on all its ranks: of a text; rows of a slide, which are its tiles and one for the class token; "
-        "patches of an image (default: the recipe's)",
+        help="of a sequence, on all its ranks: of a text, or rows of a slide, which are its tiles and one for the class "
+        "token (default: the recipe's)",
     )
     p.add_argument("--gpus", type=number, help="in all; they share every sequence (default: the recipe's, else 1)")
     p.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (default %(default)s)")

@@ -8,7 +8,7 @@ busiest rank computes, and as long as the slowest rank's link needs for its byte
 Not counted: communication that slows computation down; the host, which runs ahead; loading and logging, except for a fixed
 `overhead`; collectives of single numbers.
 
-Shape letters: N tokens, L tokens of a rank, R ranks, P priced ranks (of every member of a group), H query heads, K kv heads.
+Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that stand for all, H query heads, K kv heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.switch import tasks_by_owner
 from lightning_dilated.sequence.head_size import in_groups, plan_in_groups, trade_price
-from lightning_dilated.sequence.planner import Links, Plan, local_pairs, make_problem, members_of, plan, priced_ranks
+from lightning_dilated.sequence.planner import Links, Plan, local_pairs, make_problem, plan, priced_ranks
 from lightning_dilated.sequence.requirements import Problem, row_requests
 
 if TYPE_CHECKING:
@@ -183,8 +183,9 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
     chosen = plan_of(single, exchange, setup.head_size, ranks_per_node=per_node, links=setup.links, **sizes)
     problem, size = chosen.problem, chosen.head_size
     name = chosen.exchange
-    chosen_ranks = priced_ranks(problem.shard.ranks)
-    works = [work_of(member, name, rank) for member in members_of(problem) for rank in chosen_ranks]
+    members = [single] if size == 1 else [in_groups(single, size, member) for member in range(size)]
+    each = [(members[rank % size], rank // size) for rank in ranks_that_count(setup)]
+    works = [work_of(member, name, rank) for member, rank in each]
     times = _own_seconds(machine, problem, works, tokens)
     forward, backward = ({ATTENTION: x} for x in times)
     if size > 1:
@@ -197,9 +198,17 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
     )
     forward |= {ARRIVALS: machine.arrive_forward.of(many, calls), FEW: machine.few_forward.of(queries)}
     backward |= {ARRIVALS: machine.arrive_backward.of(many, calls), FEW: machine.few_backward.of(queries)}
-    travels, received = _travel(machine, problem, name, max(1, per_node // size), setup.links)
+    travels, received = _travel(machine, each, name, max(1, per_node // size), setup.links)
     late = tuple(float(max(0.0, (x - own).max())) for x, own in zip(travels, times, strict=True))
     return Layer(name, forward, backward, late, received)  # type: ignore[arg-type]
+
+
+def ranks_that_count(setup: Setup) -> list[int]:
+    """The ranks that stand for all: the priced ones, and all members of their groups."""
+    ranks = setup.ranks
+    most = min(setup.per_node, ranks) if setup.head_size == "auto" else int(setup.head_size)
+    firsts = {rank // most * most for rank in priced_ranks(ranks)}
+    return sorted({rank for first in firsts for rank in range(first, min(first + most, ranks))})
 
 
 def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: int) -> tuple[Array, Array]:
@@ -220,12 +229,14 @@ def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: 
 
 
 def _travel(
-    machine: Machine, problem: Problem, exchange: str, per_node: int, links: Links
+    machine: Machine, each: list[tuple[Problem, int]], exchange: str, per_node: int, links: Links
 ) -> tuple[tuple[Array, Array], dict[tuple[str, str], float]]:
-    """(seconds (P,) that rows take in a forward and a backward, with their copies to and from buffers; bytes received)."""
+    """(seconds (P,) that rows take in a forward and a backward, with their copies to and from buffers; bytes received).
+
+    `each`: the problem of a member of a group and its rank among groups, P times.
+    """
     times: list[list[float]] = [[], []]
     received: Counter[tuple[str, str]] = Counter()
-    each = [(member, rank) for member in members_of(problem) for rank in priced_ranks(problem.shard.ranks)]
     for member, rank in each:
         volume = EXCHANGES[exchange].volume(member, rank, per_node)
         size = {key: units.bytes(machine.head_dim, machine.element_size) for key, units in volume.units.items()}
@@ -293,7 +304,7 @@ def step_on_ranks(
         cycle: patterns that layers 0, 1, ... take in turns.
         tokens: L, of each rank.
         setup: ranks, layout, groups, links; gradients are averaged by strategy ring_dilated.
-        exchanges: by pattern, "auto" or a name of `EXCHANGES`; None: that of `setup`.
+        exchanges: by pattern, "auto" or a name of `EXCHANGES`; None: the exchange of `setup`.
         recompute: one of `memory.recompute.POLICIES`.
         overhead: seconds added to every step.
         inner: times of a second stack of blocks, which runs between the first one's forward and its backward.
