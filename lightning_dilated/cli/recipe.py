@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,19 @@ def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dic
     follows = base is None or "length" in (base if isinstance(base, list) else [base])
     named = arguments.get("max_seq_len") is not None or not follows
     return arguments if not takes or named or seq_len is None else {**arguments, "max_seq_len": seq_len}
+
+
+def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
+    """The model of a recipe whose data have N tokens, not built, without its optimizer."""
+    cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
+    arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
+    return cls(**with_length(cls, arguments, seq_len))
+
+
+def seq_len_of(path: Path, data: Any) -> int | None:
+    """N of the recipe's data: its setting, else its class's default."""
+    data = data if isinstance(data, dict) else {}
+    cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
+    default = inspect.signature(cls).parameters.get("seq_len")
+    length = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
+    return length if isinstance(length, int) else None

@@ -6,17 +6,14 @@ Shape letters: N tokens, H heads, D head dim.
 from __future__ import annotations
 
 import argparse
-import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from lightning_dilated._validation import text_of
-from lightning_dilated.cli.recipe import class_of, with_length
+from lightning_dilated.cli.recipe import made_model, seq_len_of
 from lightning_dilated.ext.explain.explanation import Explanation, explain, sight_table
-from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import in_turns
@@ -160,19 +157,3 @@ def run(argv: list[str]) -> None:
         layers = in_turns(sizes.patterns, len(sizes.rotary_bases))
         hints += filter(None, [rotary_hint(sizes.rotary_bases, layers, sizes.seq_len)])
     print("\n".join(f"  problem: {hint}" for hint in hints) or "  no problems")
-
-
-def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
-    """The model of a recipe whose data have N tokens, not built, without its optimizer."""
-    cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
-    arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
-    return cls(**with_length(cls, arguments, seq_len))
-
-
-def seq_len_of(path: Path, data: Any) -> int | None:
-    """N of the recipe's data: its setting, else its class's default."""
-    data = data if isinstance(data, dict) else {}
-    cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
-    default = inspect.signature(cls).parameters.get("seq_len")
-    length = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
-    return length if isinstance(length, int) else None

@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_dilated._validation import text_of
-from lightning_dilated.cli.recipe import class_of
-from lightning_dilated.ext.explain.command import made_model, seq_len_of
+from lightning_dilated.cli.recipe import class_of, made_model, seq_len_of
 from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.ext.planning.memory import OPTIMIZERS, STRATEGIES, Setup
