@@ -99,7 +99,7 @@ COMMANDS = {
 
 #: what the core asks of an extension by the name of the task
 HOOKS = {
-    "advice about layouts": "explain.balance:balance_hint",
+    "advice about layouts": "explain.advice:balance_hint",
     "advice about patterns": "explain.advice:advice",
     "cache of a layer": "decoding.kv_cache:KVCache.of_layer",
     "caches of a stack": "decoding.kv_cache:new_caches",

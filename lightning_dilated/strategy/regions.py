@@ -57,7 +57,7 @@ class TrainsInRegions:
 
     @property
     def between_outer_steps(self) -> bool:
-        """Whether the latest step ended without an outer step, so that nothing may wait for the ranks of other regions."""
+        """Return whether the latest step ended without an outer step: nothing may then wait for other regions."""
         return self._regions is not None and self._regions.apart
 
     @property

@@ -22,16 +22,16 @@ RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profile
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a call of the module runs in place of its hooks and forward: `Module._compiled_call_impl`, set by `compile()`.
+    """Return the function that a call runs in place of hooks and forward: `Module._compiled_call_impl`, set by `compile()`.
 
-    Known to hold for torch 2.11 to 2.13.
+    Holds for torch 2.11 to 2.13.
     """
     return module._compiled_call_impl
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """The module and all below it, each once, as `modules()` has them, but in another order and in a third of the time; uses
-    `Module._modules`. Known to hold for torch 2.11 to 2.13."""
+    `Module._modules`. Holds for torch 2.11 to 2.13."""
     met, modules = {module}, [module]
     for each in modules:  # which grows meanwhile
         for child in each._modules.values():
@@ -44,7 +44,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[Tensor]]:
     """The parameters and buffers that these modules hold themselves, each once; uses `Module._parameters` and `_buffers`.
 
-    Known to hold for torch 2.11 to 2.13.
+    Holds for torch 2.11 to 2.13.
     """
     parameters = {id(x): x for m in modules for x in m._parameters.values() if x is not None}
     buffers = {id(x): x for m in modules for x in m._buffers.values() if x is not None}
@@ -52,7 +52,7 @@ def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[T
 
 
 def packs_saved_tensors() -> bool:
-    """Whether hooks pack what autograd saves: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    """Return whether hooks pack what autograd saves: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
@@ -63,7 +63,7 @@ def memory_users(x: Tensor) -> int:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written to: `Tensor._version`. Known to hold for torch 2.11 to 2.13."""
+    """How often a tensor was written to: `Tensor._version`. Holds for torch 2.11 to 2.13."""
     return x._version
 
 
@@ -85,24 +85,24 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Within, tensors have sizes but no memory: `torch._subclasses.FakeTensorMode`. Known to hold for 2.11 to 2.13."""
+    """Within, tensors have sizes but no memory: `torch._subclasses.FakeTensorMode`. Holds for 2.11 to 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def function_modes() -> int:
-    """How many TorchFunctionModes are active: `torch._C._len_torch_function_stack`. Known to hold for 2.11 to 2.13."""
+    """How many TorchFunctionModes are active: `torch._C._len_torch_function_stack`. Holds for 2.11 to 2.13."""
     return torch._C._len_torch_function_stack()
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a TorchDispatchMode is active: `torch.utils._python_dispatch`. Known to hold for torch 2.11 to 2.13."""
+    """Return whether a TorchDispatchMode is active: `torch.utils._python_dispatch`. Holds for torch 2.11 to 2.13."""
     return _get_current_dispatch_mode() is not None
 
 
 def is_traced() -> bool:
-    """Whether a graph is being made of what runs: `torch._C._get_dispatch_mode`. Known to hold for torch 2.11 to 2.13."""
+    """Return whether a graph is being made of what runs: `torch._C._get_dispatch_mode`. Holds for torch 2.11 to 2.13."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
@@ -110,31 +110,31 @@ def is_traced() -> bool:
 def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
     """Run an operator's own function for a device type, so that modes see the operations within it.
 
-    Uses `OpOverload.redispatch` and `torch._C._dispatch_key_for_device`. Known to hold for torch 2.11 to 2.13.
+    Uses `OpOverload.redispatch` and `torch._C._dispatch_key_for_device`. Holds for torch 2.11 to 2.13.
     """
     key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
 def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    """RMSNorm as one op of a graph: `aten::_fused_rms_norm`. Known to hold for torch 2.11 to 2.13."""
+    """RMSNorm as one op of a graph: `aten::_fused_rms_norm`. Holds for torch 2.11 to 2.13."""
     return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 
 def reads_number(func: Any) -> bool:
-    """Whether an op reads a number off a tensor: `aten::_local_scalar_dense`. Known to hold for torch 2.11 to 2.13."""
+    """Return whether an op reads a number off a tensor: `aten::_local_scalar_dense`. Holds for torch 2.11 to 2.13."""
     return func is torch.ops.aten._local_scalar_dense.default
 
 
 def changes_inputs(func: Any) -> bool:
-    """Whether an op writes to an input: `OpOverload._schema`. Known to hold for torch 2.11 to 2.13."""
+    """Return whether an op writes to an input: `OpOverload._schema`. Holds for torch 2.11 to 2.13."""
     return func._schema.is_mutable
 
 
 def returns_view(func: Any) -> bool:
-    """Whether a result is memory of an input: `OpOverload._schema`, and `aten::_unsafe_view`, whose schema does not say so.
+    """Return whether a result is memory of an input: `OpOverload._schema`, and `aten::_unsafe_view`, which its schema hides.
 
-    Known to hold for torch 2.11 to 2.13.
+    Holds for torch 2.11 to 2.13.
     """
     unsafe = func is torch.ops.aten._unsafe_view.default
     return unsafe or any(result.alias_info is not None for result in func._schema.returns)
@@ -146,19 +146,19 @@ def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def occupy_gpu(cycles: int) -> None:
-    """Keep the current GPU's stream busy for so many cycles: `torch.cuda._sleep`. Known to hold for torch 2.11 to 2.13."""
+    """Keep the current GPU's stream busy for so many cycles: `torch.cuda._sleep`. Holds for torch 2.11 to 2.13."""
     torch.cuda._sleep(cycles)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that tells living storages apart: `UntypedStorage._cdata`. Known to hold for torch 2.11 to 2.13."""
+    """A number that tells living storages apart: `UntypedStorage._cdata`. Holds for torch 2.11 to 2.13."""
     return storage._cdata
 
 
 def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Within, the module has these parameters: `torch.nn.utils.stateless`, as `functional_call` does it for one call.
 
-    Known to hold for torch 2.11 to 2.13.
+    Holds for torch 2.11 to 2.13.
     """
     return _reparametrize_module(module, dict(tensors))
 
@@ -168,7 +168,7 @@ def ahead_of_time(
 ) -> Callable[..., Any]:
     """The function by its forward and backward graphs, as `torch.compile` with Inductor makes them.
 
-    Uses AOTAutograd's `aot_function` and Inductor's table of decompositions. Known to hold for torch 2.11 to 2.13.
+    Uses AOTAutograd's `aot_function` and Inductor's table of decompositions. Holds for torch 2.11 to 2.13.
 
     Args:
         compiler: of a graph and its inputs, to a function.
@@ -191,7 +191,7 @@ def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
 def record_memory(entries: int | None) -> None:
     """Keep a history of CUDA's allocator, or with None end it: `torch.cuda.memory._record_memory_history`.
 
-    Known to hold for torch 2.11 to 2.13.
+    Holds for torch 2.11 to 2.13.
     """
     torch.cuda.memory._record_memory_history(**({"enabled": None} if entries is None else {"max_entries": entries}))
 
@@ -202,7 +202,7 @@ def dump_memory(path: str) -> None:
 
 
 def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value to its place in a few launches: `torch._foreach_copy_`. Known to hold for torch 2.11 to 2.13."""
+    """Copy each value to its place in a few launches: `torch._foreach_copy_`. Holds for torch 2.11 to 2.13."""
     torch._foreach_copy_(to, values)
 
 
@@ -248,7 +248,7 @@ def namespace_of(target: object) -> str | None:
 
 
 def options_of_inductor(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that this Inductor has: `torch._inductor.config`. Known to hold for torch 2.11 to 2.13."""
+    """Keep the options that this Inductor has: `torch._inductor.config`. Holds for torch 2.11 to 2.13."""
     import torch._inductor.config as config
 
     return {name: value for name, value in wanted.items() if hasattr(config, name)}
@@ -256,7 +256,7 @@ def options_of_inductor(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """Compile an ExportedProgram ahead of time to a .pt2 file, and load that: `torch._inductor.aoti_compile_and_package` and
-    `aoti_load_package`, documented under these names. Known to hold for torch 2.11 to 2.13."""
+    `aoti_load_package`, documented under these names. Holds for torch 2.11 to 2.13."""
     import torch._inductor
 
     torch._inductor.aoti_compile_and_package(graph, package_path=path, inductor_configs=options_of_inductor(options))
@@ -264,7 +264,7 @@ def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callab
 
 
 def is_op(target: object) -> bool:
-    """Whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    """Return whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
     return isinstance(target, torch._ops.OpOverload)
 
 

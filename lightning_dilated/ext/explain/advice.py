@@ -1,15 +1,27 @@
-"""advice: what to change about a model's patterns for the length that it trains at."""
+"""Advice as a fit begins: what to change about a model's patterns for its length, and which layout balances its ranks."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from lightning_dilated.ext.explain.explanation import explain, sight, sight_hints, walls
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import pairs_of_part
 from lightning_dilated.recurrence.description import reach_in_words
+from lightning_dilated.sequence import SequenceGroup
+from lightning_dilated.sequence.ranges import clip
+from lightning_dilated.sequence.shard import Shard
 
 #: dead residues and uncovered rows are looked for up to this length; walls at the whole one
 SHORT = 1 << 14
+#: a layout is named where the busiest rank computes more than this many times the mean
+UNBALANCED = 1.1
 
 
 def advice(module: Any, seq_len: int) -> str | None:
@@ -35,3 +47,55 @@ def advice(module: Any, seq_len: int) -> str | None:
     if not module.released_pattern:
         hints += sight_hints(sight(patterns, seq_len, heads, kv_heads or heads))
     return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
+
+
+def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
+    """The layout to set where contiguous shards of causal sequences give ranks unequally many pairs; None elsewhere.
+
+    Args:
+        module: has run on the ranks of the group.
+        batch: this rank's part; its documents and lengths count where it is a mapping.
+    """
+    plan, patterns = group.plan, Counter(getattr(module, "patterns", ()))
+    if plan is None or group.agreed is None or group.layout != "contiguous" or not getattr(module, "causal", False):
+        return None
+    ranks = group.ranks // plan.head_size
+    if ranks == 1 or not patterns or plan.exchange == "switch":  # which trade work, too
+        return None
+    parts = _documents(batch, group.agreed.seq_len)
+    heads = module.num_heads, getattr(module, "num_kv_heads", None)
+    busiest = {}
+    for layout in ("contiguous", "zigzag"):
+        shard = Shard(group.agreed.seq_len, ranks, layout)
+        each = [sum(_pairs(x, shard.ranges(r), parts, heads) * n for x, n in patterns.items()) for r in range(ranks)]
+        busiest[layout] = max(each) * ranks / max(1, sum(each))
+    if busiest["contiguous"] < UNBALANCED or busiest["zigzag"] > busiest["contiguous"] / UNBALANCED:
+        return None
+    return (
+        f"the busiest of {ranks} ranks with layout='contiguous' computes {busiest['contiguous']:.2f} times the mean rank's "
+        "(query, key) pairs, since the last ones of a causal sequence see most keys, and the others wait for it. With "
+        f"layout='zigzag' each rank has an early and a late part, and the busiest computes {busiest['zigzag']:.2f} times "
+        "the mean. Set it as the strategy's layout, in YAML trainer.strategy.init_args.layout: zigzag."
+    )
+
+
+def _documents(batch: Any, seq_len: int) -> list[range]:
+    """The positions of each document, or sample, of a batch."""
+    entries = batch if isinstance(batch, Mapping) else {}
+    if isinstance(bounds := entries.get("cu_seqlens"), Tensor):
+        return [range(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
+    if isinstance(lengths := entries.get("lengths"), Tensor):
+        return [range(n) for n in lengths.tolist() if n]
+    return [range(seq_len)]
+
+
+def _pairs(
+    pattern: DilatedPattern, pieces: Iterable[range], documents: Iterable[range], heads: tuple[int, int | None]
+) -> int:
+    """Causal (query, key) pairs of the queries at some positions of documents."""
+    total = 0
+    for piece, document in itertools.product(pieces, documents):
+        if part := clip(piece, document.start, document.stop):
+            own = range(part.start - document.start, part.stop - document.start)
+            total += sum(pairs_of_part(pattern, own, *heads))
+    return total

@@ -170,7 +170,7 @@ class Setup:
 
     @property
     def exchanging(self) -> tuple[Any, ...]:
-        """What the plan of a call's exchange depends on, in the order of `footprint.exchanged`."""
+        """The last arguments of `footprint.exchanged`: the settings of an exchange."""
         return self.exchange, self.links, self.exchange_memory, self.layout, self.head_size
 
     def __post_init__(self) -> None:

@@ -45,7 +45,10 @@ Array = NDArray[np.float64]
 
 
 class Recurring(NamedTuple):
-    """Seconds of a layer's recurrence: of its rule, whose output recomputation may keep, and of what is around it."""
+    """Seconds of a layer's recurrence: of its rule, and of the layers around the rule.
+
+    Recomputation may keep the output of the rule.
+    """
 
     rule_forward: float = 0.0
     rule_backward: float = 0.0
@@ -102,8 +105,8 @@ class Work(NamedTuple):
 def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
     """Counted from the rows that the rank needs."""
     if problem.shard.interleaved:
-        both = strided.owner_pairs if exchange == "switch" else strided.query_pairs
-        return Work({}, both(problem, rank), len(problem.pattern.branches), 0)
+        pairs_of = strided.owner_pairs if exchange == "switch" else strided.query_pairs
+        return Work({}, pairs_of(problem, rank), len(problem.pattern.branches), 0)
     own: dict[int, tuple[int, int]] = {}
     sizes = problem.shard.seq_len, problem.num_heads, problem.num_kv_heads
     for piece in problem.shard.ranges(rank):
@@ -137,7 +140,7 @@ def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
 
 
 def _is_wide(branch: Branch, problem: Problem) -> bool:
-    """Whether segments are longer than a run of a rank's positions."""
+    """Return whether segments are longer than a run of a rank's positions."""
     return segment_width(branch, problem.shard.seq_len) > max(map(len, problem.shard.ranges(0)))
 
 
@@ -275,7 +278,7 @@ def attention_seconds(machine: Machine, tokens: int) -> tuple[AttentionSeconds, 
 
 
 def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
-    """The pattern whose time was measured at so many tokens: geometric(first, tokens)."""
+    """The pattern that was measured at L tokens: geometric(first, tokens)."""
     doublings = max(tokens // machine.first, 1).bit_length() - 1
     return DilatedPattern.geometric(machine.first, machine.first << doublings)
 
@@ -364,7 +367,7 @@ def _averaging(
 
     A ring moves 2 (R - 1) / R of the bytes through every rank; over several nodes one ring for each rank of a node, through
     its own adapter. On one node all gradients are averaged after the backward, unless buckets have a size; over several
-    nodes in buckets beside the backward, of which the last ones, and what takes longer than the backward, are waited for.
+    nodes in buckets beside the backward. The step waits for the last buckets, and for the time beyond the backward.
     """
     ranks, links = setup.ranks, setup.links
     if ranks == 1 or setup.strategy == "ring_dilated_fsdp":

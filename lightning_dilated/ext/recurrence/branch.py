@@ -159,8 +159,8 @@ class RecurrentBranch(Mixer):
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
         rows = q, k, v, *self._controls(x)
         before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
-        kept = [b - a for a, b in zip(before, after, strict=True)]
-        limits = {} if min(kept) == new else {"lengths": kept}
+        counts = [b - a for a, b in zip(before, after, strict=True)]
+        limits = {} if min(counts) == new else {"lengths": counts}
         with no_sequence():
             memory, state = recurrent_attention(*rows, **options, **limits, state=cache.kept.get(STATE))
         cache.kept[STATE] = state

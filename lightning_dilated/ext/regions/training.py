@@ -16,7 +16,7 @@ from lightning_dilated.strategy.mesh import nccl_options
 
 
 class RegionTraining:
-    """What a strategy with outer steps asks; made as a run begins, on every rank.
+    """Outer steps of a strategy and their part of checkpoints; made as a run begins, on every rank.
 
     Args:
         strategy: of `TrainsInRegions`.
@@ -44,7 +44,7 @@ class RegionTraining:
 
     @property
     def apart(self) -> bool:
-        """Whether regions did not meet after the latest step."""
+        """Return whether regions did not meet after the latest step."""
         return self.sizes.regions > 1 and self.outer is not None and not self._applied
 
     def leave(self, failed: bool) -> None:
@@ -133,7 +133,7 @@ class RegionTraining:
         return {**state, **{name: by_id[id(p)] for name, p in named if name in state and id(p) in by_id}}
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint holds of outer steps, equal in all regions; None outside of a fit."""
+        """The state of outer steps for a checkpoint, equal in all regions; None outside of a fit."""
         return None if self.outer is None else {"regions": self.sizes.regions, **self.outer.state()}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:

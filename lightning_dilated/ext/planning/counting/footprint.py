@@ -245,7 +245,7 @@ def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
 
 #: most heads that are counted on many ranks, see `lighter`
 HEADS = 16
-#: up to so many ranks the buffers of every rank are counted
+#: the buffers of every rank are counted up to this number of ranks
 EXACT = 16
 
 
