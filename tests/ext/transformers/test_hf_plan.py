@@ -98,25 +98,25 @@ def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
         kept = meter.live - parameters - buffers
     loss.backward()
     gradients = sum(p.grad.nbytes for p in real.parameters() if p.grad is not None)
-    assert parameters == counted.parameters(4) and gradients == counted.trained(4)
-    assert kept == pytest.approx(counted.held(between, 4, tokens), rel=0.002)
+    assert parameters == counted.parameters and gradients == counted.trained
+    assert kept == pytest.approx(counted.held(between, tokens), rel=0.002)
 
 
 def test_states_and_buckets_are_of_what_is_trained():
     planned = model(lora=LORA)
     counted = footprint(subject_of(planned, "32-true", MemorySettings("block")), (1024, 2048))
     own = 4 * numbers(model(lora=LORA), True)
-    one, two = (memory(counted, 4, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
-    assert one.kinds[OPTIMIZER] == 2 * own and own < 0.5 * counted.parameters(4)
+    one, two = (memory(counted, 4096, x) for x in (Setup(), Setup("ring_dilated", data_ranks=2)))
+    assert one.kinds[OPTIMIZER] == 2 * own and own < 0.5 * counted.parameters
     assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == own
-    assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", 4, 4)).kinds[OPTIMIZER] == -(-2 * own // 4)
+    assert memory(counted, 4096, Setup("ring_dilated_fsdp", 4, 4)).kinds[OPTIMIZER] == -(-2 * own // 4)
 
 
 def test_states_on_the_host_are_of_what_is_trained():
     counted, real = footprint(subject_of(model(lora=LORA), "32-true"), (1024, 2048)), model(lora=LORA)
     locked = lambda p: 1 << (p.numel() * 4 - 1).bit_length()  # noqa: E731
     want = sum(locked(p) * (1 + p.requires_grad) for p in real.parameters()) + 8 * numbers(real, True)
-    assert memory(counted, 4, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
+    assert memory(counted, 4096, Setup("ring_dilated_fsdp", cpu_offload=True)).states == want
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -244,6 +244,8 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         )
 
 
+#: the kind of autocast's copies of parameters, on a Tape
+CASTS = "casts"
 #: names of the op's two passes in a piece
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -260,6 +262,7 @@ class Piece:
             recurrence, "" elsewhere.
         heads, dtype: query heads of that call, and the dtype of q.
         spec: of a recurrence.
+        casts: bytes of autocast's copies of parameters when it began.
     """
 
     part: tuple
@@ -270,6 +273,7 @@ class Piece:
     heads: int = 0
     dtype: torch.dtype | None = None
     spec: str = ""
+    casts: int = 0
 
 
 class Tape(Meter):
@@ -290,7 +294,7 @@ class Tape(Meter):
         self.hidden: dict[str, int] = {}
         #: whether the backward has begun
         self.returning = False
-        self._begin = self._static = 0
+        self._begin = self._static = self._casts = 0
         self._paused = False
         self._ranges: list[str] = []
         self._spec = ""
@@ -309,25 +313,26 @@ class Tape(Meter):
 
     def _cut(self, op: str = "", q: Tensor | None = None) -> None:
         of = (0, None) if q is None else (q.shape[2], q.dtype)
-        self.pieces.append(
-            Piece(self.part, self.peak, self._begin, self._static, op, *of, self._spec if op in NAMES.values() else "")
-        )
+        spec = self._spec if op in NAMES.values() else ""
+        self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, op, *of, spec, self._casts))
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
-        self._begin = self.live
+        self._begin, self._casts = self.live, self.by_kind().get(CASTS, 0)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         ops = torch.ops.lightning_dilated
         if func in (ops.attention.default, ops.attention_backward.default):
             forward = func is ops.attention.default
             # before it at most as much as with its results, where they made the peak
-            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static))
+            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak, q = self.live, inputs[0 if forward else 1]
             self._cut(FORWARD if forward else BACKWARD, q)
         elif func in NAMES:
-            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static))
+            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak, q = self.live, inputs[0 if func is RECURRENCE else 1]
             self._cut(NAMES[func], q)
+        elif func is torch.ops.aten._to_copy.default and isinstance(inputs[0], nn.Parameter):
+            return [(results[0], CASTS)]
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -105,28 +105,32 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     begun, after, head = index["forward", first], index["forward", end], index["head",]
     between, returning = index["between",], index.get(("backward", end - 1), len(pieces))
     returned = index.get(("backward", first - 1), len(pieces))
-    saved, freed, gradients = pieces[after].begin - pieces[begun].begin, 0, 0
+    saved, casts = pieces[after].begin - pieces[begun].begin, pieces[after].casts - pieces[begun].casts
+    # autocast's copies of weights live until a loop over tiles or the end of the forward; layers may save them
+    cleared = next((i for i in range(after, between) if pieces[i].casts < pieces[after].casts), between)
+    kept = casts if pieces[between].casts >= pieces[after].casts else 0
+    freed, gradients = saved - casts + kept, 0
     if returning < returned < len(pieces):
         gradients = pieces[returned].static - pieces[returning].static
-        freed = gradients - (pieces[returned].begin - pieces[returning].begin)
 
-    def moved(part: slice, units: int, static: int, activations: int) -> Iterator[Piece]:
+    def moved(part: slice, units: int, static: int, activations: int, copies: int = 0) -> Iterator[Piece]:
         """Pieces, of blocks that have further units before them, with more bytes."""
         for x in pieces[part]:
             of_block = units and x.part[0] in BLOCKS
             number = (x.part[0], x.part[1] + units * (end - first)) if of_block else x.part
             live = static + activations
-            yield replace(x, part=number, peak=x.peak + live, begin=x.begin + live, static=x.static + static)
+            sizes = {"peak": x.peak + live, "begin": x.begin + live, "static": x.static + static}
+            yield replace(x, part=number, **sizes, casts=x.casts + copies)
 
     full, bare = times * (size + trained), times * size
     yield from moved(slice(after), 0, full, 0)
     for unit in range(1, times + 1):
-        yield from moved(slice(begun, after), unit, full, unit * saved)
-    yield from moved(slice(after, between), times, full, times * saved)
-    # autocast's copies of weights are gone
-    yield from moved(slice(between, head), times, full, times * freed)
-    yield from moved(slice(head, returned), times, bare, times * freed)
+        yield from moved(slice(begun, after), unit, full, unit * saved, unit * casts)
+    yield from moved(slice(after, cleared), times, full, times * saved, times * casts)
+    yield from moved(slice(cleared, head), times, full, times * freed, times * kept)
+    yield from moved(slice(head, returned), times, bare, times * freed, times * kept)
     for unit in range(1, times + 1):
         more = bare + unit * gradients
-        yield from moved(slice(returning, returned), times - unit, more, (times - unit) * freed)
+        left = times - unit
+        yield from moved(slice(returning, returned), left, more, left * freed, left * kept)
     yield from moved(slice(returned, None), 0, bare + times * gradients, 0)
