@@ -807,6 +807,12 @@ def test_modes_see_ranges():
         pass
     words = "record_function calls other operators: plan does not see loops over tiles"
     assert tuple(func for func, _ in seen) == ext_torch.RANGE and seen[0][1] == "tiles", words
+    seen.clear()
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    with torch.autocast("cpu", torch.bfloat16), Mode():
+        weight @ weight
+    words = "autocast casts by another operator: plan does not see copies of weights"
+    assert any(func is ext_torch.CAST and args is weight for func, args in seen), words
 
 
 def test_templates_of_chats():

@@ -19,6 +19,8 @@ __all__ = ["TorchDispatchMode"]
 
 #: operators that begin and end a range of `record_function`
 RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
+#: the operator that autocast casts by
+CAST = torch.ops.aten._to_copy.default
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -331,7 +331,7 @@ class Tape(Meter):
             self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak, q = self.live, inputs[0 if func is RECURRENCE else 1]
             self._cut(NAMES[func], q)
-        elif func is torch.ops.aten._to_copy.default and isinstance(inputs[0], nn.Parameter):
+        elif func is compat.CAST and isinstance(inputs[0], nn.Parameter):
             return [(results[0], CASTS)]
         return ()
 
