@@ -60,9 +60,9 @@ def test_block_runs(text: str) -> None:
     exec(text, {"__name__": "block"})
 
 
-def test_first_python_block_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_block_of_the_op_prints(capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, object] = {}
-    exec(re.findall(r"```python\n(.*?)```", README, re.S)[0], scope)
+    exec(block("num_heads=8, depth=4, causal=True"), scope)
     assert scope["out"].shape == (1, 4096, 8, 64)
     assert scope["q"].grad is not None
     assert "keys a row" in capsys.readouterr().out
@@ -79,7 +79,13 @@ def test_first_screen_holds_the_two_commands() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 130
+
+
+def test_first_block_trains_a_lightning_module() -> None:
+    scope: dict[str, object] = {}
+    exec(re.findall(r"```python\n(.*?)```", README, re.S)[0], scope)
+    assert scope["trainer"].global_step == 3
 
 
 def test_own_model_block_trains_one_step() -> None:
