@@ -1,0 +1,121 @@
+"""Checks the English of docstrings, comments and documentation: first words, chains of pronouns, long lines.
+
+`python .ci/language.py [--list]` prints what is above a budget and exits with 1 if anything is; `--list` prints every finding.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+#: no docstring, comment or paragraph begins with one of these
+FIRST = re.compile(r"(Of|What|Where|Whether|Within|Those|That)\b")
+#: together at most `RATE` a thousand words
+CHAINS = re.compile(
+    r"\b(that of|those of|of which|whose|so many|as many|lies?|stands?|stood|go on|goes on)\b", re.IGNORECASE
+)
+RATE = 1.5
+#: most characters of a line of prose in the documentation, and of a row of a table, addresses not counted
+PROSE, ROW = 140, 200
+ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
+#: findings of each kind that are left in each area; a budget only falls
+LEFT = {
+    "package": {"first": 0, "chain": 0},
+    "tests": {"first": 0, "chain": 0},
+    "docs": {"first": 0, "chain": 0, "line": 0},
+}
+CODE = {"package": ("lightning_dilated",), "tests": ("tests", "benchmarks", ".ci")}
+PAGES = ("*.md", "docs/**/*.md", "recipes/*.md", "benchmarks/far/*.md")
+
+
+class Text(NamedTuple):
+    """A docstring, a comment or a paragraph."""
+
+    path: Path
+    line: int
+    words: str
+    begins: bool = True
+
+
+class Finding(NamedTuple):
+    """A text that breaks a rule."""
+
+    kind: str
+    text: Text
+    message: str
+
+
+def of_code(path: Path) -> Iterator[Text]:
+    """Docstrings and comments of a file; consecutive lines of comments are one text."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            doc = ast.get_docstring(node)
+            if doc:
+                yield Text(path, node.body[0].lineno, doc)
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        words = token.string.lstrip("#: ")
+        if token.type == tokenize.COMMENT and not words.startswith(("type:", "noqa", "fmt:", "!")):
+            yield Text(path, token.start[0], words, begins=token.start[0] != last + 1)
+            last = token.start[0]
+
+
+def of_page(path: Path) -> Iterator[Text]:
+    """Lines of prose and rows of tables of a page, without its code."""
+    begins, code = True, False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        code ^= line.startswith("```")
+        if code or line.startswith("```") or not line.strip():
+            begins = True
+            continue
+        yield Text(path, number, line.lstrip("#->| "), begins or line.startswith("- "))
+        begins = False
+
+
+def areas() -> Iterator[tuple[str, list[Text]]]:
+    """(area, its texts)."""
+    for name, folders in CODE.items():
+        yield name, [x for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) for x in of_code(path)]
+    pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
+    yield "docs", [x for path in pages for x in of_page(path)]
+
+
+def findings(area: str, texts: list[Text]) -> Iterator[Finding]:
+    """Everything in an area that breaks a rule."""
+    for text in texts:
+        bare = re.sub(r"`[^`]*`", "", text.words)
+        if text.begins and FIRST.match(text.words):
+            yield Finding("first", text, f"begins with {text.words.split()[0]!r}")
+        for match in CHAINS.finditer(bare):
+            yield Finding("chain", text, f"says {match[0]!r}")
+        if area == "docs":
+            seen, row = ADDRESS.sub("]", text.words), text.path.read_text().splitlines()[text.line - 1].startswith("|")
+            if len(seen) > (ROW if row else PROSE):
+                yield Finding("line", text, f"has {len(seen)} characters")
+
+
+def main() -> int:
+    """Return the exit status."""
+    wrong = False
+    for area, texts in areas():
+        found = list(findings(area, texts))
+        words = sum(len(x.words.split()) for x in texts)
+        for kind, budget in LEFT[area].items():
+            of_kind = [x for x in found if x.kind == kind]
+            allowed = max(budget, int(RATE * words / 1000)) if kind == "chain" else budget
+            if "--list" in sys.argv or len(of_kind) > allowed:
+                for x in of_kind:
+                    print(f"{x.text.path.relative_to(ROOT)}:{x.text.line} {x.message}")
+            print(f"{area}: {kind} {len(of_kind)} of {allowed} allowed, {words:,} words")
+            wrong |= len(of_kind) > allowed
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
