@@ -1,6 +1,6 @@
 """Checks the English of docstrings, comments and documentation: first words, chains of pronouns, long lines.
 
-`python .ci/language.py [--list]` prints what is above a budget and exits with 1 if anything is; `--list` prints every finding.
+`python .ci/language.py [--list]` prints what is above a budget and then exits with 1; `--list` prints every finding.
 """
 
 import ast
