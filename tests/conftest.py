@@ -43,7 +43,7 @@ LONGEST = (
     "ext/transformers/test_transformers_ranks.py", "ext/transformers/test_evaluate.py",
     "strategy/test_accuracy_by_depth.py", "distributed/test_recurrence.py", "ext/streams/test_carried_streams.py",
     "strategy/test_sampler_order.py", "strategy/test_hooks.py", "strategy/test_resume.py", "distributed/test_pooled.py",
-    "strategy/test_mlm.py", "strategy/test_loss_by_position.py", "strategy/test_fsdp.py", "distributed/test_modules.py",
+    "strategy/test_loss_by_position.py", "strategy/test_fsdp.py", "distributed/test_modules.py",
     "strategy/test_stream_data.py", "strategy/test_predictions.py", "strategy/test_evaluation.py",
     "data/test_packing.py", "models/test_traced.py", "ext/planning/test_recorded.py", "ext/streams/test_stream.py",
 )  # fmt: skip

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.core.saving import _default_map_location, _load_state
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -36,19 +36,6 @@ from torch import nn
 from torch.utils.data import BatchSampler
 
 # -- strategies, checkpoints and the Trainer's connectors; all of it holds for lightning 2.6.6 ---------------------------
-
-#: private methods and attributes of Lightning's classes that ours override or use on `self`: there is no public hook to
-#: refuse sizes before processes start, to take DDP's process group and buckets, to set up without Lightning's own mesh, to
-#: name an epoch in the progress bar, or to time batches without waiting for the GPU
-OVERRIDDEN: dict[type, tuple[str, ...]] = {
-    DDPStrategy: ("_configure_launcher", "_get_process_group_backend", "_ddp_kwargs"),
-    ModelParallelStrategy: (
-        *("_configure_launcher", "_get_process_group_backend", "_setup_distributed", "_device_mesh"),
-        "_save_distributed_checkpoint",
-    ),
-    RichProgressBar: ("_get_train_description",),
-    ThroughputMonitor: ("_start", "_update", "_throughputs", "_t0s", "_lengths", "_samples", "_batches"),
-}
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
@@ -300,11 +287,6 @@ def batches_finished(trainer: pl.Trainer) -> int:
     return total.processed
 
 
-def batches_begun(trainer: pl.Trainer) -> int:
-    """Training batches of this epoch that were begun: `epoch_loop.batch_progress.current.ready`; 2.6.6."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-
 def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
     """Let this epoch have `count` finished batches: moves all of `epoch_loop.batch_progress.current` alike; 2.6.6.
 
@@ -439,6 +421,3 @@ def load_to_cpu_by_name(strategy: Any, check: Callable[[Any], None]) -> None:
             return load(io, path, map_location="cpu", weights_only=weights_only)
 
         io.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
-
-
-# -- the memory profiler -----------------------------------------------------------------------------------------------

@@ -179,8 +179,6 @@ class ThreadStack(threading.local):
 
 
 # -- models and training in less memory --------------------------------------------------------------------------------
-
-
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Set it, or with None let the class's own come through. Known to hold for torch 2.11 to 2.13."""
     module.__dict__.pop("_compiled_call_impl", None)
@@ -365,14 +363,7 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """Hooks and forward, uncompiled: `Module._call_impl`. Known to hold for torch 2.11 to 2.13."""
-    return module._call_impl
-
-
 # -- traced tensors ----------------------------------------------------------------------------------------------------
-
-
 def below_autograd(op: Any, *args: Any) -> Any:
     """op(*args) by its backends, for the kernel that an op has for autograd, see `torch.library.Library.impl`.
 

@@ -81,7 +81,6 @@ class ActivationRecompute(pl.Callback):
         self._watch(hook("progress of chunks")(trainer) if streams and trainer.is_global_zero else None)
 
     def _watch(self, progress: Any) -> None:
-        """Have streams report their chunks."""
         for m, _ in self._before:
             if isinstance(m, StackMemory) and self.settings.stream is not None:
                 m.stream.watch = progress

@@ -219,7 +219,6 @@ class ShardedCheckpoint(Checkpoint):
             probe.unlink()
 
     def _find_resumable(self) -> None:
-        """The checkpoint to go on from, the same on all ranks."""
         saved, problems = newest_valid(self._target, self._peers)
         if saved is None and problems:
             raise ValueError(none_valid(self._target, problems))
@@ -414,7 +413,6 @@ def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str
 
 
 def _refuse(strategy: Any) -> None:
-    """Raise for a strategy whose state is not known."""
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
         raise ValueError(
             f"ShardedCheckpoint does not know how {type(strategy).__name__} keeps its state. Take 'ring_dilated', "

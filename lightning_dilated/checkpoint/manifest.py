@@ -23,7 +23,6 @@ from lightning_dilated.checkpoint.ranks import Peers, reason
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(step-\d{8,})\.(partial|removed|replaced)")
-_BLOCK = 1 << 22
 #: what is wrong with a checkpoint that ShardedCheckpoint(keep_finite=True) wrote after a loss was NaN
 NOT_FINITE = "holds parameters that are not finite (NaN or infinity)"
 
@@ -35,16 +34,13 @@ def name_of(step: int) -> str:
 
 def unfinished(path: Path) -> Path:
     """Where the checkpoint `path` is written before it is complete."""
-    return path.with_name(f".{path.name}.partial")
+    return _aside(path, "partial")
 
 
 def checksum(path: Path) -> str:
     """blake2b of a file, 16 bytes in hexadecimals."""
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def file_entries(path: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -177,7 +173,9 @@ def find_valid(path: Path, peers: Peers) -> tuple[Path, list[str]]:
         problem = SavedFolder.read(path).damage(peers)
         if problem is None:
             return path, []
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {_alternative(path, peers)}")
+        valid = newest_valid(path.parent, peers)[0]
+        beside = f"The newest whole one beside it is {valid.path}." if valid else "There is no whole one beside it."
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {beside}")
     saved, problems = newest_valid(path, peers)
     if saved is None and not problems:
         raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({name_of(100)} and the like).")
@@ -195,12 +193,6 @@ def none_valid(folder: Path, problems: list[str]) -> str:
         f"none of the {len(problems)} checkpoints in {folder} is {kind}: {'; '.join(problems)}. {remedy} another folder to "
         "start anew."
     )
-
-
-def _alternative(path: Path, peers: Peers) -> str:
-    """What may be taken in place of a damaged checkpoint."""
-    valid = newest_valid(path.parent, peers)[0]
-    return f"The newest whole one beside it is {valid.path}." if valid else "There is no whole one beside it."
 
 
 def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, finite: bool = True) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import allow_recompiles, has_hooks, plain_call, set_compiled_call
+from lightning_dilated._compat.torch import allow_recompiles, has_hooks, set_compiled_call, uncompiled
 from lightning_dilated._extensions import hook
 from lightning_dilated.attention.context import LayerContext, LayerPlace
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
@@ -114,7 +114,7 @@ class BlockMemory(nn.Module):
         self._pieces = {}
         set_compiled_call(self, None)
         if not self._memory.in_pieces:
-            part = self._compiled("block", plain_call(self), asserts=False)
+            part = self._compiled("block", uncompiled(self), asserts=False)
             set_compiled_call(
                 self, lambda *x, **more: (part.whole if _is_whole(more.get("cache")) else part)(*x, **more)
             )

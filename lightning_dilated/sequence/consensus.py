@@ -292,7 +292,6 @@ class Consensus:
         return rows
 
     def _timed_out(self, facts: Mapping[str, Any]) -> str:
-        """The message where other ranks did not answer."""
         job = dist.get_process_group_ranks(self.group)
         others = [r for r in job if r != job[self.rank]]
         return (

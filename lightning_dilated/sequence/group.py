@@ -213,14 +213,8 @@ class SequenceGroup:
                 "replay would pass over. Leave attention over a sequence out of the graph."
             )
         begin = time.perf_counter()
-        facts = {
-            **what,
-            "layout": self.layout,
-            "stream": self.stream,
-            "exchange": self.exchange,
-            "head_size": self.head_size,
-        }
-        facts |= {"ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
+        facts = {**what, "layout": self.layout, "stream": self.stream, "exchange": self.exchange}
+        facts |= {"head_size": self.head_size, "ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
         facts["exchange_memory"] = self.exchange_memory
         if chunk is not None:  # a short last chunk may leave some ranks as many tokens as a full one
             facts["tokens of the chunk"] = chunk

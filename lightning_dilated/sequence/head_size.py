@@ -147,18 +147,14 @@ def trade_price(
     `problem` is given for single ranks.
     """
     samples = sum(d.samples for d in problem.documents)
-    every = [
-        traded(problem, size, rank, samples, head_dim, element_size) for rank in _priced(problem.shard.ranks, size)
-    ]
+    ranks = problem.shard.ranks
+    # of the first group and of the last two, of which one may be short or empty
+    priced = [rank for rank in range(ranks) if rank < size or rank >= ranks - 2 * size]
+    every = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
     most = max(x.forward + x.backward for x in every)
     numbers = samples * problem.shard.longest * head_dim
     copied = numbers * (problem.num_heads * TRADED_Q + 2 * problem.num_kv_heads * TRADED_KV) / MEMORY
     return most, most / links.near + sum(ROUNDS) * (links.round + (size - 1) * links.message) + copied
-
-
-def _priced(ranks: int, size: int) -> list[int]:
-    """Ranks whose trade is counted: those of the first and of the last two groups, of which one may be short or empty."""
-    return [x for x in range(ranks) if x < size or x >= ranks - 2 * size]
 
 
 def _uneven(problem: Problem, size: int, head_dim: int) -> float:
@@ -168,7 +164,8 @@ def _uneven(problem: Problem, size: int, head_dim: int) -> float:
     kinds = problem.num_heads, problem.num_kv_heads, problem.causal
     work = [pairs(problem.pattern, length, *kinds, heads=cut) if cut[0] < cut[1] else 0 for cut in cuts]
     groups = problem.shard.ranks // size
-    return (max(work) - sum(work) / size) / groups * _pair_seconds(problem, head_dim)
+    pair_seconds = sum(d.samples for d in problem.documents) * 14 * head_dim / FLOPS
+    return (max(work) - sum(work) / size) / groups * pair_seconds
 
 
 def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
@@ -178,11 +175,6 @@ def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
     chosen = priced_ranks(problem.shard.ranks)
     across = sum(joint_pairs(problem, rank) for rank in chosen) / len(chosen)
     return (WHOLE - 1) * across * 14 * head_dim / FLOPS
-
-
-def _pair_seconds(problem: Problem, head_dim: int) -> float:
-    """Of a (query, key) pair of every sample, forward and backward."""
-    return sum(d.samples for d in problem.documents) * 14 * head_dim / FLOPS
 
 
 def plan_in_groups(

@@ -184,12 +184,8 @@ def check_exchange_memory(gib: float | None) -> int | None:
 def check_stream(layout: str, stream: int | None) -> None:
     """Raise unless the chunked layout, and no other, has the size of a chunk."""
     if layout == "chunked":
-        integer(
-            0 if stream is None else stream,
-            "stream",
-            1,
-            " layout='chunked' cuts a sequence in chunks of so many tokens.",
-        )
+        hint = " layout='chunked' cuts a sequence in chunks of so many tokens."
+        integer(0 if stream is None else stream, "stream", 1, hint)
     elif stream is not None:
         raise ValueError(f"stream={stream} goes with layout='chunked', not with layout={layout!r}.")
 

@@ -208,7 +208,6 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
 
 
 def _held(problem: Problem, source: int, rows: dict[tuple[Document, int], list[BranchRows]]) -> HeldRows:
-    """Those of the rows that a rank holds."""
     joined: dict[tuple[int, ...], list[Holed]] = {}
     out = {}
     for key, branches in rows.items():

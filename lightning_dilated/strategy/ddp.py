@@ -90,7 +90,11 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         exchange_memory_gib: float | None = None,
         check_replicas: int | None = 100,
     ) -> None:
-        _refuse_offload(type(self).__name__, cpu_offload)
+        if cpu_offload is not False:
+            raise TypeError(
+                f"{type(self).__name__} holds all parameters on every GPU and takes no cpu_offload: use "
+                f"RingDilatedFSDPStrategy(cpu_offload={cpu_offload!r})."
+            )
         options = SequenceOptions(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, check_first_batch, links,
             global_batch, exchange_memory_gib, regions, outer, check_replicas,
@@ -147,11 +151,3 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             read_to_host(self.checkpoint_io)
             return self._of_this_region(super().load_checkpoint(checkpoint_path, *args, **kwargs))
         return self._of_this_region(read_whole(checked(Path(checkpoint_path), peers), self.sizes.regions, self.region))
-
-
-def _refuse_offload(name: str, value: Any) -> None:
-    if value is not False:
-        raise TypeError(
-            f"{name} holds all parameters on every GPU and takes no cpu_offload: use RingDilatedFSDPStrategy("
-            f"cpu_offload={value!r})."
-        )

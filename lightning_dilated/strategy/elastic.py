@@ -91,15 +91,14 @@ class GlobalBatch:
 
     def _refuse_others(self, trainer: Any) -> None:
         """Raise ValueError for what else decides how many batches a step takes."""
+        other = None
         if trainer.accumulate_grad_batches not in (1, self._set):
+            other = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): leave that at 1"
+        elif any(isinstance(x, GradientAccumulationScheduler) for x in trainer.callbacks):
+            other = "the callback GradientAccumulationScheduler: leave one of them out"
+        if other is not None:
             raise ValueError(
-                f"global_batch={self.sequences} says how many sequences a step takes, and so does "
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): leave that at 1."
-            )
-        if any(isinstance(x, GradientAccumulationScheduler) for x in trainer.callbacks):
-            raise ValueError(
-                f"global_batch={self.sequences} says how many sequences a step takes, and so does the callback "
-                "GradientAccumulationScheduler: leave one of them out."
+                f"global_batch={self.sequences} says how many sequences a step takes, and so does {other}."
             )
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError(
@@ -116,7 +115,6 @@ class GlobalBatch:
         trainer.limit_train_batches = batches // self._set * self._set
 
     def _check_enough(self, batches: int | float) -> None:
-        """Raise ValueError for an epoch of fewer batches than a step."""
         if batches < self._set:
             raise ValueError(
                 f"global_batch={self.sequences}: a step takes {self._set} batches of each rank, and an epoch has {batches}. "

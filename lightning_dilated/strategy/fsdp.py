@@ -80,7 +80,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         outer: Any = None,
         exchange_memory_gib: float | None = None,
     ) -> None:
-        _refuse_regions(type(self).__name__, regions, outer)
+        if regions != 1 or outer is not None:
+            raise ValueError(
+                f"{type(self).__name__} has no regions and outer steps: its checkpoints hold one sharded model and "
+                "optimizer, and regions train one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold "
+                "all parameters."
+            )
         options = SequenceOptions(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, check_first_batch, links,
             global_batch, exchange_memory_gib,
@@ -253,11 +258,3 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def _reduces(self, at_once: bool) -> None:
         """Whether gradients are reduced as a backward ends, or wait for further micro-batches."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(at_once)
-
-
-def _refuse_regions(name: str, regions: Any, outer: Any) -> None:
-    if regions != 1 or outer is not None:
-        raise ValueError(
-            f"{name} has no regions and outer steps: its checkpoints hold one sharded model and optimizer, and regions "
-            "train one each. Take RingDilatedStrategy(regions=..., outer=...), whose ranks hold all parameters."
-        )

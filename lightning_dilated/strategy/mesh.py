@@ -82,7 +82,6 @@ class MeshSizes:
             )
 
     def _largest(self, sizes: Sequence[int]) -> int:
-        """The largest of the sizes that divides the ranks."""
         fitting = [size for size in sizes if self.region_size % integer(size, "sequence_size", 1) == 0]
         if not fitting:
             raise ValueError(
@@ -369,7 +368,6 @@ def _send_token(store: dist.Store, world: int, timeout: timedelta) -> str:
 
 
 def _receive_token(store: dist.Store, rank: int, timeout: timedelta) -> str:
-    """The other ranks' part."""
     answer_key = uuid.uuid4().hex
     store.set(f"hello/{rank}", answer_key)
     token = _receive(store, f"answer/{answer_key}", rank, timeout).decode()

@@ -79,12 +79,13 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
         case "setup_environment", ():  # in every fit, validate, test and predict; the module has no layers yet
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
             lightning()  # processes find each other; with cpu_offload, also over gloo (`join_host`)
-            compare_settings(settings_of, module, strategy._compared_options)
+            compare_settings(settings_of, module, {"class": type(strategy), **strategy._options.compared})
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
             strategy._preemption = Preemption(trainer, strategy._options.rank_timeout, strategy._region_group)
             keep_order(trainer)
-            strategy._loaders, strategy._why_unshared = make_loaders(strategy), {}
+            strategy._loaders = Loaders(strategy.sequence.place, strategy.data_rank)
+            strategy._why_unshared = {}
 
         # Lightning calls `configure_model` here: the module builds its layers, and `compile_blocks` compiles each when it
         # is first run. Recomputation and offload of activations are set after "setup" (`ActivationRecompute.on_fit_start`):
@@ -402,12 +403,6 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 # -- loaders -----------------------------------------------------------------------------------------------------------
-def make_loaders(strategy: SequenceStrategy) -> Loaders:
-    """What gives the loaders of a run this rank's part of each sequence."""
-    group = strategy.sequence
-    return Loaders(group.place, strategy.data_rank)
-
-
 def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:
     """The loader with this rank's tokens only, after all ranks compared what they read.
 

@@ -52,7 +52,6 @@ def _callback_reason(callback: Any, world: int, sequence_size: int, shards_param
 
 
 def _region_reason(callback: Any) -> str | None:
-    """Why a callback does not go with regions that train apart."""
     if isinstance(callback, callbacks.WeightAveraging):
         return (
             "it averages the parameters of one region, and would validate and save these. Leave it out: validations and "

@@ -76,11 +76,6 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         return MeshSizes(self.num_nodes * self.num_processes, options.sequence_size, options.head_size, regions)
 
     @property
-    def _compared_options(self) -> dict[str, Any]:
-        """The options that have to be equal on all ranks."""
-        return {"class": type(self), **self._options.compared}
-
-    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh (data, ring, head) of this rank's region.
 
@@ -213,15 +208,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     def __getstate__(self) -> dict[str, Any]:
         """Lightning's, without what belongs to this process: process groups and sharded loaders."""
-        local = (
-            "_mesh",
-            "_sequence",
-            "_loaders",
-            "_replicas",
-            "_preemption",
-            "_regions",
-            "_run_groups",
-        )
+        local = ("_mesh", "_sequence", "_loaders", "_replicas", "_preemption", "_regions", "_run_groups")
         state = {**super().__getstate__(), **dict.fromkeys(local)}
         if "_ddp_kwargs" in state:
             state["_ddp_kwargs"] = {k: v for k, v in state["_ddp_kwargs"].items() if k != "process_group"}

@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from matplotlib.axes import Axes
 from matplotlib.image import imread
 from torch import nn
 
@@ -80,12 +79,6 @@ def test_shifted_layers_are_explained_as_they_are(tmp_path, capsys):
     assert "1 wall(s)" in words(capsys) and not [*(tmp_path / "none").glob("pattern_layer_*.png")]
 
 
-def test_without_a_logger(tmp_path, capsys):
-    fit(RunReport(), data=text(tmp_path), folder=tmp_path / "runs")
-    assert pictured(tmp_path / "runs" / "loss.png") and pictured(tmp_path / "runs" / "pattern.png")
-    assert "bits per byte" in words(capsys)
-
-
 def test_without_a_datamodule(tmp_path, capsys):
     loaders = {"train_dataloaders": loader(*[batch(2, 20)] * 4), "val_dataloaders": loader(batch(2, 20))}
     fit(RunReport(), data=loaders, folder=tmp_path)
@@ -98,15 +91,6 @@ def test_without_a_datamodule(tmp_path, capsys):
 def test_other_models(tmp_path, make):
     fit(RunReport(), make(), text(tmp_path), tmp_path)
     assert pictured(tmp_path / "loss.png")
-
-
-@pytest.mark.parametrize("make, label", [(lm, "bits per byte"), (Plain, None)], ids=["bits", "nats"])
-def test_axis_says_the_unit(tmp_path, monkeypatch, make, label):
-    """A module without bits per byte is drawn in what it logs, its train_loss."""
-    said = []
-    monkeypatch.setattr(Axes, "set_ylabel", lambda self, text, *args, **options: said.append(text))
-    fit(RunReport(pattern_picture=False), make(), text(tmp_path), tmp_path)
-    assert len(said) == 1 and (said[0] == "bits per byte") == (label == "bits per byte")
 
 
 def test_curve_holds_every_step(tmp_path):

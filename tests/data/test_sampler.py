@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_dilated._compat.lightning import (
-    batches_begun,
     batches_finished,
     epoch_batches_finished,
     set_batches_finished,
@@ -181,7 +180,7 @@ def test_lightnings_batch_counters():
         progress.increment_processed()
         progress.increment_completed()
     progress.increment_ready()
-    assert (batches_finished(trainer), batches_begun(trainer), epoch_batches_finished(trainer)) == (3, 4, 3)
+    assert (batches_finished(trainer), epoch_batches_finished(trainer)) == (3, 3)
     set_batches_finished(trainer, 7)
     current = progress.current
     assert (current.ready, current.started, current.processed, current.completed) == (8, 7, 7, 7)

@@ -3,8 +3,8 @@
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.sequence.exchange.transport import TrafficLog
-from lightning_dilated.sequence.planner import moved
 
 from ..ext.streams.chunks import Chunks
 from .calls import SEED, Result, positions, sequence

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
-from lightning_dilated.sequence.planner import make_problem, moved
+from lightning_dilated.ext.profiling.planned import moved
+from lightning_dilated.sequence.planner import make_problem
 
 from .forked import run_ranks
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.ext.profiling.traffic import summary
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.planner import make_problem, moved
+from lightning_dilated.sequence.planner import make_problem
 
 pytestmark = pytest.mark.full
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.head_size import traded
-from lightning_dilated.sequence.planner import make_problem, moved
+from lightning_dilated.sequence.planner import make_problem
 
 from .calls import sequence
 

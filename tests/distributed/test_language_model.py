@@ -113,20 +113,6 @@ def test_maps_of_a_recurrence_are_as_many_bytes_as_said(pool, kind, ranks):
     assert max(backward for _, backward in found) == want
 
 
-def strided(rank, group, conv):
-    with sequence(group, layout="strided") as ours, ours.active():
-        made = model({"recurrence": {"conv": conv}})
-        try:
-            made(torch.zeros(1, 4, dtype=torch.int64))
-        except ValueError as error:
-            return str(error)
-
-
-@pytest.mark.parametrize("conv, says", [(0, "no recurrent attention"), (4, "no halo")])
-def test_strided_ranks_are_refused(pool, conv, says):
-    assert all(says in found for found in pool.run(2, strided, conv))
-
-
 # -- the plan ----------------------------------------------------------------------------------------------------------
 CUT = 64  # 4 ranks of 16 tokens: only shifted segments cross
 

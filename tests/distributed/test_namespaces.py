@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dilated.ext.profiling.planned import collectives
 from lightning_dilated.sequence import Links
-from lightning_dilated.sequence.planner import collectives, make_problem, price
+from lightning_dilated.sequence.planner import make_problem, price
 
 from . import namespace_job, namespaces
 

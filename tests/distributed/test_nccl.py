@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_dilated import LongNetLM
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange import row_ops as rows
 from lightning_dilated.sequence.exchange.transport import TrafficLog
-from lightning_dilated.sequence.planner import moved
 
 pytestmark = pytest.mark.gpu
 

@@ -41,6 +41,10 @@ def tokens(kind, *lengths):
     return {**x, "lengths": torch.tensor(lengths), "label": LABELS[: len(lengths)], "index": torch.arange(len(lengths))}
 
 
+def unlabelled(*lengths):
+    return {name: x for name, x in tokens("tokens", *lengths).items() if name != "label"}
+
+
 #: (model, batch); 41 rows of the first do not divide by the ranks, of the others some ranks get no row
 CASES = {
     "slides, class token": lambda: (encoder(**SLIDES), slide_batch(40, 23, 1)),
@@ -63,6 +67,8 @@ CASES = {
     ),
     "packed text": lambda: (text(LongNetLM), packed(texts(37, 12, 3))),
     "packed masked text": lambda: (text(LongNetMLM, mask_span=3, mask_fraction=0.4), packed(texts(37, 12, 20))),
+    "masked text": lambda: (text(LongNetMLM, mask_fraction=0.4, ignore_tokens=[2]), unlabelled(37, 12, 20)),
+    "masked spans": lambda: (text(LongNetMLM, mask_span=3, mask_fraction=0.4), unlabelled(37, 37)),
     "features, mean": lambda: (classifier(feature_dim=5, num_classes=2), tokens("features", 37, 12, 3)),
     "tokens, first": lambda: (classifier(vocab_size=7, num_classes=2, pool="first"), tokens("tokens", 37, 12)),
 }

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.ext.profiling.planned import collectives, moved
 from lightning_dilated.ext.profiling.traffic import summary
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.exchange.transport import TrafficLog
-from lightning_dilated.sequence.planner import collectives, make_problem, moved, plan, price
+from lightning_dilated.sequence.planner import make_problem, plan, price
 
 from .calls import sequence
 

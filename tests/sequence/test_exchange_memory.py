@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_dilated.ext.planning.counting.footprint import exchanged
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.head_size import head_prices
@@ -12,7 +13,6 @@ from lightning_dilated.sequence.planner import (
     held,
     make_problem,
     most_held,
-    moved,
     plan,
 )
 from lightning_dilated.sequence.shard import EXCHANGE_NAMES, check_exchange_memory

@@ -2,9 +2,10 @@
 
 import pytest
 
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.planner import Links, make_problem, moved, plan, price
+from lightning_dilated.sequence.planner import Links, make_problem, plan, price
 
 from ..distributed.forked import run_ranks
 

@@ -2,12 +2,13 @@
 
 import pytest
 
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.ext.profiling.traffic import Sums, planned, reached, summary
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.transport import Flight, Planned, TrafficLog, Wait
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import make_problem, moved, price
+from lightning_dilated.sequence.planner import make_problem, price
 
 PATTERN = DilatedPattern.geometric(4, 32)
 LINKS = Links(near=3e9, far=1e9, round=1e-3, message=1e-5)

@@ -29,7 +29,7 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import bits
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.strategy.checks import compare_settings, parameters_of
+from lightning_dilated.strategy.checks import _described, compare_settings, parameters_of
 from lightning_dilated.strategy.replicas import Replicas
 
 from .runs import PATTERN, VOCAB, Data, Run, launched, make, trainer
@@ -131,6 +131,9 @@ def test_several_loaders(pools, kind):
     assert all("many: rank 0 has" in error for error in pools(2).run(2, two_loaders, kind, 1))
 
 
+SGD, ADAM = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
+
+
 class Odd:
     pass
 
@@ -154,63 +157,26 @@ class Settings:
     cache: object = field(default=None, compare=False)
 
 
+EQUAL = [
+    *("a", None, [1, 2.0], {"a": {1}}, torch.zeros(3), torch.zeros(40, dtype=torch.bfloat16), torch.zeros(0), Odd()),
+    *(torch.zeros(2, 2).to_sparse(), torch.zeros(30, dtype=torch.bool), torch.zeros(20, dtype=torch.complex64)),
+    *(Settings(), Settings(inner=Settings()), [Settings(Colour.RED)], np.float32(0.1), Switch.A | Switch.B),
+]
+DIFFER = [
+    *("a", "b", 1, True, None, [1], [1, 2], {"a": 1}),
+    *(torch.zeros(2), torch.ones(2), torch.zeros(20), torch.ones(20), *Colour, *Switch, Switch.A | Switch.B),
+    *(np.int64(1), np.int64(2), np.float32(0.5), np.float64(0.5), np.bool_(True), Settings, Settings(), Settings(2)),
+    *(Settings(Settings(2)), Settings(Settings(3)), Settings(Colour.BLUE)),
+    *(Settings(torch.zeros(20)), Settings(torch.ones(20)), Settings(inner=SGD), Settings(inner=ADAM)),
+]
+
+
 def test_words():
-    from lightning_dilated.strategy.checks import _described
-
-    equal = ["a", None, [1, 2.0], {"a": {1}}, torch.zeros(3), torch.zeros(40, dtype=torch.bfloat16), torch.zeros(0)]
-    equal += [
-        Odd(),
-        torch.zeros(2, 2).to_sparse(),
-        torch.zeros(30, dtype=torch.bool),
-        torch.zeros(20, dtype=torch.complex64),
-    ]
-    for x in equal:
-        assert _described(x) == _described(copy.deepcopy(x))
-    differ = [
-        "a",
-        "b",
-        1,
-        True,
-        None,
-        [1],
-        [1, 2],
-        {"a": 1},
-        torch.zeros(2),
-        torch.ones(2),
-        torch.zeros(20),
-        torch.ones(20),
-    ]
-    assert len({_described(x) for x in differ}) == len(differ)
-
-
-def test_words_of_dataclasses_enumerations_and_numpy():
-    from lightning_dilated.strategy.checks import _described
-
-    equal = [Settings(), Settings(inner=Settings()), [Settings(Colour.RED)], np.float32(0.1), Switch.A | Switch.B]
-    for x in equal:
+    for x in EQUAL:
         assert _described(x) == _described(copy.deepcopy(x))
     assert _described(Settings(cache=1)) == _described(Settings(cache=2))
     assert _described({"a": 1, "b": 2}) == _described({"b": 2, "a": 1})
-    differ = [
-        *Colour,
-        *Switch,
-        Switch.A | Switch.B,
-        np.int64(1),
-        np.int64(2),
-        np.float32(0.5),
-        np.float64(0.5),
-        Settings,
-    ]
-    differ += [
-        Settings(),
-        Settings(2),
-        Settings(Settings(2)),
-        Settings(Settings(3)),
-        Settings(Colour.BLUE),
-        np.bool_(True),
-    ]
-    differ += [Settings(torch.zeros(20)), Settings(torch.ones(20)), Settings(inner=SGD), Settings(inner=ADAM)]
-    assert len({_described(x) for x in differ}) == len(differ)
+    assert len({_described(x) for x in DIFFER}) == len(DIFFER)
 
 
 def other_files(rank, group, folder):
@@ -229,7 +195,6 @@ def test_other_files_on_a_rank(pools, tmp_path):
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-SGD, ADAM = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
 #: what rank 1 of two has otherwise, and the words for it: options of the Trainer, the strategy, the model
 SETTINGS = {
     "learning rate": (

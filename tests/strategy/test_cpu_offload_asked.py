@@ -3,10 +3,9 @@
 import pytest
 import yaml
 from jsonargparse import ArgumentParser
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 import lightning_dilated
-from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated import RingDilatedStrategy
 
 
 def from_yaml(name, given):
@@ -21,19 +20,6 @@ def from_yaml(name, given):
 def test_from_yaml(given, pinned):
     made = from_yaml("RingDilatedFSDPStrategy", given)
     assert (made._offload and made._offload.pin_memory) is pinned
-
-
-@pytest.mark.parametrize("given", ["cpu", 1, None])
-def test_other_values_are_refused(given):
-    with pytest.raises(TypeError, match=f"cpu_offload must be True, False or .*CPUOffloadPolicy.*got {given!r}"):
-        RingDilatedFSDPStrategy(cpu_offload=given)
-
-
-def test_whole_parameters_are_not_offloaded():
-    with pytest.raises(TypeError, match=r"takes no cpu_offload: use RingDilatedFSDPStrategy\(cpu_offload=True\)"):
-        RingDilatedStrategy(cpu_offload=True)
-    with pytest.raises(TypeError, match=r"use RingDilatedFSDPStrategy\(cpu_offload=CPUOffloadPolicy\(pin_memory=False"):
-        RingDilatedStrategy(cpu_offload=CPUOffloadPolicy(pin_memory=False))
 
 
 def test_whole_parameters_without_asking():

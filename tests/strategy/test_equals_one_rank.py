@@ -18,10 +18,6 @@ RUNS = {
     "lengths": Run(kind="lengths", batch_size=2),
     "fewer tokens than ranks": Run(seq_len=3),
     "workers": Run(workers=2, steps=2),
-    "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
-    "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
-    "fewer heads than ranks": Run(kind="documents", model={"num_heads": 2, "kv_conv": 4}, steps=2),
-    "recurrence": Run(kind="documents", model={"recurrence": {"gate_init": 0.5}, "num_kv_heads": 2}, steps=2),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -67,39 +63,16 @@ def check(found, want, tol, logged=None):
             )
 
 
-CASES = [("plain", way) for way in WAYS] + [
-    (run, way)
-    for run in RUNS
-    for way in PLAIN
-    if run
-    not in (
-        "plain",
-        "workers",
-        "compiled",
-        "shifted documents",
-        "fewer heads than ranks",
-        "recurrence",
-    )
-]
-CASES += [
-    ("workers", "2"),
-    ("compiled", "2"),
-    ("shifted documents", "2"),
-    ("fewer heads than ranks", "4, head 4"),
-    ("recurrence", "4, head 2"),
-    ("recurrence", "2, zigzag"),
-]
-CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
-#: in CI four ranks of one sequence take what only they can show, and two what neither four nor two pairs of ranks take
-CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
-SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and c[0] not in CI)]
-SLOW += [
-    c for c in CASES if c[1] == "2" and {(c[0], "4"), (c[0], "4, data 2")} & {*CASES} - {*SLOW} and c[0] != "plain"
-]
-# each layout and exchange: test_every_exchange_and_layout; data ranks beside short pieces: other runs
-SLOW += [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
-SLOW += [(run, "4, data 2") for run in ("ragged", "fewer tokens than ranks")]
-CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
+#: four ranks of one sequence take what only they can show, and two pairs of ranks the rest
+CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
+CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
+CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks")]
+#: each layout and exchange is in test_every_exchange_and_layout, too
+SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
+SLOW += [("workers", "2"), ("compiled", "2")]
+SLOW += [(run, way) for run in RUNS for way in PLAIN if run not in ("workers", "compiled") and (run, way) not in CASES]
+SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize("run, way", CASES)
@@ -124,7 +97,6 @@ FSDP += [
     pytest.param("masked labels", "4", marks=pytest.mark.slow),
     ("masked labels", "2"),
     ("documents", "2"),
-    ("recurrence", "2"),
     ("fewer tokens than ranks", "4"),
 ]
 

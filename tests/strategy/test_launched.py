@@ -72,30 +72,35 @@ def test_batches_of_a_step():
     assert made.accumulate_grad_batches == 2
 
 
-@pytest.mark.parametrize(
-    "sequences, batch_size, options, words",
-    [
-        (
-            6,
-            4,
-            {},
-            r"6 sequences a step .* 1 sequence\(s\) at a time in batches of 4: make batch_size one of \[1, 2, 3, 6\]",
-        ),
-        (6, 2, {"accumulate_grad_batches": 2}, r"so does Trainer\(accumulate_grad_batches=2\)"),
-    ],
-)
-def test_steps_that_cannot_be(sequences, batch_size, options, words):
-    with pytest.raises(ValueError, match=words):
-        fit(RingDilatedStrategy(global_batch=sequences), batch_size, **options)
-
-
-def test_a_loader_without_batches_of_its_own():
-    with pytest.raises(ValueError, match="needs a DataLoader with a batch size"):
-        fit(RingDilatedStrategy(global_batch=2), loader=DataLoader(Numbers(), batch_size=None))
-
-
 def samples(count):
     return [{"tokens": torch.arange(16), "labels": torch.arange(16)} for _ in range(count)]
+
+
+class Manual(LongNetLM):
+    automatic_optimization = False
+
+
+TWO = [DataLoader(samples(4)), DataLoader(samples(4), batch_size=2)]
+#: (global_batch, options of `fit`, words)
+REFUSED = [
+    (6, {"batch_size": 4}, r"1 sequence\(s\) at a time in batches of 4: make batch_size one of \[1, 2, 3, 6\]"),
+    (6, {"batch_size": 2, "accumulate_grad_batches": 2}, r"so does Trainer\(accumulate_grad_batches=2\)"),
+    (2, {"loader": DataLoader(Numbers(), batch_size=None)}, "needs a DataLoader with a batch size"),
+    (4, {"loader": TWO}, "of one training loader, and there are 2"),
+    (4, {"loader": dict(zip("ab", TWO, strict=True))}, "of one training loader, and there are 2"),
+    (
+        1,
+        {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]},
+        "so does the callback GradientAccumulationScheduler",
+    ),
+    (1, {"kind": Manual}, "no effect on Manual, which steps its optimizers by itself"),
+]
+
+
+@pytest.mark.parametrize("sequences, options, words", REFUSED)
+def test_steps_that_cannot_be(sequences, options, words):
+    with pytest.raises(ValueError, match=words):
+        fit(RingDilatedStrategy(global_batch=sequences), **options)
 
 
 def test_an_epoch_ends_with_a_whole_step():
@@ -139,28 +144,6 @@ def test_less_than_a_step(tmp_path):
     with pytest.raises(ValueError, match="takes 4 batches of each rank, and an epoch has 3"):
         fit(RingDilatedStrategy(global_batch=4), loader=data)
     fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(3)), fast_dev_run=True)
-
-
-@pytest.mark.parametrize("loaders", [list, dict])
-def test_several_training_loaders(loaders):
-    both = [DataLoader(samples(4)), DataLoader(samples(4), batch_size=2)]
-    both = both if loaders is list else dict(zip("ab", both, strict=True))
-    with pytest.raises(ValueError, match="of one training loader, and there are 2"):
-        fit(RingDilatedStrategy(global_batch=4), loader=both)
-
-
-def test_another_word_on_the_batches_of_a_step():
-    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 2})
-    with pytest.raises(ValueError, match="so does the callback GradientAccumulationScheduler"):
-        fit(RingDilatedStrategy(global_batch=1), callbacks=[scheduler])
-
-
-def test_a_module_that_steps_by_itself():
-    class Manual(LongNetLM):
-        automatic_optimization = False
-
-    with pytest.raises(ValueError, match="no effect on Manual, which steps its optimizers by itself"):
-        fit(RingDilatedStrategy(global_batch=1), kind=Manual)
 
 
 def test_a_checkpoint_within_a_step(tmp_path):

@@ -2,31 +2,12 @@
 
 import pytest
 
-from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.links import VARIABLE
 
 from .runs import Run, launched, make, trainer
 
 pytestmark = pytest.mark.full
-
-BOTH = pytest.mark.parametrize("strategy", [RingDilatedStrategy, RingDilatedFSDPStrategy])
-
-
-@BOTH
-def test_a_missing_file(strategy, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.json: No such file .*bench links --output"):
-        trainer(strategy(links=str(tmp_path / "none.json")), 2)
-
-
-@BOTH
-def test_a_wrong_file(strategy, tmp_path):
-    path = tmp_path / "links.json"
-    path.write_text('{"near": 1}')
-    with pytest.raises(ValueError, match=r"links\.json: missing: far, round, message"):
-        strategy(links=str(path))
-    with pytest.raises(TypeError, match="links must be the path of a file"):
-        strategy(links=Links())
 
 
 def test_the_machine_s_missing_file(monkeypatch, tmp_path):

@@ -22,9 +22,7 @@ WAYS = {
 STREAM = {**EVERYTHING, "stream": 16}
 #: ranks that compute every chunk together
 SHARED = {"layout": "chunked"}
-CONVOLVED = {"num_kv_heads": 2, "kv_conv": 4}
 COMPILED = {"depth": 1, "kv_conv": 3, "compile_blocks": True}
-SHIFTED = {"num_kv_heads": 2, "kv_conv": 3, "shift_layers": "odd"}
 STREAMS = {
     "one rank": (1, RUN.but(memory=STREAM)),
     "ddp": (2, RUN.but(memory=STREAM, strategy={"sequence_size": 1})),
@@ -33,8 +31,6 @@ STREAMS = {
     "shared, documents": (3, RUN.but(memory={"stream": 7}, kind="documents", batch_size=1, strategy=SHARED)),
     "shared, lengths": (2, RUN.but(memory={"stream": 11, "policy": "attention-kept"}, kind="lengths", strategy=SHARED)),
     "shared, data 2": (4, RUN.but(memory=STREAM, steps=2, strategy={**SHARED, "sequence_size": 2})),
-    "shared, empty pieces": (4, RUN.but(memory={"stream": 2}, seq_len=13, model=CONVOLVED, strategy=SHARED)),
-    "shared, shifted": (2, RUN.but(memory={"stream": 9}, model=SHIFTED, workers=2, strategy=SHARED)),
     "shared, one chunk": (2, RUN.but(memory={"stream": 40}, strategy=SHARED)),
     "shared, first batch": (2, RUN.but(memory={"stream": 15}, strategy={**SHARED, "check_first_batch": True})),
     "shared, compiled": (2, RUN.but(memory={"stream": 16}, model=COMPILED, steps=1, strategy=SHARED)),

@@ -1,12 +1,14 @@
-"""Sizes of the mesh: all that fit, and errors in Trainer(...) before anything starts."""
+"""Sizes of the mesh, and wrong options of the strategies: errors in Trainer(...) before anything starts."""
 
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from lightning_dilated import RingDilatedStrategy
+from lightning_dilated import OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.sequence import Links
 from lightning_dilated.strategy import parallelize
 from lightning_dilated.strategy.mesh import MeshSizes, RunGroups
 
@@ -31,30 +33,70 @@ def test_shape(world, sequence, head, want):
     assert MeshSizes(world, sequence, head).shape == want
 
 
+OUTER = {"outer": OuterSteps()}
+#: options of RingDilatedStrategy, and what is said of them, by the constructor or in Trainer(...)
+WRONG = [
+    ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
+    ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
+    ({"sequence_size": 2, "head_size": 4}, "head_size=4 must divide sequence_size=2"),
+    ({"head_size": "all"}, 'head_size must be "auto" or a number of ranks'),
+    ({"sequence_size": "all"}, 'sequence_size must be "auto", a number of ranks or a list'),
+    ({"sequence_size": [8, 3]}, r"none of sequence_size=\[8, 3\] divides the 4 ranks .*\[1, 2, 4\]. Add 1"),
+    ({"sequence_size": []}, r"none of sequence_size=\[\]"),
+    ({"sequence_size": [2, 0]}, "sequence_size must be at least 1"),
+    ({"sequence_size": [4, 2], "head_size": 3}, "head_size=3 must divide sequence_size=4"),
+    ({"global_batch": 0}, "global_batch must be at least 1"),
+    ({"sequence_size": 0}, "sequence_size"),
+    ({"exchange": "rings"}, "exchange must be one of auto, gather"),
+    ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
+    ({"timeout": 0}, r"timeout must be a number in \(0, inf\), got 0. It is in seconds"),
+    ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
+    ({"regions": 2}, "nothing would bring them together: set outer=OuterSteps"),
+    ({"regions": "auto"}, "regions='auto' train apart"),
+    ({"regions": "two", **OUTER}, "each node is one"),
+    ({"regions": 0, **OUTER}, "regions must be at least 1"),
+    ({"regions": 2, "outer": {"every": 3}}, "outer must be lightning_dilated.Outer"),
+    ({"regions": 3, **OUTER}, r"regions=3 must divide the 4 ranks .* allowed: \[1, 2, 4\]"),
+    (
+        {"regions": 2, "sequence_size": 4, **OUTER},
+        r"must divide the 2 ranks of each of 2 regions .* allowed: \[1, 2\]",
+    ),
+    (
+        {"regions": 2, "sequence_size": [3, 4], **OUTER},
+        r"none of sequence_size=\[3, 4\] divides the 2 ranks of each",
+    ),
+    ({"links": "none.json"}, r"none\.json: No such file .*bench links --output"),
+    ({"links": Links()}, "links must be the path of a file"),
+    ({"cpu_offload": True}, r"takes no cpu_offload: use RingDilatedFSDPStrategy\(cpu_offload=True\)"),
+    (
+        {"cpu_offload": CPUOffloadPolicy(pin_memory=False)},
+        r"use RingDilatedFSDPStrategy\(cpu_offload=CPUOffloadPolicy\(pin_memory=False",
+    ),
+]
+#: of RingDilatedFSDPStrategy
+WRONG_SHARDED = [
+    ({"regions": 2}, "checkpoints hold one sharded model and optimizer"),
+    (OUTER, "Take RingDilatedStrategy"),
+    ({"links": "none.json"}, r"none\.json: No such file .*bench links --output"),
+    ({"links": Links()}, "links must be the path of a file"),
+    *(
+        ({"cpu_offload": x}, f"cpu_offload must be True, False or .*CPUOffloadPolicy.*got {x!r}")
+        for x in ("cpu", 1, None)
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    "options, words",
+    "strategy, options, words",
     [
-        ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
-        ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
-        ({"sequence_size": 2, "head_size": 4}, "head_size=4 must divide sequence_size=2"),
-        ({"head_size": "all"}, 'head_size must be "auto" or a number of ranks'),
-        ({"sequence_size": "all"}, 'sequence_size must be "auto", a number of ranks or a list'),
-        ({"sequence_size": [8, 3]}, r"none of sequence_size=\[8, 3\] divides the 4 ranks .*\[1, 2, 4\]. Add 1"),
-        ({"sequence_size": []}, r"none of sequence_size=\[\]"),
-        ({"sequence_size": [2, 0]}, "sequence_size must be at least 1"),
-        ({"sequence_size": [4, 2], "head_size": 3}, "head_size=3 must divide sequence_size=4"),
-        ({"global_batch": 0}, "global_batch must be at least 1"),
-        ({"sequence_size": 0}, "sequence_size"),
-        ({"exchange": "rings"}, "exchange must be one of auto, gather"),
-        ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
-        ({"timeout": 0}, "timeout must be a number in \\(0, inf\\), got 0. It is in seconds"),
-        ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
+        *((RingDilatedStrategy, *x) for x in WRONG),
+        *((RingDilatedFSDPStrategy, *x) for x in WRONG_SHARDED),
     ],
 )
-def test_wrong_sizes(options, words):
-    with pytest.raises(ValueError, match=words):
-        trainer(RingDilatedStrategy(**options), 4)
+def test_wrong_options(strategy, options, words):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=words):
+        trainer(strategy(**options), 4)
 
 
 @pytest.mark.parametrize("name", ["ring_dilated", "ring_dilated_notebook"])

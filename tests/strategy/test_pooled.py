@@ -79,43 +79,29 @@ def fitted(rank, group, settings, options, fsdp=False):
 
 adam = functools.partial(torch.optim.AdamW, lr=0.01)
 WAYS = {
-    "2": (2, {}, {}),
     "4, data 2": (4, {"sequence_size": 2}, {}),
-    "4, strided, mean": (4, {"layout": "strided"}, {"pool": "mean"}),
     "2, checked": (2, {"check_first_batch": True}, {"layer_decay": 0.5}),
-    "2, frozen": (2, {}, {"freeze_encoder": True}),
-    "2, drop path": (2, {}, {"drop_path": 0.7, "pool": "mean"}),
 }
 
 
-def compare(found, want, tol):
+def compare(found, want):
     for losses, metrics, parameters in found:
         assert losses == pytest.approx(want[0], rel=1e-6)
         assert metrics == pytest.approx(want[1], rel=1e-6, nan_ok=True)
         for name, p in want[2].items():
-            torch.testing.assert_close(parameters[name], p, rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(parameters[name], p, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-#: also with sharded parameters, below
-SLOW = ("2", "2, frozen")
-
-
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_many_ranks_are_one(pools, way):
     ranks, settings, options = WAYS[way]
     want = pools(1).run(1, fitted, {}, options)[0]
     names = {"val_loss", "val_auroc", "val_balanced_accuracy", "val_quadratic_kappa"}
     assert set(want[1]) == names and len(set(want[0])) > 1
-    compare(pools(ranks).run(ranks, fitted, settings, options), want, 1e-9)
+    compare(pools(ranks).run(ranks, fitted, settings, options), want)
 
 
-def test_lora(pools):
-    pytest.importorskip("peft")
-    want = pools(1).run(1, fitted, {}, {"lora_rank": 2})[0]
-    compare(pools(2).run(2, fitted, {}, {"lora_rank": 2}), want, 1e-9)
-
-
-@pytest.mark.parametrize("options", [{}, {"freeze_encoder": True}], ids=["all", "frozen"])
-def test_sharded_parameters(pools, options):
+def test_sharded_parameters(pools):
+    options = {"freeze_encoder": True}
     want = pools(1).run(1, fitted, {}, options)[0]
-    compare(pools(2).run(2, fitted, {}, options, True), (want[0], {}, want[2]), 1e-9)
+    compare(pools(2).run(2, fitted, {}, options, True), (want[0], {}, want[2]))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lightning_dilated as ld
-from lightning_dilated import LongNetLM, OuterSteps, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated import LongNetLM, OuterSteps, RingDilatedStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.ext.regions.optimizer import OuterOptimizer, split
 from lightning_dilated.strategy.mesh import MeshSizes
@@ -55,44 +55,6 @@ def test_a_state_that_lacks_a_setting_of_later_versions():
     assert "sent" in state["tensors"]
     assert OuterOptimizer(named.items(), OuterSteps(every=3, delay=2)).load(state) is None
     assert "dropped" in OuterOptimizer(named.items(), OuterSteps(every=3, delay=2, warmup=9)).load(state)
-
-
-@pytest.mark.parametrize(
-    "make_strategy, error, words",
-    [
-        (
-            lambda: RingDilatedStrategy(regions=2),
-            ValueError,
-            r"nothing would bring them together: set outer=OuterSteps",
-        ),
-        (lambda: RingDilatedStrategy(regions="auto"), ValueError, r"regions='auto' train apart"),
-        (lambda: RingDilatedStrategy(regions="two", outer=OuterSteps()), ValueError, "each node is one"),
-        (lambda: RingDilatedStrategy(regions=0, outer=OuterSteps()), ValueError, "regions must be at least 1"),
-        (
-            lambda: RingDilatedStrategy(regions=2, outer={"every": 3}),
-            TypeError,
-            "outer must be lightning_dilated.Outer",
-        ),
-        (lambda: RingDilatedFSDPStrategy(regions=2), ValueError, "checkpoints hold one sharded model and optimizer"),
-        (lambda: RingDilatedFSDPStrategy(outer=OuterSteps()), ValueError, "Take RingDilatedStrategy"),
-    ],
-)
-def test_strategies_that_cannot_be(make_strategy, error, words):
-    with pytest.raises(error, match=words):
-        make_strategy()
-
-
-@pytest.mark.parametrize(
-    "options, devices, words",
-    [
-        ({"regions": 3}, 4, r"regions=3 must divide the 4 ranks .* allowed: \[1, 2, 4\]"),
-        ({"regions": 2, "sequence_size": 4}, 4, r"must divide the 2 ranks of each of 2 regions .* allowed: \[1, 2\]"),
-        ({"regions": 2, "sequence_size": [3, 4]}, 4, r"none of sequence_size=\[3, 4\] divides the 2 ranks of each"),
-    ],
-)
-def test_sizes_that_cannot_be(options, devices, words):
-    with pytest.raises(ValueError, match=words):
-        trainer(RingDilatedStrategy(outer=OuterSteps(), **options), devices)
 
 
 def test_half_precision_with_a_scaler():

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedStrategy, loss_share
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
-from lightning_dilated.ext.slides.files import SlideReader
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
@@ -82,29 +81,14 @@ class Mean(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def fit(rank, group, folder, batch_size, options, workers=0):
-    """(batches, reads as (rows, bytes), weights) of a fit of four steps."""
-    reads, read = [], SlideReader.read
-
-    def counted(self, path, rows):
-        before = bytes_read()
-        out = read(self, path, rows)
-        reads.append((len(rows), bytes_read() - before))
-        return out
-
+def fit(rank, group, folder, batch_size, options):
+    """(batches, weights) of a fit of four steps."""
     pl.seed_everything(1, verbose=False)
-    data = SlideDataModule(folder, f"{folder}/labels.csv", batch_size=batch_size, num_workers=workers, **options)
+    data = SlideDataModule(folder, f"{folder}/labels.csv", batch_size=batch_size, **options)
     data.check()
-    SlideReader.read = counted
-    try:
-        model, built = (
-            Mean(data.feature_dim),
-            trainer(RingDilatedStrategy(), launched(rank), max_steps=4, limit_val_batches=0),
-        )
-        built.fit(model, data)
-    finally:
-        SlideReader.read = read
-    return model.seen, reads, model.layer.weight.detach().clone()
+    model = Mean(data.feature_dim)
+    trainer(RingDilatedStrategy(), launched(rank), max_steps=4, limit_val_batches=0).fit(model, data)
+    return model.seen, model.layer.weight.detach().clone()
 
 
 @pytest.fixture(scope="module")
@@ -126,39 +110,17 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_the_parts_make_up_the_batch(pools, folder, name):
     batch_size, options = RUNS[name]
-    ((whole, _, want),) = pools(1).run(1, fit, folder, batch_size, options)
+    ((whole, want),) = pools(1).run(1, fit, folder, batch_size, options)
     found = pools(2).run(2, fit, folder, batch_size, options)
     for step, batch in enumerate(whole):
-        parts = [seen[step] for seen, _, _ in found]
+        parts = [seen[step] for seen, _ in found]
         for entry in ("features", "coords"):
             assert torch.equal(torch.cat([part[entry] for part in parts], 1), batch[entry])
         for entry in ("lengths", "label", "index"):
             assert all(torch.equal(part[entry], batch[entry]) for part in parts)
         assert all(part["slide_id"] == batch["slide_id"] and len(batch["slide_id"]) == batch_size for part in parts)
-    for _, _, weights in found:
+    for _, weights in found:
         torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_workers_hand_over_the_same_parts(pools, folder):
-    here, there = (pools(2).run(2, fit, folder, 3, {}, workers) for workers in (0, 1))
-    for (one, _, _), (other, _, _) in zip(here, there, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert a.pop("slide_id") == b.pop("slide_id")
-            assert all(torch.equal(a[entry], b[entry]) for entry in a)
-
-
-@needs_proc
-def test_bytes_of_a_run(pools, tmp_path):
-    """Under the Trainer, one slide a batch: each of two ranks reads half of the file."""
-    tile = large(tmp_path, 4001, 512, False)
-    (tmp_path / "labels.csv").write_text("slide_id,label\nlarge,1.5\n")
-    options = {"val_fraction": 0, "test_fraction": 0, "labels": "numbers"}
-    found = pools(2).run(2, fit, str(tmp_path), 1, options)
-    for rank, (_, reads, _) in enumerate(found):
-        assert reads
-        for rows, size in reads:
-            assert rows == 2001 - (rank == 0) and rows * tile <= size <= rows * tile + HEAD
 
 
 class Batched(torch.utils.data.Dataset):

@@ -9,9 +9,10 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from lightning_dilated.ext.profiling.planned import collectives
 from lightning_dilated.sequence.exchange.transport import Flight, Mark, Planned, TrafficLog, Wait, seconds
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import DEFAULTS, collectives
+from lightning_dilated.sequence.planner import DEFAULTS
 
 #: what the plan of an exchange counts; the trading of tokens for heads in head-parallel groups is not part of it
 EXCHANGED = ("rows", "outputs", "gradients")
@@ -31,7 +32,7 @@ class Sums:
             (elsewhere).
         exposed: seconds in which computation waited (on a GPU the compute stream, elsewhere the host).
         hidden: seconds of `in_flight` in which nothing waited.
-        planned_sent, planned_received: bytes by `planner.moved`, of what is in `EXCHANGED`.
+        planned_sent, planned_received: bytes by `planned.moved`, of what is in `EXCHANGED`.
         planned: seconds by the plan's links, nothing hidden, as `planner.price` estimates them (which takes a rank to
             receive as many gradients as rows; over all ranks together this holds).
     """

@@ -52,7 +52,6 @@ def _unfit_branch(problem: Problem, number: int) -> str | None:
 
 
 def _not_nested(problem: Problem) -> str | None:
-    """Whether some head's wide branches do not nest."""
     for head in range(*problem.heads):
         chain = wide_branches(problem, head)
         for (_, rate, offset, i), (_, wider_rate, wider_offset, j) in itertools.pairwise(chain):

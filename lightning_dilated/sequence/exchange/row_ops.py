@@ -137,20 +137,12 @@ class ManyRanges:
 
     def __init__(self, ranges: Sequence[CarriedRange]) -> None:
         of: dict[tuple[Document, int], int] = {}
-        table = np.array(
-            [
-                (
-                    of.setdefault((x.document, x.head), len(of)),
-                    x.rows.start,
-                    x.rows.step,
-                    len(x.rows),
-                    x.document.samples,
-                )
-                for x in ranges
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 5)
-        group, start, step, count, samples = table.T
+        groups = [of.setdefault((x.document, x.head), len(of)) for x in ranges]
+        table = [
+            (group, x.rows.start, x.rows.step, len(x.rows), x.document.samples)
+            for group, x in zip(groups, ranges, strict=True)
+        ]
+        group, start, step, count, samples = np.array(table, dtype=np.int64).reshape(-1, 5).T
         first = (samples * count).cumsum() - samples * count
         within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
         positions, of_row = np.repeat(start, count) + within * np.repeat(step, count), np.repeat(group, count)

@@ -339,7 +339,6 @@ class BackwardRun(Run):
                 self._collect()
 
     def _return(self, number: int, grads: Tensor, buffer: Tensor) -> None:
-        """Send the gradients of a round's rows back."""
         gradients = self.compiled.rounds[number].gradients
         posted = self.wire.post(grads[gradients.leaving], gradients.sends, gradients.receives, buffer, "gradients")
         self._returning.append((number, posted))

@@ -47,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Planned:
-    """A call's exchange as planned: the arguments of `planner.moved`."""
+    """A call as planned: all but `run` are arguments of `planner.held`."""
 
     run: str
     problem: Problem

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from lightning_dilated.ext.planning.machine import Line
 from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.ranks import attention_seconds, layer_on_ranks, step_on_ranks, work_of
+from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.planner import Links, make_problem, members_of, moved
+from lightning_dilated.sequence.planner import Links, make_problem, members_of
 
 from ...examples import examples
 from .machines import MS, machine
@@ -95,7 +96,7 @@ def test_sharded_parameters_are_not_averaged():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bytes_are_the_plans(exchange, causal):
-    """The mean over ranks of what `planner.moved` says, for each layer and pass."""
+    """The mean over ranks of what `planned.moved` says, for each layer and pass."""
     ranks, per_node, model = 4, 2, machine(causal=causal)
     pattern = geometric(ranks)
     problem = make_problem(pattern, 64 * ranks, 2, 2, ranks=ranks, causal=causal)

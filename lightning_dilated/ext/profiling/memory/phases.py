@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import in_backward, plain_call, set_compiled_call
+from lightning_dilated._compat.torch import in_backward, set_compiled_call, uncompiled
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -188,7 +188,7 @@ class _Call:
         self.watch, self.index, self.block, self.before = watch, index, block, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = plain_call(self.block) if self.before is None else self.before
+        run = uncompiled(self.block) if self.before is None else self.before
         if torch.compiler.is_compiling() or not self.watch.on:
             return run(*args, **kwargs)
         return self._followed(run, args, kwargs)
