@@ -132,7 +132,6 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
 
 
 def _missing(short: Shortage) -> str:
-    """How much there was, and how much was missing."""
     parts = []
     if short.room is not None:
         of = "" if short.total is None else f" of {in_words(short.total)}"
@@ -386,7 +385,6 @@ class MemoryProfiler(pl.Callback):
             self._log(trainer, step, torch.stack(asked.wait()))
 
     def _log(self, trainer: pl.Trainer, step: int, vectors: torch.Tensor) -> None:
-        """Log (R, n) numbers of a step."""
         self.latest, top = metrics(vectors, self._blocks), top_of(vectors, self._blocks, step)
         self._highest = top.rank
         if self.top is None or top.allocated > self.top.allocated:
