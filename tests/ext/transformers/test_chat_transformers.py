@@ -186,18 +186,6 @@ def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder, kind):
         assert kind != "chat" or len([x for x in cache.iterdir() if x.is_dir()]) == 1
 
 
-def test_one_by_one_has_the_same_validation(tmp_path, folder):
-    """The mean over all learned tokens, however they are packed."""
-    losses = []
-    for pack in (1, 200, 5000):
-        data = make(tmp_path, folder, chats(9), pack_tokens=pack, val_fraction=0.5)
-        torch.manual_seed(2)
-        built, model = trainer("auto", 1, precision="64-true"), HFCausalLM(config("llama", vocab_size=V))
-        losses.append(built.validate(model, data, verbose=False)[0]["val_loss"])
-    for loss in losses[1:]:
-        assert loss == pytest.approx(losses[0], rel=1e-6)
-
-
 # -- misuse --------------------------------------------------------------------------------------------------------------
 def test_misuse(tmp_path, folder):
     rows = [chat("the cat", "sat on", "a mat", "dry")]
