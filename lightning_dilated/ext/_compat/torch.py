@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten as flatten
+from torch.utils._pytree import tree_leaves as leaves
+from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_unflatten as unflatten
 
-__all__ = ["TorchDispatchMode"]
+__all__ = ["TorchDispatchMode", "flatten", "leaves", "unflatten"]
 
 #: operators that begin and end a range of `record_function`
 RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
@@ -227,21 +230,6 @@ def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None
     `leaf`: a type whose objects are leaves, though they are containers.
     """
     return tree_map(function, tree, is_leaf=None if leaf is None else lambda x: isinstance(x, leaf))
-
-
-def leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree of containers: `torch.utils._pytree.tree_leaves`; 2.11 to 2.13."""
-    return tree_leaves(tree)
-
-
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """(leaves, what `unflatten` takes to put them together): `torch.utils._pytree.tree_flatten`; 2.11 to 2.13."""
-    return tree_flatten(tree)
-
-
-def unflatten(flat: list[Any], spec: Any) -> Any:
-    """The tree that `flatten` took apart, with these leaves: `torch.utils._pytree.tree_unflatten`; 2.11 to 2.13."""
-    return tree_unflatten(flat, spec)
 
 
 def namespace_of(target: object) -> str | None:

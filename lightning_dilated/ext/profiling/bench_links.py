@@ -226,7 +226,6 @@ def estimate_links(samples: list[Sample], source: str) -> Links:
 
 
 def table(samples: list[Sample], links: Links) -> list[str]:
-    """The samples in Markdown, next to the planner's estimates."""
     lines = [
         "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -264,7 +263,6 @@ def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tup
 
 
 def write(args: argparse.Namespace, links: Links, text: str, prints: bool = True) -> None:
-    """Write the file; print and record if `prints`."""
     links.save(args.output)
     if not prints:
         return

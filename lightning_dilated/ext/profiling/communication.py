@@ -180,7 +180,6 @@ class CommunicationProfiler(pl.Callback):
             self._log(trainer, step, torch.stack(asked.wait()))
 
     def _log(self, trainer: pl.Trainer, step: int, numbers: torch.Tensor) -> None:
-        """Log (ranks, numbers) of a batch."""
         forward, backward, *planned, in_flight, exposed, _, agreeing = numbers.amax(0).tolist()
         in_flight_sum, hidden = (numbers[:, i].sum().item() for i in (4, 6))
         values = {
@@ -195,7 +194,6 @@ class CommunicationProfiler(pl.Callback):
 
     # -- the table ---------------------------------------------------------------------------------------------------
     def _show(self, ranks: list[_Measured]) -> None:
-        """Print and write the table."""
         title, notes = "attention's exchange in a training batch, most of any rank", _notes(ranks, self.unlike)
         cells = [_cells(x) for x in self.rows] if _sent_any(ranks) else []
         if self.table:
@@ -223,7 +221,6 @@ class _Measured:
     unlike: tuple[str, ...] = ()  # the first few
 
     def add(self, rows: list[Sums], clock: TrafficLog) -> None:
-        """Add a batch."""
         unlike = [
             f"{x.run} {x.what}: sent {x.sent} and received {x.received} bytes, planned {x.planned_sent} and "
             f"{x.planned_received}"
@@ -272,7 +269,6 @@ def _sent_any(ranks: list[_Measured]) -> bool:
 
 
 def _notes(ranks: list[_Measured], unlike: list[str]) -> list[str]:
-    """What the table was measured on."""
     steps, exchanges = ranks[0].steps, ranks[0].exchanges
     if not steps:
         return ["No training batch was measured: the fit ended before warmup and every_n_steps let one be."]
@@ -292,7 +288,6 @@ def _notes(ranks: list[_Measured], unlike: list[str]) -> list[str]:
 
 
 def _cells(x: Sums) -> tuple[str, ...]:
-    """A row of the table."""
     megabytes, ms = lambda n: f"{n / 1e6:.3f}", lambda s: f"{s * 1e3:.3f}"
     counted = x.what in EXCHANGED or x.what == "all"
     hidden = f"{100 * x.hidden / x.in_flight:.1f}" if x.in_flight else "-"

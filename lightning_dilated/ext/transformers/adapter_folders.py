@@ -169,7 +169,6 @@ def load(adapted: Any, folder: str | Path) -> None:
 
 
 def save(adapted: Any, folder: str | Path, config: Any) -> None:
-    """Write a folder of adapters, and the decoder's config."""
     adapted.save_pretrained(folder)
     (Path(folder) / _CONFIG).write_text(json.dumps(config.to_dict(), indent=2, default=str))
 

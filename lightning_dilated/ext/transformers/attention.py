@@ -82,7 +82,6 @@ def attend(
 def _pattern_of(
     module: nn.Module, query: Tensor, key: Tensor, mask: VisibleKeys, sliding_window: int | None
 ) -> DilatedPattern:
-    """What a layer of self-attention attends by."""
     pattern = own_pattern(module)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -104,7 +103,6 @@ def _documents(
 
 
 def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[str, Any]) -> None:
-    """Raise for what is not computed."""
     for name, (what, remedy) in REFUSED.items():
         if options.get(name) is not None:
             raise ValueError(f"ring_dilated does not compute {what}, and {type(module).__name__} has {name}. {remedy}")
@@ -143,7 +141,6 @@ def _check_model(module: nn.Module, documents: Tensor | None) -> None:
 
 
 def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> DilatedPattern:
-    """The layer's own attention: dense, or a window."""
     refuse_chunks(getattr(module, "config", None), getattr(module, "layer_idx", None))
     if layer is not None and layer != masked:
         raise ValueError(

@@ -60,7 +60,6 @@ class DecoderLayers(StackMemory):
 
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # not a child
-        """The decoder's layers."""
         return self._layers[0]
 
     @property
@@ -85,7 +84,6 @@ class DecoderLayers(StackMemory):
         self._compile()
 
     def _compile(self) -> None:
-        """Compile anew, for the settings."""
         if not self.compiled:
             return
         kinds = len({layer_pattern(self._config, i) for i in range(len(self.blocks))})
@@ -118,7 +116,6 @@ class DecoderLayers(StackMemory):
 
     # -- what planning asks --------------------------------------------------------------------------------------------
     def attentions(self) -> list[BlockAttention]:
-        """Of each layer."""
         c = self._config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -140,7 +137,6 @@ class DecoderLayers(StackMemory):
         return {p for name, p in named if set(name.split(".")) & set(PROJECTIONS) and "lora_B" not in name}
 
     def sizes(self) -> BlockSizes:
-        """Of a layer."""
         layer = self.blocks[0]
         numbers = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
         projections = [m for n, m in layer.named_modules() if n.rpartition(".")[2] in PROJECTIONS]

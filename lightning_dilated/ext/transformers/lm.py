@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated._compat.torch import is_fake
 from lightning_dilated._device import send
-from lightning_dilated._validation import flag, integer, real, text_of
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.decoding.sampling import Sampling, stop_tokens
 from lightning_dilated.ext.transformers import adapter_folders
@@ -38,11 +37,11 @@ from lightning_dilated.ext.transformers.batches import (
 from lightning_dilated.ext.transformers.kinds import other_code, refuse_other_code, refuse_states, refuse_without_heads
 from lightning_dilated.ext.transformers.layers import DecoderLayers, layers_of
 from lightning_dilated.ext.transformers.lora import add_adapters, check_targets, keep_wide, wide_adapters
-from lightning_dilated.ext.transformers.masks import known_documents
+from lightning_dilated.ext.transformers.masks import checked_on_all, known_documents
 from lightning_dilated.ext.transformers.patterns import ENTRY, has_pattern, set_pattern
 from lightning_dilated.ext.transformers.registration import NAME, dilated_cache, register
 from lightning_dilated.ext.transformers.rotary import check_rope, furthest_position, length_warning, whole_lengths
-from lightning_dilated.ext.transformers.sources import Source, changed_config, is_of_package, with_depth
+from lightning_dilated.ext.transformers.sources import Source, changed_config, is_of_package, stored_values, with_depth
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
@@ -250,8 +249,7 @@ class HFCausalLM(WithTokenizer):
 
     def _check_batch(self, batch: Any, labels: bool = False) -> None:
         """Raise for what is no batch of tokens; on every rank of a sequence, if one has such."""
-        group, arguments = active_sequence(), (batch, self.vocab_size, labels)
-        check_batch(*arguments) if group is None else group.guard(check_batch, *arguments)
+        checked_on_all(check_batch, batch, self.vocab_size, labels)
 
     def _check_length(self, length: int) -> None:
         """Refuse sequences that are longer than the positions that the model has, warn of more than it was trained for."""
@@ -545,17 +543,8 @@ def decoder_of(folder: Path, tile: int | None = None) -> HFCausalLM | None:
         tile: of the loss, if the kind of decoder takes one.
     """
     adapted = is_folder(folder)
-    config = (stored_config(folder) or {}) if adapted else _config_of(folder)
-    if config is None:
+    config = (stored_config(folder) or {}) if adapted else stored_values(folder)
+    if not adapted and "model_type" not in config:
         return None
     plain = config.get("model_type") in PLAIN_HEADS and not config.get("final_logit_softcapping")
     return HFCausalLM(str(folder), tile=tile if plain else None)
-
-
-def _config_of(folder: Path) -> dict[str, Any] | None:
-    """The config.json of a folder that transformers saved, else None."""
-    try:
-        config = json.loads(text_of(folder / "config.json"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) and "model_type" in config else None

@@ -140,9 +140,7 @@ def _mask_after_cache(
     **options: Any,
 ) -> VisibleKeys | CachedStep:
     """The mask of (queries, keys), at positions from `offsets` on, that follow those of a cache."""
-    group = active_sequence()
-    check = _call if group is None else group.guard  # on ranks the others raise, too
-    check(_refuse_cache_on_ranks, group, *lengths)
+    checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
     if _follows(lengths, offsets) and local_size != 1:  # whose mask a sliding window may have, too
         padding = None if attention_mask is None else Padding.of(attention_mask)
         none = torch.empty(0, dtype=torch.int64)
@@ -165,17 +163,15 @@ def _mask_of_whole(
     **options: Any,
 ) -> VisibleKeys:
     """The mask of tokens that follow none."""
-    group = active_sequence()
-    check = _call if group is None else group.guard  # on ranks the others raise, too
-    none = torch.empty(0, dtype=torch.int64)
+    group, none = active_sequence(), torch.empty(0, dtype=torch.int64)
     if is_fake(none):  # in a plan, whose tensors have no values
         return VisibleKeys(length, local_size, None, attention_mask is not None, none)
-    starts = check(_intervals, mask_function, batch, length, local_size, device, use_vmap)
+    starts = checked_on_all(_intervals, mask_function, batch, length, local_size, device, use_vmap)
     if (known := _known.of_backward()) and group is None:
         _check_known(starts, known[-1])
     padding = None
     if attention_mask is not None:
-        check(_check_padding_mask, attention_mask, batch, length)
+        checked_on_all(_check_padding_mask, attention_mask, batch, length)
         padding = Padding.of(attention_mask, group)
     return VisibleKeys(length, local_size, padding, attention_mask is not None, starts)
 
@@ -185,8 +181,10 @@ def _follows(lengths: tuple[int, int], offsets: tuple[int, int]) -> bool:
     return offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
 
 
-def _call(check: Callable[..., Any], *args: Any) -> Any:
-    return check(*args)
+def checked_on_all(check: Callable[..., Any], *args: Any) -> Any:
+    """Run a check; on ranks that share the sequence its error is raised on all of them."""
+    group = active_sequence()
+    return check(*args) if group is None else group.guard(check, *args)
 
 
 def _refuse_none(group: SequenceGroup, length: int) -> None:
@@ -259,7 +257,6 @@ def _check_padding_mask(mask: Tensor, batch: int, length: int) -> None:
 
 # -- documents ---------------------------------------------------------------------------------------------------------
 def _local_documents(mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
-    """The documents of one rank."""
     _check_starts(mask, position_ids)
     if cu_seq_lens is not None:
         return _checked_bounds(mask, cu_seq_lens, mask.starts)

@@ -89,7 +89,6 @@ def _stretched_to(parameters: dict[str, Any]) -> int:
 
 
 def _factor(length: int, original: int) -> str:
-    """The factor that serves a length, rounded up."""
     return f"{math.ceil(100 * length / original) / 100:.12g}"
 
 
@@ -120,7 +119,6 @@ def _append(
 
 
 def _longer(positions: Tensor) -> Tensor:
-    """(B, L + 1) of (B, L)."""
     return torch.cat([positions, positions.new_full((len(positions), 1), _furthest.values[-1])], 1)
 
 

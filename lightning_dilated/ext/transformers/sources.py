@@ -92,10 +92,16 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
 
 def is_of_package(folder: str | Path) -> bool:
     """Return whether a folder is one that `consolidate` or `save_pretrained` of this package wrote, not transformers."""
+    return "class_path" in stored_values(folder)
+
+
+def stored_values(folder: str | Path) -> dict[str, Any]:
+    """Values of the config.json of a folder; none where there is no such file that can be read."""
     try:
-        return "class_path" in json.loads(text_of(Path(folder) / "config.json"))
-    except (OSError, ValueError, TypeError):
-        return False
+        values = json.loads(text_of(Path(folder) / "config.json"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _check_folder(model: str | Path) -> None:
@@ -165,7 +171,6 @@ def _check_names(values: Mapping[str, Any]) -> None:
 
 
 def changed_config(config: Any, changes: Any) -> Any:
-    """A config with other values."""
     if not isinstance(changes, Mapping):
         raise TypeError(f"config must be a mapping of values of the model's config, or None; got {changes!r:.200}.")
     values = config.to_dict()

@@ -54,14 +54,14 @@ class Stack(pl.LightningModule):
 
 
 class Kept(DummyLogger):
-    """Keeps the profiler's numbers."""
+    """Keeps a profiler's numbers, by their prefix."""
 
-    def __init__(self):
+    def __init__(self, prefix="memory/"):
         super().__init__()
-        self.steps = {}
+        self.prefix, self.steps = prefix, {}
 
     def log_metrics(self, metrics, step=None):
-        mine = {name: x for name, x in metrics.items() if name.startswith("memory/")}
+        mine = {name: x for name, x in metrics.items() if name.startswith(self.prefix)}
         assert not (mine and step in self.steps)
         self.steps.update({step: mine} if mine else {})
 

@@ -10,7 +10,6 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.callbacks import CommunicationProfiler
@@ -23,6 +22,7 @@ from ...models import PATTERN as NARROW
 from ...models import text
 from ...models import trainer as plain_trainer
 from ...strategy.runs import Run, launched, make
+from .stacks import Kept
 
 pytestmark = pytest.mark.full
 
@@ -30,19 +30,6 @@ NAMES = {
     *("comm/received_mb_forward", "comm/received_mb_backward", "comm/planned_mb", "comm/in_flight_ms"),
     *("comm/exposed_ms", "comm/hidden_fraction", "comm/agreeing_ms"),
 }
-
-
-class Kept(DummyLogger):
-    """Keeps the profiler's numbers, on every rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = {}
-
-    def log_metrics(self, metrics, step=None):
-        mine = {name: x for name, x in metrics.items() if name.startswith("comm/")}
-        assert not (mine and step in self.steps)
-        self.steps.update({step: mine} if mine else {})
 
 
 class Spy(pl.Callback):
@@ -64,7 +51,7 @@ class Spy(pl.Callback):
 
 def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
     """What a fit leaves on a rank. `unlike`: rank 1's last row has a byte too many."""
-    spy, kept, said = Spy(fails_at), Kept(), io.StringIO()
+    spy, kept, said = Spy(fails_at), Kept("comm/"), io.StringIO()
     profiler = CommunicationProfiler(**settings)
     built, model, data, _ = make(run, launched(rank), callbacks=[profiler, spy], logger=kept, **(options or {}))
     wrong = lambda *x: [replace(y, sent=y.sent + (rank == 1)) for y in summary(*x)]  # noqa: E731
@@ -199,7 +186,7 @@ class Event:
 
 
 def test_events_are_read_once_they_are_reached():
-    profiler, kept = CommunicationProfiler(warmup=0), Kept()
+    profiler, kept = CommunicationProfiler(warmup=0), Kept("comm/")
     trainer = SimpleNamespace(loggers=[kept], fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
     profiler._group = SimpleNamespace(links=Links(), watch=lambda clock: None)
     profiler._quiet, events = None, []

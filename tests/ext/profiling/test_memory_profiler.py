@@ -3,7 +3,6 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_dilated.callbacks import ActivationRecompute
@@ -236,15 +235,6 @@ def test_nothing_measured(tmp_path, capsys):
     profiler, steps = fit(tmp_path, Stack(), 1, MemoryProfiler())
     assert steps == {} and profiler.rows == [] and "No training step was measured" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_another_logger_and_no_timeline(tmp_path):
-    logger = CSVLogger(tmp_path)
-    trainer = quiet(max_steps=2, callbacks=[MemoryProfiler(1, timeline=False)], logger=logger)
-    trainer.fit(Stack(), loader(*batches(2)))
-    logger.save()
-    assert "memory/backward_block_2_mb" in (next(tmp_path.rglob("metrics.csv"))).read_text().splitlines()[0]
-    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_a_module_without_blocks(tmp_path):

@@ -11,7 +11,6 @@ from lightning_dilated.ext.profiling.memory import profiler as memory_profiler
 from lightning_dilated.ext.profiling.memory.profiler import (
     GENERAL,
     MemoryProfiler,
-    Shortage,
     advise,
     find_shortage,
     in_words,
@@ -33,40 +32,46 @@ MESSAGES = {
     "Including non-PyTorch memory, this process has 74.04 GiB memory in use. Of the allocated memory 72.50 GiB is allocated "
     "by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
     "setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  "
-    "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)": Shortage(
-        20 * GIB, round(79.11 * GIB), round(5.06 * GIB), None, round(74.04 * GIB), round(72.5 * GIB), 512 * MIB
-    ),
+    "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)": {
+        "asked": 20 * GIB,
+        "total": round(79.11 * GIB),
+        "free": round(5.06 * GIB),
+        "allocated": round(72.5 * GIB),
+        "unused": 512 * MIB,
+    },
     "CUDA out of memory. Tried to allocate 546.00 MiB. GPU 0 has a total capacity of 15.77 GiB of which 514.19 MiB is free. "
     "Process 562167 has 15.25 GiB memory in use. 15.25 GiB allowed; Of the allocated memory 13.73 GiB is allocated by "
     "PyTorch, with 46.00 MiB allocated in private pools (e.g., CUDA Graphs), and 736.86 MiB is reserved by PyTorch but "
     "unallocated. If reserved but unallocated memory is large try setting "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.": Shortage(
-        546 * MIB,
-        round(15.77 * GIB),
-        round(514.19 * MIB),
-        round(15.25 * GIB),
-        None,
-        round(13.73 * GIB),
-        round(736.86 * MIB),
-    ),
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.": {
+        "asked": 546 * MIB,
+        "total": round(15.77 * GIB),
+        "free": round(514.19 * MIB),
+        "allowed": round(15.25 * GIB),
+        "allocated": round(13.73 * GIB),
+        "unused": round(736.86 * MIB),
+    },
     "CUDA out of memory. Tried to allocate 2 bytes. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes is free. Of the "
-    "allocated memory 14.51 GiB is allocated by PyTorch, and 15.90 MiB is reserved by PyTorch but unallocated.": Shortage(
-        2, 8 * GIB, 0, None, None, round(14.51 * GIB), round(15.9 * MIB)
-    ),
+    "allocated memory 14.51 GiB is allocated by PyTorch, and 15.90 MiB is reserved by PyTorch but unallocated.": {
+        "asked": 2,
+        "total": 8 * GIB,
+        "free": 0,
+        "allocated": round(14.51 * GIB),
+        "unused": round(15.9 * MIB),
+    },
     "CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 977.00 MiB is "
     "free. Including non-PyTorch memory, this process has 138.62 GiB memory in use. 135.95 GiB allowed; Of the "
-    "allocated memory 135.46 GiB is allocated by PyTorch, and 179.75 MiB is reserved by PyTorch but unallocated.": Shortage(
-        384 * MIB,
-        round(139.8 * GIB),
-        977 * MIB,
-        round(135.95 * GIB),
-        round(138.62 * GIB),
-        round(135.46 * GIB),
-        round(179.75 * MIB),
-    ),
+    "allocated memory 135.46 GiB is allocated by PyTorch, and 179.75 MiB is reserved by PyTorch but unallocated.": {
+        "asked": 384 * MIB,
+        "total": round(139.8 * GIB),
+        "free": 977 * MIB,
+        "allowed": round(135.95 * GIB),
+        "allocated": round(135.46 * GIB),
+        "unused": round(179.75 * MIB),
+    },
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "4000000000 bytes. Error code 12 (Cannot allocate memory)": Shortage(4_000_000_000),
-    "something else": Shortage(),
+    "4000000000 bytes. Error code 12 (Cannot allocate memory)": {"asked": 4_000_000_000},
+    "something else": {},
 }
 
 
@@ -100,7 +105,7 @@ def test_which_error():
     assert find_shortage(oom) is oom and find_shortage(cpu) is cpu and find_shortage(ValueError("no")) is None
     with pytest.raises(RuntimeError) as real:
         torch.empty(1 << 50, dtype=torch.uint8)
-    assert find_shortage(real.value) is real.value and parse(str(real.value)) == Shortage(1 << 50)
+    assert find_shortage(real.value) is real.value and parse(str(real.value)) == {"asked": 1 << 50}
     outer = RuntimeError("in a worker")
     outer.__cause__ = oom
     assert find_shortage(outer) is oom

@@ -19,7 +19,6 @@ from lightning_dilated.ext.profiling.memory.phases import (
     Watch,
     bytes_of,
     find_blocks,
-    phases,
     shares,
     states,
     tensors_of,
@@ -31,8 +30,6 @@ from lightning_dilated.ext.profiling.memory.report import (
     numbers,
     rows_of,
     show,
-    stages,
-    thinned,
     top_of,
     unit_of,
 )
@@ -59,25 +56,6 @@ def test_which_blocks():
     assert found == [listed[0][0], listed[0][1], listed[1]["a"], module.layers[0]]
     model = tiny()
     assert find_blocks(model) == list(model.transformer.blocks) and find_blocks(nn.Linear(2, 2)) == []
-
-
-def test_words():
-    assert (
-        Phase(BACKWARD, 6).in_words(12) == "backward of block 7 of 12"
-        and Phase(FORWARD).in_words(12) == "forward, other"
-    )
-    assert [Phase(x).in_words(0) for x in (FORWARD, OPTIMIZING, REST)] == ["forward", "optimizer", "rest of the step"]
-    assert phases(2) == [
-        *(
-            Phase(FORWARD),
-            Phase(FORWARD, 0),
-            Phase(FORWARD, 1),
-            Phase(BACKWARD, 1),
-            Phase(BACKWARD, 0),
-            Phase(BACKWARD),
-        ),
-        *(Phase(OPTIMIZING), Phase(REST)),
-    ]
 
 
 def followed(module, x, run=None):
@@ -153,19 +131,6 @@ def test_copies_are_not_followed():
     watch.detach()
 
 
-def test_no_graph():
-    module, watch = Stack(1), None
-    watch = Watch(module)
-    watch.attach()
-    watch.start()
-    with torch.no_grad():
-        module(torch.ones(4, 8))
-    watch.enter(OPTIMIZING)
-    watch.begin_backward(0, None), watch.end_backward(0, None)  # of a gradient that is none of this backward
-    assert watch.phase == Phase(OPTIMIZING)
-    watch.detach()
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 def test_shares():
     """What is known can be more than there was room for."""
@@ -223,16 +188,6 @@ def test_numbers(capsys):
         and "│ forward of block 1 of 1 │ 6.000 │ 1 │ 2.000 │ 6.000 │" in said
     )
     assert [unit_of(x)[1] for x in (2e9, 2e6, 2e3, 2, 0)] == ["GB", "MB", "kB", "bytes", "bytes"]
-
-
-def test_points():
-    points = [(float(i), {TEMPORARY: 10 * i % 7}) for i in range(10)]
-    assert thinned(points, 100) == [*points, points[-1]]
-    few = thinned(points, 3)  # of four each the highest, from the first on
-    assert few == [(0.0, points[2][1]), (4.0, points[4][1]), (8.0, points[9][1]), points[-1]]
-    of = lambda stage, start, stop: Span(Phase(stage), start, stop, 0)  # noqa: E731
-    spans = [of(FORWARD, 0, 1), of(FORWARD, 1, 2), of(BACKWARD, 2, 3), of(BACKWARD, 5, 6)]
-    assert stages(spans) == [(FORWARD, 0, 2), (BACKWARD, 2, 3), (BACKWARD, 5, 6)]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -246,28 +246,6 @@ def test_a_table_adds_nothing_to_calls_and_tools(tmp_path, sources):
         assert texts(make(tmp_path, tokenizer, paths=source, seq_len=2000, template=CALLS)) == want, source
 
 
-def test_streams_of_tables_add_nothing(tmp_path, sources):
-    from lightning_dilated.data import ChatStreamDataModule
-
-    rows = [call("weather", {"city": "Oslo"}), call("add", {"a": 1})] * 2
-    lines, parquet, *_ = sources(rows)
-    tokenizer = tokenizer_json(tmp_path / "own")
-    seen = []
-    for source in (lines, parquet):
-        options = {
-            "template": CALLS,
-            "readers": 1,
-            "epoch_rows": 1,
-            "pack_tokens": 1,
-            "cache_dir": str(tmp_path / "cache"),
-        }
-        data = ChatStreamDataModule(source, tokenizer, 2000, **options)
-        data.setup("fit")
-        (batch,) = data.train_dataloader()
-        seen.append((batch["tokens"].tolist(), batch["labels"].tolist()))
-    assert seen[0] == seen[1]
-
-
 def test_nulls_that_a_row_writes_stay(tmp_path, sources):
     """In JSON, in lists, and where a table keeps a column as JSON, which it does for values of several types."""
     rows = [call("add", {"a": None, "b": [None, 1]}), call("add", {"a": "x"}), call("add", {"a": 1})]

@@ -186,42 +186,6 @@ def test_ranks_of_a_sequence_train_as_one(pools, tmp_path, folder, kind):
         assert kind != "chat" or len([x for x in cache.iterdir() if x.is_dir()]) == 1
 
 
-def data_parallel(rank, group, paths, folder, cache):
-    """The conversations of each step of a rank, with rows of its own."""
-    seen = []
-
-    class Record(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, number):
-            seen.append(batch["index"].tolist())
-
-    world = launched(rank)
-    model = HFCausalLM(config("llama", vocab_size=V))
-    data = ChatDataModule(paths, folder, 300, cache_dir=cache, val_fraction=0, test_fraction=0)
-    strategy = ld.RingDilatedStrategy(sequence_size=1)
-    trainer(strategy, world, max_steps=6 // world, callbacks=[Record()]).fit(model, data)
-    return seen
-
-
-def test_data_ranks_share_the_rows(pools, tmp_path, folder):
-    arguments = write(tmp_path / "chats.jsonl", chats(40)), folder, str(tmp_path / "cache")
-    (one,) = pools(1).run(1, data_parallel, *arguments)
-    for ranks in (2, 3):
-        each = pools(ranks).run(ranks, data_parallel, *arguments)
-        assert [pack for packs in zip(*each, strict=True) for pack in packs] == one
-
-
-def test_one_by_one_has_the_same_validation(tmp_path, folder):
-    """The mean over all learned tokens, however they are packed."""
-    losses = []
-    for pack in (1, 200, 5000):
-        data = make(tmp_path, folder, chats(9), pack_tokens=pack, val_fraction=0.5)
-        torch.manual_seed(2)
-        built, model = trainer("auto", 1, precision="64-true"), HFCausalLM(config("llama", vocab_size=V))
-        losses.append(built.validate(model, data, verbose=False)[0]["val_loss"])
-    for loss in losses[1:]:
-        assert loss == pytest.approx(losses[0], rel=1e-6)
-
-
 # -- misuse --------------------------------------------------------------------------------------------------------------
 def test_misuse(tmp_path, folder):
     rows = [chat("the cat", "sat on", "a mat", "dry")]

@@ -7,8 +7,6 @@ import torch
 
 import lightning_dilated as ld
 
-from ...strategy.runs import VOCAB, Run, fit
-
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 pytest.importorskip("peft", reason="needs the extra lora")
 import peft
@@ -92,25 +90,6 @@ def test_adapters_of_peft(base, tmp_path):
     ld.integrations.transformers.set_pattern(ours.decoder, None)
     want = theirs(batch()["tokens"]).logits
     torch.testing.assert_close(ours(batch()), want, rtol=0, atol=1e-6)
-
-
-class Resumed(HFCausalLM):
-    """Takes the options that `strategy.runs` gives a LongNetLM, and loads a folder."""
-
-    def __init__(self, pattern, vocab_size, dim, depth, folder=None, **options):
-        super().__init__(folder, **options)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
-def test_two_ranks_train_on_as_one(pools, tmp_path, sharded):
-    base = HFCausalLM(config("llama", vocab_size=VOCAB)).save_pretrained(tmp_path / "base")
-    HFCausalLM(base, HYBRID, lora=LORA).save_pretrained(tmp_path / "adapters")
-    run = Run(cls=Resumed, model={"folder": str(tmp_path / "adapters")}, steps=2, fsdp=sharded, double=sharded)
-    want = pools(1).run(1, fit, run)[0]
-    for got in pools(2).run(2, fit, run):
-        torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=1e-6, atol=0)
-        close(got["parameters"], want["parameters"], 1e-5)
 
 
 def test_misuse(base, tmp_path):

@@ -39,6 +39,9 @@ RUNS = {
     "zigzag": Run(cls=Small, batch_size=2, strategy={"layout": "zigzag"}, steps=2),
     "sharded weights": Run(cls=Small, fsdp=True, double=True, steps=2),
     "padded": Run(cls=Small, kind="lengths", batch_size=2, masked=0.3),
+    "sharded weights, groups of layers": Run(
+        cls=Small, fsdp=True, double=True, memory={"every": 2, "offload": 1.0}, model={"tile": None}, steps=2
+    ),
     "checkpointed": Run(cls=Small, model={"gradient_checkpointing": True, "family": "mistral"}, steps=2),
 }
 
@@ -159,6 +162,7 @@ MISUSES = {
     "tile of another head": (ValueError, "Leave tile out", {"model": config("GraniteConfig"), "tile": 4}),
     "pattern": (TypeError, "pattern must be", {"pattern": 5}),
     "bytes": (ValueError, "bytes_per_token", {"bytes_per_token": 0}),
+    "compile_blocks": (TypeError, "compile_blocks must be True or False", {"compile_blocks": "yes"}),
     "checkpointing": (TypeError, "gradient_checkpointing", {"gradient_checkpointing": 1}),
 }
 
@@ -168,11 +172,6 @@ def test_misuse(name):
     error, message, options = MISUSES[name]
     with pytest.raises(error, match=message):
         HFCausalLM(**{"model": config("llama"), **options})
-
-
-def test_labels_of_another_shape():
-    with pytest.raises(ValueError, match="labels are the next token"):
-        HFCausalLM(config("llama")).loss_terms({"tokens": tokens(1, N), "labels": tokens(1, N - 1)})
 
 
 def test_the_users_config_stays_as_it_is():

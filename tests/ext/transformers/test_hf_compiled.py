@@ -7,11 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 
-from ...strategy.runs import Run
-
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from .decoders import close, config, tokens
-from .test_hf_causal_lm import HYBRID, N, Small, batch, check
+from .test_hf_causal_lm import HYBRID, N, batch
 
 pytestmark = pytest.mark.full
 
@@ -71,18 +69,8 @@ def test_decoding_is_not_compiled(counter):
     assert counter.frame_count == 0
 
 
-@pytest.mark.slow
-def test_two_ranks_train_as_one(pools):
-    check(pools, Run(cls=Small, model={"compile_blocks": True, "own": HYBRID}, steps=2))
-
-
 def test_tiles_are_refused():
     model = HFCausalLM(config("llama"), compile_blocks=True)
     model.configure_model()
     with pytest.raises(ValueError, match=r"tile=8 runs the feed-forward of LlamaDecoderLayer.*compile_blocks=False"):
         model.transformer.memory = MemorySettings(tile=8)
-
-
-def test_compile_blocks_is_a_flag():
-    with pytest.raises(TypeError, match="compile_blocks must be True or False"):
-        HFCausalLM(config("llama"), compile_blocks="yes")

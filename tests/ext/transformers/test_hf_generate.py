@@ -100,16 +100,6 @@ def test_hf_causal_lm_generates():
         assert torch.equal(got, recomputed(model.eval().decoder, ids, NEW))
 
 
-def test_hf_causal_lm_generates_with_compiled_layers_and_adapters():
-    pytest.importorskip("peft", reason="needs the extra lora")
-    lora = {"r": 2, "init_lora_weights": False}
-    model = HFCausalLM(config("llama", eos_token_id=None), HYBRID, lora=lora, compile_blocks=True)
-    ids = tokens(1, N)
-    got = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-    with torch.compiler.set_stance("force_eager"):
-        assert torch.equal(got, recomputed(model.eval().decoder, ids, NEW))
-
-
 def test_refused():
     model, ids = decoder("llama", pattern=HYBRID).eval(), tokens(2, N)
     mask = (torch.arange(N)[None] < torch.tensor([[N], [7]])).long()

@@ -40,9 +40,7 @@ def test_peft_gives_no_warning():
 
 
 RUNS = {
-    "own attention": Run(cls=Small, model={"lora": LORA}),
     "hybrid, documents": Run(cls=Small, kind="documents", model={"lora": LORA, "own": HYBRID, "family": "mistral"}),
-    "checkpointed": Run(cls=Small, model={"lora": LORA, "gradient_checkpointing": True}, steps=2),
     "sharded weights": Run(cls=Small, fsdp=True, double=True, model={"lora": LORA}, steps=2),
 }
 
@@ -217,21 +215,3 @@ def test_without_peft(monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r'lora needs peft: pip install "lightning-dilated\[lora\]"'):
         HFCausalLM(config("llama"), lora={"r": 2})
     HFCausalLM(config("llama"))  # which peft has nothing to do with
-
-
-def test_merge_is_a_flag(tmp_path):
-    with pytest.raises(TypeError, match="merge must be True or False"):
-        model().save_pretrained(tmp_path, merge=1)
-
-
-@pytest.mark.full
-def test_from_yaml(tmp_path):
-    """The mapping as a recipe holds it."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser()
-    parser.add_subclass_arguments(pl.LightningModule, "model")
-    values = {k: v for k, v in config("llama").to_dict().items() if v is not None}
-    path = "lightning_dilated.integrations.transformers.HFCausalLM"
-    parsed = parser.parse_object({"model": {"class_path": path, "init_args": {"model": values, "lora": LORA}}})
-    assert parser.instantiate_classes(parsed).model.lora == LORA

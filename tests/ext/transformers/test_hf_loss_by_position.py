@@ -10,11 +10,9 @@ from lightning_dilated.callbacks import LossByPosition
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 from ...models import loader, trainer
-from ...strategy.runs import Run
-from ...strategy.test_loss_by_position import rows
 from ..evaluation.test_loss_by_position import batch, by_hand
 from .decoders import config
-from .test_hf_causal_lm import HYBRID, Small
+from .test_hf_causal_lm import HYBRID
 
 
 @pytest.mark.parametrize("tile", [None, 7])
@@ -36,17 +34,3 @@ def test_equals_sums_by_hand(kind, tile, tmp_path):
     assert mean == pytest.approx(float(run.callback_metrics["val_bits_per_token"]), rel=1e-6)
     assert model.watch_losses is None
     torch.testing.assert_close(model.token_losses(data[0]).sum(), model.loss_terms(data[0])[0])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "ranks, kind, strategy", [(2, "documents", {}), (3, "lengths", {}), (2, "whole", {"layout": "zigzag"})]
-)
-def test_ranks_equal_one(pools, tmp_path, ranks, kind, strategy):
-    run = Run(cls=Small, kind=kind, masked=0.3, double=True)
-    want = pools(1).run(1, rows, run, str(tmp_path / "one"))[0]
-    for got in pools(ranks).run(ranks, rows, run.but(strategy=strategy), str(tmp_path / "many")):
-        assert [{k: v for k, v in r.items() if k != "bits"} for r in got] == [
-            {k: v for k, v in r.items() if k != "bits"} for r in want
-        ]
-        assert [r["bits"] for r in got] == pytest.approx([r["bits"] for r in want], rel=1e-6)

@@ -4,17 +4,14 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.ext.planning.counting.memory_tracker import PARAMETERS, Meter
 from lightning_dilated.memory.settings import MemorySettings
-
-from ...strategy.runs import Run
 
 pytest.importorskip("transformers", reason="needs the extra transformers", minversion="5.24")
 import transformers
 
 from .decoders import close, config, decoder, tokens
-from .test_hf_causal_lm import HYBRID, Small, batch, check
+from .test_hf_causal_lm import HYBRID, batch
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -100,40 +97,6 @@ def test_no_more_memory_than_with_sdpa(intermediate):
             loss.backward()
         peaks[implementation] = meter.peak
     assert peaks["ring_dilated"] <= peaks["sdpa"]
-
-
-@pytest.mark.full
-def test_the_callback(tmp_path):
-    trained = HFCausalLM(config("llama"))
-    seen = []
-
-    class Look(ActivationRecompute):
-        def on_train_batch_start(self, trainer, module, *_):
-            seen.append(module.transformer.memory)
-
-    import lightning.pytorch as pl
-
-    trainer = pl.Trainer(
-        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[Look(every=2, offload=1.0, tile=8)],
-    )  # fmt: skip
-    trainer.fit(trained, torch.utils.data.DataLoader([{k: v[0] for k, v in batch().items()}]))
-    assert seen == [MemorySettings("block", 2, 1.0, 8)] and trained.transformer.memory == MemorySettings()
-
-
-RUNS = {
-    "groups": Run(cls=Small, memory={"every": 2, "tile": 7}, steps=2),
-    "attention-kept": Run(cls=Small, memory={"policy": "attention-kept"}, model={"own": HYBRID}, steps=2),
-    "sharded, in groups": Run(
-        cls=Small, fsdp=True, double=True, memory={"every": 2, "offload": 1.0}, model={"tile": None}, steps=2
-    ),
-    "sharded, tiles": Run(cls=Small, fsdp=True, double=True, memory={"policy": "attention-kept", "tile": 5}, steps=2),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_train_as_one(pools, name):
-    check(pools, RUNS[name])
 
 
 @pytest.mark.parametrize("settings, message, family", [

@@ -14,7 +14,7 @@ from .test_hf_causal_lm import HYBRID
 
 HFCausalLM = ld.integrations.transformers.HFCausalLM
 N = 19
-IDS = tokens(1, N)
+IDS, NUMBERS = tokens(1, N), torch.arange(N)[None]
 LEARNED = {
     "GPT2Config": {"max_position_embeddings": 16, "num_key_value_heads": 4},
     "OPTConfig": {"max_position_embeddings": 16, "ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -102,6 +102,11 @@ BATCHES = {
     "tokens": (ValueError, "tokens must lie from 0 to 60", {"tokens": IDS + V, "labels": IDS}),
     "negative": (ValueError, "tokens must lie from 0 to 60", {"tokens": IDS - V, "labels": IDS}),
     "labels": (ValueError, "labels must lie from -100 to 60", {"tokens": IDS, "labels": IDS + V}),
+    "shapes": (ValueError, "labels are the next token", {"tokens": IDS, "labels": IDS[:, 1:]}),
+    "no rows": (ValueError, r"\(B, N\), got \(19,\)", {"tokens": IDS[0], "labels": IDS[0]}),
+    "beyond": (ValueError, "from 0 to N = 19", {"tokens": IDS, "labels": IDS, "lengths": torch.tensor([N + 1])}),
+    "below": (ValueError, "from 0 to N = 19", {"tokens": IDS, "labels": IDS, "lengths": torch.tensor([-1])}),
+    "lengths": (ValueError, r"\(B,\) = \(1,\)", {"tokens": IDS, "labels": IDS, "lengths": torch.tensor([4, 4])}),
     "bounds": (TypeError, "int32 tensor of bounds, got list", {"tokens": IDS, "labels": IDS, "cu_seqlens": [0, N]}),
 }
 
@@ -137,6 +142,11 @@ CALLS = {
     "a list": (TypeError, "a tensor of tokens, got list", {"tokens": [[1, 2]]}),
     "other tokens": (ValueError, "tokens must lie from 0 to 60", {"tokens": IDS + V}),
     "mask": (ValueError, "attention_mask must be .*got list", {"attention_mask": [[1] * N]}),
+    "no row": (ValueError, "at least one token", {"tokens": IDS[0]}),
+    "no token": (ValueError, "at least one token", {"tokens": IDS[:, :0]}),
+    "right padding": (ValueError, "sample 0 has padding on the right", {"attention_mask": (NUMBERS < 5).long()}),
+    "padding alone": (ValueError, "sample 0 has no real token", {"attention_mask": torch.zeros_like(IDS)}),
+    "a short mask": (ValueError, r"must be \(B, N\) = \(1, 19\).*\(1, 5\)", {"attention_mask": IDS[:, :5]}),
     "a cache of transformers": (ValueError, "has a pattern.*dilated_cache", {"cache": transformers.DynamicCache()}),
 }  # fmt: skip
 

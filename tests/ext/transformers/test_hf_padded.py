@@ -153,13 +153,3 @@ def test_refused():
                 model(ids[:, :1], attention_mask=later, cache=cache)
     with pytest.raises(ValueError, match="samples are selected where"):
         cache.reorder_cache(torch.tensor([1, 0, 2, 3]))
-
-
-def test_hf_causal_lm_refuses():
-    model, (ids, mask, _) = HFCausalLM(config("llama")), padded("right")
-    with pytest.raises(ValueError, match="sample 1 has padding on the right"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=2)
-    with pytest.raises(ValueError, match="sample 2 has no real token"):
-        model.generate(ids, attention_mask=padded("left", [N, 3, 0, 4])[1], max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"attention_mask must be \(B, N\) = \(4, 19\).*\(4, 5\)"):
-        model.generate(ids, attention_mask=mask[:, :5], max_new_tokens=2)

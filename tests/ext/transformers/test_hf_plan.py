@@ -1,19 +1,15 @@
 """`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
 
 import argparse
-import os
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from lightning import LightningModule, Trainer
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dilated as ld
-from lightning_dilated._device import NAMES
-from lightning_dilated.ext.planning.advice import Question, _pickled, answer
 from lightning_dilated.ext.planning.counting import dry_run
 from lightning_dilated.ext.planning.counting.dry_run import BlockWork
 from lightning_dilated.ext.planning.counting.footprint import footprint
@@ -172,29 +168,6 @@ def test_own_attention_and_patterns_are_counted():
     assert seconds["windows"] < seconds["hybrid"] < seconds["dense"]
 
 
-def test_work_of_a_layer():
-    """Products are counted as the layer's weights have them; a recomputed layer leaves out the last; what updates add waits
-    for memory; and what is not compiled takes longer."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "depth": 3}
-    subjects = (subject_of(model(lora=x, **sizes), "bf16-true") for x in (None, LORA))
-    of, updated = (BlockWork.of(x.make, x.batch, x.precision) for x in subjects)
-    layer = model(**sizes)
-    layer.configure_model()
-    block = layer.transformer.blocks[0]
-    weights = sum(p.numel() for p in block.parameters() if p.ndim == 2)
-    down = block.mlp.down_proj.weight.numel()
-    assert of.forward.flops == 2 * weights and of.backward.flops == 4 * weights
-    assert of.again.flops == 2 * (weights - down) and 0.8 * of.forward.moved < of.again.moved <= of.forward.moved
-    assert (
-        updated.forward.flops == updated.backward.flops == 2 * weights and updated.forward.moved > 2 * of.forward.moved
-    )
-    seconds = [
-        Facts.of(planned, subject_of(planned, "bf16-true", None, compiled)).work is None
-        for planned, compiled in ((model(**sizes), True), (model(**sizes), False))
-    ]
-    assert seconds == [True, False]
-
-
 @pytest.mark.parametrize(
     "policy, tile",
     [
@@ -219,20 +192,6 @@ def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     work = BlockWork.of(of.make, of.batch, of.precision, tile)
     flops = work.forward.flops + work.backward.flops + (work.again.flops if policy == "block" else 0)
     assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
-
-
-def test_tiles_take_the_time_of_what_they_run():
-    """In tiles a feed-forward of 0.8 of a layer's products runs forward once more, and where layers are recomputed its last
-    product, too."""
-    planned = model(hidden_size=1024, intermediate_size=4096)
-    subject = subject_of(planned, "bf16-true")
-    case = Case(subject, Facts.of(planned, subject), Setup(), H200)
-    seconds = lambda *x: case.time(MemorySettings(*x), 1 << 17).step.compute["rest"]  # noqa: E731
-    whole, tiles = seconds("none"), seconds("none", 1, 0, 8192)
-    assert seconds("none", 1, 0, 1 << 17) == whole
-    assert 0.2 < tiles / whole - 1 < 0.8 / 3  # other kernels wait for memory, of which tiles move less
-    again, in_tiles = seconds("block") - whole, seconds("block", 1, 0, 8192) - tiles
-    assert 1.1 < in_tiles / again < 1 / (1 - 0.8 / 3)
 
 
 #: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: in another order than
@@ -275,65 +234,6 @@ def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
         assert case.memory(subject.memory, tokens).peak / 2**30 == pytest.approx(gib, rel=0.01)
 
 
-class Steps(LightningModule):
-    """Notes in which order a step runs: whether there is a gradient, and whether autocast is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.notes = torch.nn.Parameter(torch.ones(2)), []
-
-    def note(self, when):
-        self.notes.append((when, self.weight.grad is not None, torch.is_autocast_enabled("cpu")))
-
-    def training_step(self, batch=None):
-        self.note("forward")
-        out = self.weight * 1
-        out.register_hook(lambda grad: self.note("backward"))
-        return out.sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_the_script_runs_steps_as_the_trainer_does(script, tmp_path):
-    want, got = Steps(), Steps()
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = Trainer(accelerator="cpu", max_steps=2, precision="bf16-mixed", default_root_dir=tmp_path,
-                      enable_checkpointing=False, **options)  # fmt: skip
-    trainer.fit(want, torch.utils.data.DataLoader([0, 1]))
-    optimizer = got.configure_optimizers()
-    for _ in range(2):
-        script["train_step"](got.training_step, optimizer, torch.autocast("cpu", torch.bfloat16))
-    assert want.notes[2:] == [("forward", True, True), ("backward", False, False)]
-    assert got.notes == want.notes
-
-
-def test_the_script_has_segments_in_one_piece(script, monkeypatch, capsys):
-    for name in NAMES:
-        monkeypatch.setenv(name, "")  # is put back
-        monkeypatch.delenv(name)
-    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--warm", "0", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
-    script["main"]()
-    assert os.environ[NAMES[0]] == "expandable_segments:True"
-    assert "| tiny | 64 | sdpa-flash | " in capsys.readouterr().out
-
-
-def test_the_script_says_what_was_asked_for(script, monkeypatch, capsys):
-    message = "CUDA out of memory. Tried to allocate 1.47 GiB. GPU 0 has a total capacity of 79.10 GiB."
-
-    def too_long(*_):
-        raise torch.OutOfMemoryError(message)
-
-    monkeypatch.setitem(script["main"].__globals__, "row", too_long)
-    options = ["--size", "tiny", "--seq-len", "64", "--ways", "sdpa-flash", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["decoder_step.py", *options])
-    script["main"]()
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if "sdpa-flash" in x)
-    assert line.startswith("| tiny | 64 | sdpa-flash | out of memory | ")
-    assert " of " in line and ", asked for 1.47 GiB |" in line
-
-
 # -- commands ----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def recipe(tmp_path):
@@ -352,16 +252,3 @@ def test_the_command_plans_a_decoder(capsys, recipe):
     out = capsys.readouterr().out
     assert "model: HFCausalLM, " in out and "3 blocks of 32, 4 heads (2 kv) of 8" in out
     assert "not compiled" in out and "policy" not in out.partition("in the recipe")[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
-def test_advice_after_a_run_without_memory(lora):
-    """Of a built model, sent to another process."""
-    import pickle
-
-    built = model(lora=lora)
-    built.configure_model()
-    question = Question(built, 1 << 24, "bf16-mixed", False, MemorySettings(), GPUS["A100-80GB"], Setup())
-    text = answer(pickle.loads(_pickled(question)))
-    assert "planned: 16,777,216 tokens on 1 GPU(s)" in text and "ActivationRecompute(" in text

@@ -151,34 +151,6 @@ def test_a_plain_model_on_fewer_tokens_than_ranks_take(pools, options):
         assert answer.error == "ValueError" and "rank 2 of 3 holds no token" in answer.message, answer.trace
 
 
-def beyond(rank, group):
-    """A batch whose lengths go beyond its tokens."""
-    with sequence(group) as ours, ours.active():
-        at = torch.tensor(positions(ours, N))
-        rows = {key: value[:, at].expand(2, -1) for key, value in batch().items()}
-        HFCausalLM(config("llama"))({**rows, "lengths": torch.tensor([N, N + 1])})
-
-
-def test_lengths_beyond_the_tokens(pools):
-    for answer in pools(2).answers(2, beyond):
-        assert answer.error == "ValueError" and "from 0 to N = 24" in answer.message, answer.trace
-
-
-BATCHES = {
-    "beyond": ({"lengths": torch.tensor([N + 1])}, "from 0 to N = 24"),
-    "negative": ({"lengths": torch.tensor([-1])}, "from 0 to N = 24"),
-    "one too many": ({"lengths": torch.tensor([4, 4])}, r"\(B,\) = \(1,\)"),
-    "without a batch": ({"tokens": tokens(1, N)[0]}, r"\(B, N\), got \(24,\)"),
-}
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_batches(name):
-    more, message = BATCHES[name]
-    with pytest.raises(ValueError, match=message):
-        HFCausalLM(config("llama"))(batch(**more))
-
-
 def test_caches_of_others():
     dilated_cache = ld.integrations.transformers.dilated_cache
     ids = tokens(1, 8)
@@ -220,17 +192,12 @@ def test_new_keys_alone():
         attend(torch.nn.Module(), q, q, q, mask)
 
 
-def test_prompts_without_tokens():
-    model, ids = HFCausalLM(config("llama")), tokens(2, 8)
-    for other in (ids[0], ids[:, :0]):
-        with pytest.raises(ValueError, match="at least one token"):
-            model.generate(other, max_new_tokens=2)
-
-
-def test_a_file_in_place_of_a_folder(tmp_path):
+def test_folders_to_save_in(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError, match="is a file"):
         HFCausalLM(config("llama")).save_pretrained(tmp_path / "file")
+    with pytest.raises(TypeError, match="merge must be True or False"):
+        HFCausalLM(config("llama")).save_pretrained(tmp_path, merge=1)
 
 
 def test_names_in_a_config_by_hand():

@@ -2,9 +2,6 @@
 
 import csv
 import json
-import logging
-import os
-import signal
 
 import pytest
 import yaml
@@ -83,28 +80,6 @@ def test_runs_tiny(folder, name, weights):
     if name == "extend_context":
         assert len(set(loaded.patterns)) > 1
         assert loaded.config.rope_parameters["rope_type"] == "yarn" and loaded.config.max_position_embeddings == 131072
-
-
-@pytest.mark.parametrize("name", TINY_RUNS)
-def test_an_interrupted_run_is_saved_and_goes_on(folder, name, monkeypatch, caplog):
-    """Ctrl-C in the first step, long before a validation; then the same command again."""
-
-    def interrupt(self, trainer, *args):
-        if trainer.global_step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(ld.callbacks.RunReport, "on_train_batch_end", interrupt, raising=False)
-    logging.getLogger("lightning.fabric").addHandler(caplog.handler)
-    argv = ["fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *MODEL, *TRAINER, "--trainer.val_check_interval", "50"]
-    try:
-        result = run_in(folder, *argv)
-    finally:
-        logging.getLogger("lightning.fabric").removeHandler(caplog.handler)
-    first, second = (folder / "runs" / name / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
-    assert result.code == 130, result.err[-3000:]
-    assert (first / "manifest.json").is_file() and f"its last step is in {first}" in caplog.text
-    result = run_in(folder, *argv)
-    assert result.code == 0 and (second / "manifest.json").is_file(), result.err[-3000:]
 
 
 @pytest.mark.parametrize("recipe", OF_TRANSFORMERS, ids=lambda path: path.stem)

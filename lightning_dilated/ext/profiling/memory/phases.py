@@ -28,7 +28,6 @@ RECEIVED = 2
 
 
 def weights(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -156,7 +155,6 @@ class Watch:
         self._hooks.clear()
 
     def enter(self, stage: str, block: int | None = None) -> None:
-        """A phase begins."""
         phase = Phase(stage, block)
         if not self.on or phase == self.phase:
             return

@@ -10,7 +10,6 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,38 +47,9 @@ _FACTS = {
     "total": rf"total capacity of {_SIZE}",
     "free": rf"of which {_SIZE} is free",
     "allowed": rf"{_SIZE} allowed",
-    "process": rf"this process has {_SIZE} memory in use",
     "allocated": rf"{_SIZE} is allocated by PyTorch",
     "unused": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """Bytes that an error names, None where it does not: asked for, of the device in total, free, allowed to the process,
-    used by it, allocated by torch, and reserved by torch but unused."""
-
-    asked: int | None = None
-    total: int | None = None
-    free: int | None = None
-    allowed: int | None = None
-    process: int | None = None
-    allocated: int | None = None
-    unused: int | None = None
-
-    @property
-    def room(self) -> int | None:
-        """Bytes that torch could still have had: what is free, but no more than the process is allowed."""
-        if self.free is None or self.allowed is None or self.allocated is None:
-            return self.free
-        return max(0, min(self.free, self.allowed - self.allocated - (self.unused or 0)))
-
-    @property
-    def missing(self) -> int | None:
-        """The least number of missing bytes; None where it is unknown, or none were missing."""
-        if self.asked is None or self.room is None or self.asked <= self.room:
-            return None
-        return self.asked - self.room
 
 
 def find_shortage(error: BaseException) -> BaseException | None:
@@ -94,13 +64,10 @@ def find_shortage(error: BaseException) -> BaseException | None:
     return None
 
 
-def parse(text: str) -> Shortage:
-    """The bytes that the message of torch's allocator for GPUs or for the CPU names; what it does not name is None."""
-    sizes = {}
-    for name, pattern in _FACTS.items():
-        match = re.search(pattern, text)
-        sizes[name] = None if match is None else round(float(match[1]) * _UNITS[match[2]])
-    return Shortage(**sizes)
+def parse(text: str) -> dict[str, int]:
+    """The bytes that the message of torch's allocator for GPUs or for the CPU names, by the names of `_FACTS`."""
+    matches = {name: re.search(pattern, text) for name, pattern in _FACTS.items()}
+    return {name: round(float(x[1]) * _UNITS[x[2]]) for name, x in matches.items() if x is not None}
 
 
 def in_words(size: float) -> str:
@@ -120,10 +87,10 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
         held: bytes by kind.
         advice: what would make it fit, where that is known.
     """
-    short = parse(text)
-    asked = "an allocation" if short.asked is None else f"an allocation of {in_words(short.asked)}"
+    sizes = parse(text)
+    asked = f"an allocation of {in_words(sizes['asked'])}" if "asked" in sizes else "an allocation"
     lines = [
-        f"MemoryProfiler: rank {rank} ran out of memory in step {step}, {phase}: {asked} failed. {_missing(short)}"
+        f"MemoryProfiler: rank {rank} ran out of memory in step {step}, {phase}: {asked} failed. {_missing(sizes)}"
     ]
     kinds = [f"{kind} {in_words(n)}" for kind, n in held.items() if n]
     if kinds:
@@ -131,18 +98,21 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
     return "\n".join([*lines, advice or GENERAL])
 
 
-def _missing(short: Shortage) -> str:
-    """How much there was, and how much was missing."""
+def _missing(sizes: Mapping[str, int]) -> str:
+    """How much of the bytes that `parse` read there was, and how much was missing."""
+    asked, room, unused = sizes.get("asked"), sizes.get("free"), sizes.get("unused", 0)
+    if room is not None and {"allowed", "allocated"} <= sizes.keys():
+        room = max(0, min(room, sizes["allowed"] - sizes["allocated"] - unused))
     parts = []
-    if short.room is not None:
-        of = "" if short.total is None else f" of {in_words(short.total)}"
-        parts.append(f"{in_words(short.room)}{of} was free")
-    if short.missing is not None:
-        parts.append(f"{in_words(short.missing)} at least was missing")
-    if short.unused:
-        parts.append(f"torch held {in_words(short.unused)} in pieces that nothing used")
+    if room is not None:
+        total = f" of {in_words(sizes['total'])}" if "total" in sizes else ""
+        parts.append(f"{in_words(room)}{total} was free")
+    if asked is not None and room is not None and asked > room:
+        parts.append(f"{in_words(asked - room)} at least was missing")
+    if unused:
+        parts.append(f"torch held {in_words(unused)} in pieces that nothing used")
     text = f"{'; '.join(parts)}." if parts else ""
-    if short.asked is not None and short.unused and short.asked <= short.unused + (short.room or 0):
+    if asked is not None and unused and asked <= unused + (room or 0):
         text += " In one piece that would have been enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
     return text
 
@@ -386,7 +356,6 @@ class MemoryProfiler(pl.Callback):
             self._log(trainer, step, torch.stack(asked.wait()))
 
     def _log(self, trainer: pl.Trainer, step: int, vectors: torch.Tensor) -> None:
-        """Log (R, n) numbers of a step."""
         self.latest, top = metrics(vectors, self._blocks), top_of(vectors, self._blocks, step)
         self._highest = top.rank
         if self.top is None or top.allocated > self.top.allocated:
@@ -413,7 +382,7 @@ class MemoryProfiler(pl.Callback):
         where = self._watch.phase.in_words(self._blocks) if self._watch.on else "outside of training batches"
         if trainer.validating or trainer.sanity_checking:
             where = "validation"
-        allocated = parse(text).allocated
+        allocated = parse(text).get("allocated")
         if self._measuring and self._watch.on:
             kinds = self._probe.held(allocated)
         else:

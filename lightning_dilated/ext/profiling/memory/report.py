@@ -30,6 +30,7 @@ from lightning_dilated.ext.profiling.memory.probe import Measured, Point, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 HOST = ("host", "host_peak", "pinned")
@@ -210,16 +211,17 @@ def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     top, (unit, name) = measured.top, unit_of(measured.top.allocated)
     peak = f"peak of {top.allocated / unit:.3f} {name} in {top.phase.in_words(blocks)}"
-    title = f"step {measured.step}, {who}: {peak}"
-    timeline_png(measured, folder / "memory_timeline.png", title)
+    figure = _timeline(measured, unit, name)
+    figure.suptitle(f"step {measured.step}, {who}: {peak}", fontsize=10, x=0.07, ha="left")
+    figure.savefig(folder / "memory_timeline.png")
 
 
-def timeline_png(measured: Measured, path: str | Path, title: str) -> None:
-    """Write a PNG of memory by kind over the host's time; lines part passes, thin ones the numbered blocks."""
+def _timeline(measured: Measured, unit: float, name: str) -> Figure:
+    """Memory by kind over the host's time; lines part passes, thin ones the numbered blocks."""
     from matplotlib.figure import Figure
 
     points, top = thinned(measured.points), measured.top
-    begin, (unit, name) = points[0][0], unit_of(top.allocated)
+    begin = points[0][0]
     ms = [(seconds - begin) * 1e3 for seconds, _ in points]
     shown = [kind for kind in KINDS if any(kinds.get(kind) for _, kinds in points)]
     figure = Figure(figsize=(11, 4.4), dpi=130)
@@ -236,11 +238,10 @@ def timeline_png(measured: Measured, path: str | Path, title: str) -> None:
     axes.set_ylim(0, 1.12 * top.allocated / unit or 1)
     axes.set_xlabel("ms on the host")
     axes.set_ylabel(name)
-    figure.suptitle(title, fontsize=10, x=0.07, ha="left")
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(0.735, 0.5), fontsize=8, frameon=False)
     figure.subplots_adjust(left=0.07, right=0.73, top=0.86, bottom=0.12)
-    figure.savefig(path)
+    return figure
 
 
 def _part(axes: Axes, spans: Sequence[Span], begin: float, width: float) -> None:
