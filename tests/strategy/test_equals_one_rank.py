@@ -18,6 +18,8 @@ RUNS = {
     "lengths": Run(kind="lengths", batch_size=2),
     "fewer tokens than ranks": Run(seq_len=3),
     "workers": Run(workers=2, steps=2),
+    "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
+    "recurrence": Run(kind="documents", model={"recurrence": {"gate_init": 0.5}, "num_kv_heads": 2}, steps=2),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -66,11 +68,17 @@ def check(found, want, tol, logged=None):
 #: four ranks of one sequence take what only they can show, and two pairs of ranks the rest
 CASES = [("plain", way) for way in (*PLAIN, "4, head 2", "4, head 4", "2, head auto")]
 CASES += [(run, "4, data 2") for run in ("accumulate and clip", "masked labels", "lengths")]
-CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks")]
+CASES += [(run, "4") for run in ("ragged", "documents", "fewer tokens than ranks", "hybrid")]
+CASES += [("recurrence", "2, zigzag")]
 #: each layout and exchange is in test_every_exchange_and_layout, too
 SLOW = [("plain", way) for way in ("2, zigzag", "2, strided", "2, ring", "2, switch", "4, nodes of 2")]
 SLOW += [("workers", "2"), ("compiled", "2")]
-SLOW += [(run, way) for run in RUNS for way in PLAIN if run not in ("workers", "compiled") and (run, way) not in CASES]
+SLOW += [
+    (run, way)
+    for run in RUNS
+    for way in PLAIN
+    if run not in ("workers", "compiled", "recurrence") and (run, way) not in CASES
+]
 SLOW.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
