@@ -70,23 +70,33 @@ def _copied(metric: Metric) -> dict[str, Any]:
     return {name: list(x) if isinstance(x, list) else x for name, x in metric.metric_state.items()}
 
 
-class TokenMean(Metric):
+def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """x on the device where `fn` moves tensors; 0 where it comes from the meta device, which has no numbers."""
+    device = fn(x.new_empty(0)).device
+    return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
+
+
+class _InFloat64(Metric):
+    """A metric in float64. It follows a module to another device, but not to another dtype: sums would overflow."""
+
+    full_state_update = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Metric:
+        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
+
+
+class TokenMean(_InFloat64):
     """Sum of losses divided by number of tokens, both in float64 and summed over batches and ranks.
 
     Unlike torchmetrics' MeanMetric it propagates NaN, and weights exactly by tokens.
     """
 
-    full_state_update = False
     higher_is_better = False
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("total", "tokens"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> TokenMean:
-        """Follow a module to another device, but not to another dtype: sums of losses would overflow in 16 bits."""
-        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and the number of tokens they belong to."""
@@ -99,13 +109,7 @@ class TokenMean(Metric):
         return (self.total / self.tokens).float()
 
 
-def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x on the device where `fn` moves tensors; 0 where it comes from the meta device, which has no numbers."""
-    device = fn(x.new_empty(0)).device
-    return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
-
-
-class EpochScores(Metric):
+class EpochScores(_InFloat64):
     """All scores and labels of an epoch, of all ranks, for metrics that are not sums over batches, such as AUROC.
 
     Samples come in the order of their index in the data set, where batches tell it, so on any number of ranks.
@@ -114,8 +118,6 @@ class EpochScores(Metric):
         columns: C, scores of a sample.
         label_columns: of a label; None for labels (B,).
     """
-
-    full_state_update = False
 
     def __init__(self, columns: int, label_columns: int | None = None) -> None:
         super().__init__()
@@ -134,10 +136,6 @@ class EpochScores(Metric):
         """Forget all samples."""
         super().reset()
         self._begin()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> EpochScores:
-        """Follow a module to another device, but not to another dtype."""
-        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, scores: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
         """Add samples: scores (B, C), labels (B,) or (B, C), and their index (B,), or None; a rank without samples adds
