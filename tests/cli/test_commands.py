@@ -174,14 +174,10 @@ def test_validates_nothing_but_a_checkpoint_as_one(cli):
 
 @CONFIGS
 def test_the_command_line_wins_over_the_checkpoint(cli, fitted, config):
-    """As the help says of every value; one that cannot win would have to be refused by name, never dropped."""
     result = cli("validate", *arguments(config), "--ckpt_path", fitted.ckpt, "--model.bytes_per_token", 2)
-    if result.code == 2 and "DilatedModule" not in result.err:
-        assert "bytes_per_token" in result.err and "checkpoint" in result.err
-    else:
-        assert result.code == 0, result.err.strip().splitlines()[-6:]
-        want = result.metric("val_loss") / 0.6931472 / 2
-        assert result.metric("val_bits_per_byte") == pytest.approx(want, rel=1e-6)
+    assert result.code == 0, result.err
+    want = result.metric("val_loss") / 0.6931472 / 2
+    assert result.metric("val_bits_per_byte") == pytest.approx(want, rel=1e-6)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
@@ -265,17 +261,10 @@ def test_python_checkpoint_alone(cli, made):
     assert cli("generate", "--ckpt_path", made, "--prompt", "ab").out.startswith("ab")
 
 
-@pytest.mark.parametrize(
-    "sizes", [MODEL, ["--model.dim", "16", "--model.depth", "2"]], ids=["same sizes", "other sizes"]
-)
-def test_python_checkpoint_beside_a_recipe(cli, made, sizes):
-    """The recipe's pattern is another one, so the checkpoint's is used; sizes that do not fit are named."""
-    result = cli("validate", *TINY, *sizes, "--ckpt_path", made)
-    if result.code == 0:
-        want = evaluate(made, result.folder, "validate")["val_loss"]
-        assert result.metric("val_loss") == pytest.approx(want, rel=1e-6)
-    else:
-        assert result.code == 2 and "depth is 1 there and 2 here" in result.err and "Traceback" not in result.err
+def test_python_checkpoint_beside_a_recipe(cli, made):
+    """Sizes that do not fit are named."""
+    result = cli("validate", *TINY, "--ckpt_path", made)
+    assert result.code == 2 and "depth is 1 there and 2 here" in result.err and "Traceback" not in result.err
 
 
 # -- a user's own module -----------------------------------------------------------------------------------------------
