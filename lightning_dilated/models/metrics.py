@@ -1,8 +1,5 @@
-"""TokenMean, the mean over all tokens of an epoch; EpochScores, all its predictions; Newest, a step's number.
-
-The first two are exact on any number of ranks; the third reaches the host without waiting for the GPU.
-Shape letters: B batch, C scores of a sample, S samples of an epoch.
-"""
+"""TokenMean, the mean over all tokens of an epoch, exact on any number of ranks; Newest, a step's number, which reaches the
+host without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
 
 
-class _InFloat64(Metric):
+class Float64Metric(Metric):
     """A metric in float64. It follows a module to another device, but not to another dtype: sums would overflow."""
 
     full_state_update = False
@@ -85,7 +82,7 @@ class _InFloat64(Metric):
         return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
 
-class TokenMean(_InFloat64):
+class TokenMean(Float64Metric):
     """Sum of losses divided by number of tokens, both in float64 and summed over batches and ranks.
 
     Unlike torchmetrics' MeanMetric it propagates NaN, and weights exactly by tokens.
@@ -107,57 +104,6 @@ class TokenMean(_InFloat64):
     def compute(self) -> Tensor:
         """The mean, fp32; NaN where there was no token."""
         return (self.total / self.tokens).float()
-
-
-class EpochScores(_InFloat64):
-    """All scores and labels of an epoch, of all ranks, for metrics that are not sums over batches, such as AUROC.
-
-    Samples come in the order of their index in the data set, where batches tell it, so on any number of ranks.
-
-    Args:
-        columns: C, scores of a sample.
-        label_columns: of a label; None for labels (B,).
-    """
-
-    def __init__(self, columns: int, label_columns: int | None = None) -> None:
-        super().__init__()
-        labels = (0,) if label_columns is None else (0, label_columns)
-        self._shapes: dict[str, tuple[int, ...]] = {"scores": (0, columns), "labels": labels, "index": (0,)}
-        for name in self._shapes:
-            self.add_state(name, [], dist_reduce_fx="cat")
-        self._begin()
-
-    def _begin(self) -> None:
-        """Start with empty tensors: a rank may have no sample, and gathering needs equal dtypes and numbers of dims."""
-        for name, shape in self._shapes.items():
-            setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
-
-    def reset(self) -> None:
-        """Forget all samples."""
-        super().reset()
-        self._begin()
-
-    def update(self, scores: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
-        """Add samples: scores (B, C), labels (B,) or (B, C), and their index (B,), or None; a rank without samples adds
-        empty ones."""
-        self.scores.append(scores.detach().double())
-        self.labels.append(labels.detach().double())
-        unknown = scores.new_full((len(scores),), -1)
-        self.index.append((unknown if index is None else index.to(scores.device)).detach().double())
-
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(scores (S, C), labels, index (S,) or -1), fp64."""
-        whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
-        return whole(self.scores), whole(self.labels), whole(self.index)
-
-    def whole_epoch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `compute`, by rising index, and in these shapes for a single sample, too: torchmetrics turns tensors of one
-        number into scalars."""
-        scores, labels, index = (
-            x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
-        )
-        order = index.argsort(stable=True)
-        return scores[order], labels[order], index[order]
 
 
 #: numbers being copied at once; their pinned memory is allocated once, since allocation waits for the GPU
