@@ -24,23 +24,7 @@ from .conftest import DATA, LOG, MODEL, TINY
 
 pytestmark = pytest.mark.full
 
-COMMANDS = (
-    "fit",
-    "validate",
-    "test",
-    "predict",
-    "generate",
-    "score",
-    "evaluate",
-    "tokenize",
-    "explain",
-    "verify",
-    "consolidate",
-    "folds",
-    "export",
-    "plan",
-    "bench",
-)
+COMMANDS = {*DilatedCLI.subcommands(), *EXTENSIONS}
 
 
 def test_lightnings_own_bar_shows_no_epoch_behind_the_last(cli):
@@ -55,7 +39,7 @@ def test_help_fits_a_screen(cli, argv):
     result = cli(*argv)
     lines = result.out.splitlines()
     assert result.code == 0 and len(lines) <= 30 and max(map(len, lines)) <= 80
-    assert set(DilatedCLI.subcommands()) | set(EXTENSIONS) == set(COMMANDS)
+    assert len(COMMANDS) == 15
     for command in COMMANDS:
         assert any(line.split()[:1] == [command] for line in lines), command
 
@@ -68,7 +52,7 @@ def test_commands_of_the_help_parse(cli, line):
     assert result.code == 0 and "class_path: lightning_dilated.LongNetLM" in result.out, result.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_of_a_command(cli, command):
     result = cli(command, "--help")
     assert result.code == 0 and command in result.out

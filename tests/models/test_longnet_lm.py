@@ -209,6 +209,13 @@ class Saver(LongNetLM):
         self.save_hyperparameters()
 
 
+class PassesAllOn(LongNetLM):
+    """One that passes arguments by position on."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+
+
 MADE = {
     "LongNetLM, pattern": lambda: LongNetLM(PATTERN.shifted(), **SIZES, bias=True),
     "shifted layers": lambda: LongNetLM(PATTERN, **SIZES, shift_layers="odd", shift_below=16),
@@ -220,6 +227,7 @@ MADE = {
     "subclass with a fixed pattern": lambda: Fixed("mine", **SIZES, norm="layernorm"),
     "subclass with another name for it": lambda: Renamed(PATTERN.shifted()),
     "subclass that saves by itself": lambda: Saver(PATTERN, extra=2),
+    "subclass that passes all on": lambda: PassesAllOn(PATTERN, 11, 16, 2, 4),
 }
 
 

@@ -1,13 +1,12 @@
 """Options that models share: every one on the command line, with its text, and refused where a class settles it."""
 
 import pytest
-import torch
 from jsonargparse import ArgumentParser
 
 from lightning_dilated import LongNetLM, models
 from lightning_dilated.models.transformer_model import NOT_SAVED, options_of
 
-from . import PATTERN, trainer
+from . import PATTERN
 
 MODELS = ("LongNetLM", "LongNetMLM", "LongNetClassifier", "SlideEncoder", "SlidePretrainer")
 
@@ -35,32 +34,6 @@ def test_a_checkpoint_keeps_defaults_and_no_settled_option():
     assert set(encoder.hparams) == options_of(models.SlideEncoder).keys() - set(NOT_SAVED)
     assert encoder.hparams.dropout == 0.25 and encoder.hparams.pool == "class"
     assert "pattern" in models.LongNetLM(PATTERN, dim=16, depth=1).hparams
-
-
-class SetsItsSizes(LongNetLM):
-    def __init__(self, width: int = 32, **options):
-        super().__init__(PATTERN, 64, dim=width, depth=2, num_heads=4, max_seq_len=64, **options)
-
-
-class PassesAllOn(LongNetLM):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: SetsItsSizes(width=16, dropout=0.1), lambda: PassesAllOn(PATTERN, 64, 32, 2, 4)],
-    ids=["sets some", "passes all on by position"],
-)
-def test_a_subclass_loads_from_its_own_checkpoint(make, tmp_path):
-    model = make()
-    one = trainer(max_steps=0)
-    one.strategy.connect(model)
-    one.save_checkpoint(tmp_path / "x.ckpt")
-    twin = type(model).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
-    assert twin.dim == model.dim and twin.options == model.options and twin.patterns == model.patterns
-    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_a_misspelt_option_is_named_with_the_nearest():
