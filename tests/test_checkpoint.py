@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.ext.decoding.load import load_language_model
 
@@ -46,6 +46,12 @@ def test_a_tokenizer_goes_with_the_model(tmp_path: Path, name: str) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*tokenizer")
             assert load_language_model(tmp_path, tokens).vocab_size == vocab_size
+
+
+def test_a_model_of_masked_tokens_does_not_continue_texts(tmp_path: Path) -> None:
+    LongNetMLM(DilatedPattern.longnet([16], [1]), dim=8, depth=1, num_heads=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a LongNetMLM with vocab_size 256"):
+        load_language_model(tmp_path, None)
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

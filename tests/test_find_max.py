@@ -1,12 +1,5 @@
 """The longest sequence: the search against every answer there can be, and true trials on the CPU with little memory."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 import torch
 import yaml
@@ -14,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_dilated as ld
-from benchmarks import find_max
 from benchmarks.find_max import Outcome, Samples, Trials, longest, run
-from lightning_dilated._device import NAMES
 
 pytestmark = pytest.mark.full
 
@@ -47,20 +38,6 @@ def test_search(most, start, multiple, within, limit):
     else:
         assert found.fails in tried and found.fails > most
         assert found.fails - found.fits <= max(multiple, within * found.fits)
-
-
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ({"start": 0}, "start must be at least 1"),
-        ({"start": 4, "multiple": 0}, "multiple must be at least 1"),
-        ({"start": 4, "within": 1}, "within must be a part"),
-        ({"start": 4, "multiple": 8, "most": 7}, "most=7 is below 8"),
-    ],
-)
-def test_search_refuses(given, words):
-    with pytest.raises(ValueError, match=words):
-        longest(lambda n: True, **given)
 
 
 @pytest.fixture
@@ -111,69 +88,6 @@ def test_samples(name):
     assert model.sequence_spec._seq_len(batch) == 96
 
 
-def test_trials_ask_for_segments_that_grow(tmp_path, monkeypatch):
-    seen = {}
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(find_max.subprocess, "Popen", lambda command, env, **more: seen.update(env))
-    Trials([], ranks=1)._start(tmp_path, 8, 0, 1)
-    assert seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in os.environ
-
-
-def test_samples_refuse():
-    with pytest.raises(TypeError, match=r"DilatedModule must define example_batch\(tokens\)"):
-        Samples(ld.DilatedModule(), 64)[0]
-    with pytest.raises(ValueError, match="this SlideEncoder has no task, so it is not trained"):
-        Samples(ld.SlideEncoder(), 64)[0]
-
-
-def test_another_error_is_none_of_memory(recipe):
-    with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code .* not for want of memory[\s\S]*num_heads"):
-        Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)
-
-
-def test_a_killed_rank_is_looked_for_first(tmp_path):
-    """Those that were connected to it may end before anybody looked."""
-    trials = Trials([], ranks=2, timeout=5)
-    for name in ("0.txt", "1.txt"):
-        (tmp_path / name).write_text("Connection closed by peer")
-    ended = lambda *codes: [SimpleNamespace(poll=lambda code=code: code, returncode=code) for code in codes]  # noqa: E731
-    found = trials._watch(tmp_path, 64, ended(1, -9))
-    assert not found.fits and found.message == "rank 1: killed, as by a host without memory left"
-    with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code 1[\s\S]*Connection closed"):
-        trials._watch(tmp_path, 64, ended(1, None))
-    (tmp_path / "1.json").write_text('{"missing": "all of it"}')
-    assert trials._watch(tmp_path, 64, ended(1, 0)).message == "rank 1: all of it"
-
-
-@pytest.mark.parametrize(
-    "words, missing",
-    [
-        ("offload could not get 2.00 GiB more of (pinned) host memory: out of memory (2). Lower", True),
-        ("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'", True),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", True),
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.", True),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
-    def fail(told, arguments):
-        raise RuntimeError(words)
-
-    monkeypatch.setattr(find_max, "train", fail)
-    monkeypatch.setattr(find_max.os, "_exit", lambda code: sys.exit(code))
-    monkeypatch.delenv("RANK", raising=False)
-    told = {"folder": str(tmp_path), "limit": None}
-    if missing:
-        with pytest.raises(SystemExit):
-            find_max.main(told, [])
-        said = json.loads((tmp_path / "0.json").read_text())["missing"]
-        assert said.startswith(words.splitlines()[0]) and said.endswith(", fail)")  # the last line
-    else:
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            find_max.main(told, [])
-
-
 def test_command(recipe, capsys, monkeypatch):
     """The whole search, with trials that fit up to a length."""
     tried = []
@@ -194,26 +108,3 @@ def test_command(recipe, capsys, monkeypatch):
         and "5.0 GiB allocated, 6.0 reserved, 2.0 GiB of the host a rank (1.0 page-locked), 2.00 s" in out
         and "out of memory (rank 1" in out
     )
-
-
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ([], "here is none. Take `lightning-dilated plan` for an estimate"),
-        (["--limit", "-1"], "--limit must be positive"),
-        (["--limit", "1", "--timeout", "0"], "--timeout must be positive"),
-        (["--limit", "1", "--gpus", "0"], "--gpus 0: this machine has 0"),
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is of machines without a GPU")
-def test_command_refuses(recipe, given, words):
-    with pytest.raises(ValueError, match=words):
-        run([*recipe, *given])
-
-
-@pytest.mark.parametrize("script", ["find_max", "memory_points"])
-def test_help(script):
-    path = Path(find_max.__file__).with_name(f"{script}.py")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    shown = subprocess.run([sys.executable, path, "--help"], env=env, capture_output=True, text=True, check=False)
-    assert shown.returncode == 0 and f"usage: {script}.py" in shown.stdout

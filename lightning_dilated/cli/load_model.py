@@ -15,8 +15,8 @@ from lightning_dilated.cli.parsing.class_help import subclass
 from lightning_dilated.cli.parsing.parser import check_texts
 from lightning_dilated.cli.recipe import class_of
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import current_class_path, file_arguments, imported
+from lightning_dilated.models.stored import stored_hparams
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

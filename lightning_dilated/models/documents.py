@@ -133,38 +133,6 @@ def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
     return Documents.of(bounds, tokens)
 
 
-def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) -> None:
-    """Raise ValueError for packed samples that a pooled model cannot tell apart.
-
-    Args:
-        rows: B of the batch.
-        least: the fewest tokens of a sample; `what` says why.
-    """
-    bounds = batch.get("cu_seqlens")
-    if bounds is None:
-        return
-    bounds = torch.as_tensor(bounds)
-    if bounds.is_floating_point() or bounds.ndim != 1 or len(bounds) < 2 or rows != 1:
-        raise ValueError(
-            f"samples packed into one row have cu_seqlens (D + 1,) integers and a batch of 1, got {tuple(bounds.shape)} of "
-            f"{bounds.dtype} and a batch of {rows}."
-        )
-    if batch.get("lengths") is not None:
-        raise ValueError(
-            "the batch holds lengths (padded samples) and cu_seqlens (packed ones): leave one of them out."
-        )
-    sizes = bounds.diff().tolist()
-    for i, n in enumerate(sizes):
-        if n < least:
-            raise ValueError(f"document {i} of cu_seqlens has {n} tokens; {what}, so it must have at least {least}.")
-    label = batch.get("label")
-    if label is not None and len(torch.as_tensor(label)) != len(sizes):
-        raise ValueError(
-            f"the batch packs {len(sizes)} samples (cu_seqlens), but has {len(torch.as_tensor(label))} labels: give one a "
-            "sample."
-        )
-
-
 def mean_token(
     x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
 ) -> Tensor:

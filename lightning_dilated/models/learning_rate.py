@@ -1,4 +1,4 @@
-"""LearningRate: the optimizer's learning rate as an attribute of the module, which Lightning's finder reads and sets."""
+"""LearningRate, the optimizer's rate as an attribute of the module, and WarmupCosine, its usual schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dilated._compat.lightning import attached_trainer
+from lightning_dilated._validation import integer
 
 #: factor of the learning rate of gates and decays. Adam moves a number by about the rate at each step: at a usual 3e-4 a
 #: gate that starts at 0 would need 1,000 steps of one sign to get to 0.3, ten times fewer with this factor
@@ -85,3 +87,55 @@ def _scale(trainer: Any, factor: float) -> list[list[float]]:
         if hasattr(config.scheduler, "base_lrs"):
             config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
     return [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+
+
+class WarmupCosine(LambdaLR):
+    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; stepped every batch.
+
+    Args:
+        optimizer: its learning rates are the peak.
+        total_steps: where the cosine ends; training may go on beyond it. None: the Trainer's `max_steps`, which
+            DilatedModule fills in.
+        warmup_steps: steps of the linear rise, fewer than `total_steps`.
+        final_fraction: of the peak, at the end.
+
+    Raises:
+        ValueError: for numbers out of range, or a warm-up that is not shorter than `total_steps`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: int = 0,
+        final_fraction: float = 0.1,
+    ) -> None:
+        self.warmup_steps = integer(warmup_steps, "warmup_steps", 0)
+        if not 0 <= final_fraction <= 1:
+            raise ValueError(f"final_fraction must lie in [0, 1], got {final_fraction!r}.")
+        self.final_fraction = final_fraction
+        self.total_steps: int | None = None
+        if total_steps is not None:
+            self.total_steps = integer(total_steps, "total_steps", 1)
+            if self.warmup_steps >= total_steps:
+                raise ValueError(f"warmup_steps={warmup_steps} must be below total_steps={total_steps}.")
+        super().__init__(optimizer, self.factor)
+
+    def end_at(self, steps: int) -> None:
+        """Let the cosine end after `steps` steps; a run shorter than the warm-up ends within it.
+
+        Raises:
+            ValueError: for less than one step, as of a Trainer without `max_steps`.
+        """
+        if steps < 1:
+            raise ValueError("WarmupCosine needs total_steps, because the Trainer has no max_steps: give one of them.")
+        self.total_steps = steps
+
+    def factor(self, step: int) -> float:
+        """The factor of the learning rate at `step`."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.total_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * done))

@@ -1,8 +1,5 @@
-"""TokenMean, the mean over all tokens of an epoch; EpochScores, all its predictions; Newest, a step's number.
-
-The first two are exact on any number of ranks; the third reaches the host without waiting for the GPU.
-Shape letters: B batch, C scores of a sample, S samples of an epoch.
-"""
+"""TokenMean, the mean over all tokens of an epoch, exact on any number of ranks; Newest, a step's number, which reaches the
+host without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -70,23 +67,33 @@ def _copied(metric: Metric) -> dict[str, Any]:
     return {name: list(x) if isinstance(x, list) else x for name, x in metric.metric_state.items()}
 
 
-class TokenMean(Metric):
+def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """x on the device where `fn` moves tensors; 0 where it comes from the meta device, which has no numbers."""
+    device = fn(x.new_empty(0)).device
+    return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
+
+
+class Float64Metric(Metric):
+    """A metric in float64. It follows a module to another device, but not to another dtype: sums would overflow."""
+
+    full_state_update = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Metric:
+        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
+
+
+class TokenMean(Float64Metric):
     """Sum of losses divided by number of tokens, both in float64 and summed over batches and ranks.
 
     Unlike torchmetrics' MeanMetric it propagates NaN, and weights exactly by tokens.
     """
 
-    full_state_update = False
     higher_is_better = False
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("total", "tokens"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> TokenMean:
-        """Follow a module to another device, but not to another dtype: sums of losses would overflow in 16 bits."""
-        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and the number of tokens they belong to."""
@@ -97,69 +104,6 @@ class TokenMean(Metric):
     def compute(self) -> Tensor:
         """The mean, fp32; NaN where there was no token."""
         return (self.total / self.tokens).float()
-
-
-def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x on the device where `fn` moves tensors; 0 where it comes from the meta device, which has no numbers."""
-    device = fn(x.new_empty(0)).device
-    return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
-
-
-class EpochScores(Metric):
-    """All scores and labels of an epoch, of all ranks, for metrics that are not sums over batches, such as AUROC.
-
-    Samples come in the order of their index in the data set, where batches tell it, so on any number of ranks.
-
-    Args:
-        columns: C, scores of a sample.
-        label_columns: of a label; None for labels (B,).
-    """
-
-    full_state_update = False
-
-    def __init__(self, columns: int, label_columns: int | None = None) -> None:
-        super().__init__()
-        labels = (0,) if label_columns is None else (0, label_columns)
-        self._shapes: dict[str, tuple[int, ...]] = {"scores": (0, columns), "labels": labels, "index": (0,)}
-        for name in self._shapes:
-            self.add_state(name, [], dist_reduce_fx="cat")
-        self._begin()
-
-    def _begin(self) -> None:
-        """Start with empty tensors: a rank may have no sample, and gathering needs equal dtypes and numbers of dims."""
-        for name, shape in self._shapes.items():
-            setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
-
-    def reset(self) -> None:
-        """Forget all samples."""
-        super().reset()
-        self._begin()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> EpochScores:
-        """Follow a module to another device, but not to another dtype."""
-        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
-
-    def update(self, scores: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
-        """Add samples: scores (B, C), labels (B,) or (B, C), and their index (B,), or None; a rank without samples adds
-        empty ones."""
-        self.scores.append(scores.detach().double())
-        self.labels.append(labels.detach().double())
-        unknown = scores.new_full((len(scores),), -1)
-        self.index.append((unknown if index is None else index.to(scores.device)).detach().double())
-
-    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(scores (S, C), labels, index (S,) or -1), fp64."""
-        whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
-        return whole(self.scores), whole(self.labels), whole(self.index)
-
-    def whole_epoch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `compute`, by rising index, and in these shapes for a single sample, too: torchmetrics turns tensors of one
-        number into scalars."""
-        scores, labels, index = (
-            x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
-        )
-        order = index.argsort(stable=True)
-        return scores[order], labels[order], index[order]
 
 
 #: numbers being copied at once; their pinned memory is allocated once, since allocation waits for the GPU

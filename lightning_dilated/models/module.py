@@ -1,4 +1,4 @@
-"""DilatedModule, the LightningModule that all models are and that users subclass, and WarmupCosine, its usual schedule.
+"""DilatedModule, the LightningModule that all models are and that users subclass.
 
 A subclass defines two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
 number of tokens. The base class does the rest: exact token mean, metrics, optimizer, scheduler.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import re
 import warnings
@@ -18,15 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.core.saving import load_hparams_from_tags_csv
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from lightning_dilated._compat.lightning import (
@@ -37,20 +32,16 @@ from lightning_dilated._compat.lightning import (
     evaluated_loaders,
     load_to_cpu_by_name,
     made_from_checkpoint,
-    map_to_known_devices,
-    migrated,
-    read_remote,
-    read_trusted,
     restricted_classmethod,
 )
 from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._extensions import hook
-from lightning_dilated._validation import check_input, integer, text_of
-from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated._validation import check_input
 from lightning_dilated.data.module import rebuilt
-from lightning_dilated.models.learning_rate import LR_SCALE, LearningRate, fast_parameters
+from lightning_dilated.models.learning_rate import LR_SCALE, LearningRate, WarmupCosine, fast_parameters
 from lightning_dilated.models.metrics import LoaderStates, Newest, TokenMean, batches_in, each_batch
 from lightning_dilated.models.pretrained import Pretrained, class_in_file, class_path, file_arguments, made_values
+from lightning_dilated.models.stored import plain_value, read_hparams, read_model, stored_hparams
 from lightning_dilated.models.transformer import (
     DilatedTransformer,
     layer_bases,
@@ -72,58 +63,6 @@ from lightning_dilated.sequence.collectives import scalar
 
 if TYPE_CHECKING:
     from lightning_dilated.pattern import Explanation
-
-
-class WarmupCosine(LambdaLR):
-    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; stepped every batch.
-
-    Args:
-        optimizer: its learning rates are the peak.
-        total_steps: where the cosine ends; training may go on beyond it. None: the Trainer's `max_steps`, which
-            DilatedModule fills in.
-        warmup_steps: steps of the linear rise, fewer than `total_steps`.
-        final_fraction: of the peak, at the end.
-
-    Raises:
-        ValueError: for numbers out of range, or a warm-up that is not shorter than `total_steps`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int | None = None,
-        warmup_steps: int = 0,
-        final_fraction: float = 0.1,
-    ) -> None:
-        self.warmup_steps = integer(warmup_steps, "warmup_steps", 0)
-        if not 0 <= final_fraction <= 1:
-            raise ValueError(f"final_fraction must lie in [0, 1], got {final_fraction!r}.")
-        self.final_fraction = final_fraction
-        self.total_steps: int | None = None
-        if total_steps is not None:
-            self.total_steps = integer(total_steps, "total_steps", 1)
-            if self.warmup_steps >= total_steps:
-                raise ValueError(f"warmup_steps={warmup_steps} must be below total_steps={total_steps}.")
-        super().__init__(optimizer, self.factor)
-
-    def end_at(self, steps: int) -> None:
-        """Let the cosine end after `steps` steps; a run shorter than the warm-up ends within it.
-
-        Raises:
-            ValueError: for less than one step, as of a Trainer without `max_steps`.
-        """
-        if steps < 1:
-            raise ValueError("WarmupCosine needs total_steps, because the Trainer has no max_steps: give one of them.")
-        self.total_steps = steps
-
-    def factor(self, step: int) -> float:
-        """The factor of the learning rate at `step`."""
-        if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
-        if self.total_steps is None:
-            return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 STAGES = ("train", "val", "test")
@@ -629,69 +568,3 @@ class DilatedModule(Pretrained, LearningRate):
 
 def _is_ours(method: Any) -> bool:
     return method.__module__.startswith("lightning_dilated.")
-
-
-def plain_value(value: Any) -> Any:
-    """A hyperparameter in a checkpoint: patterns, alone or in a list, as plain mappings."""
-    if isinstance(value, DilatedPattern):
-        return value.to_dict()
-    if isinstance(value, (list, tuple)) and any(isinstance(x, DilatedPattern) for x in value):
-        return [plain_value(x) for x in value]
-    return value
-
-
-def read_model(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """A Lightning checkpoint: of a path, an open file, or an address that Lightning can read.
-
-    Raises:
-        ValueError: for a file of something else.
-    """
-    map_location = map_to_known_devices if map_location is None else map_location
-    if weights_only is False:
-        stored = read_trusted(source, map_location)
-    elif not hasattr(source, "read") and "://" in str(source):
-        stored = read_remote(source, map_location)
-    else:
-        stored = load_file(source, map_location=map_location)
-    if not isinstance(stored, Mapping) or "state_dict" not in stored:
-        raise ValueError(f"{source} is a torch file, but not a Lightning checkpoint: it has no state_dict.")
-    return migrated(dict(stored), source)
-
-
-def stored_hparams(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's hyperparameters in a checkpoint."""
-    names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions
-    parts = [part for name in names if isinstance(part := stored.get(name), Mapping)]
-    return {key: value for part in parts for key, value in part.items()}
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """yaml's, with tuples, as Lightning writes them."""
-
-
-_PlainLoader.add_constructor(
-    "tag:yaml.org,2002:python/tuple", lambda loader, node: tuple(loader.construct_sequence(node))
-)
-
-
-def read_hparams(path: Path) -> dict[str, Any]:
-    """The hyperparameters of a csv or YAML that Lightning's loggers wrote, of plain values.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: for other suffixes, and YAML of something else.
-    """
-    check_input(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"hparams_file {path}: no such file.")
-    if path.suffix.lower() == ".csv":
-        return dict(load_hparams_from_tags_csv(path))
-    if path.suffix.lower() not in (".yml", ".yaml"):
-        raise ValueError(f"hparams_file {path} must be a .csv, .yml or .yaml.")
-    try:
-        values = yaml.load(text_of(path), _PlainLoader) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"hparams_file {path} is not YAML of plain values ({error}).") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"hparams_file {path} holds {type(values).__name__} in place of hyperparameters by name.")
-    return values

@@ -363,16 +363,11 @@ def current_class_path(path: str) -> str:
 
 def config_of(model: Any) -> dict[str, Any]:
     """The contents of a model's config.json."""
-    config = {"class_path": class_path(model), "init_args": plain_hparams(model)}
+    config = {"class_path": class_path(model), "init_args": plain_arguments(model.hparams, type(model).__name__)}
     for name in getattr(model, "also_in_config", ()):
         if getattr(model, name, None) is not None:
             config[name] = getattr(model, name)
     return config
-
-
-def plain_hparams(model: Any) -> dict[str, Any]:
-    """Constructor arguments of the model for JSON; patterns as mappings, without the optimizer."""
-    return plain_arguments(model.hparams, type(model).__name__)
 
 
 def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
@@ -399,8 +394,10 @@ _NUMBERED = {"id2label", "pruned_heads"}
 
 
 def _plain(value: Any, name: str = "") -> Any:
-    if isinstance(value, (DilatedPattern, Path)):
-        return value.to_dict() if isinstance(value, DilatedPattern) else str(value)
+    if isinstance(value, DilatedPattern):
+        return value.to_dict()
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, Mapping) and all(type(k) is str or (type(k) is int and name in _NUMBERED) for k in value):
         plain = {str(k): _plain(v, str(k)) for k, v in value.items()}
         if len(plain) == len(value):

@@ -310,13 +310,9 @@ class DilatedTransformer(StackMemory):
             normed: False leaves the last norm to the caller.
         """
         x = self.residual(x)
-        drops = None
-        if caches is None:
-            drops = self._drops(x, cu_seqlens)
-        inputs, others = (
-            Inputs(x, lengths, cu_seqlens, positions, drops),
-            {"caches": caches, "chunk": chunk, "watch": watch},
-        )
+        drops = self._drops(x, cu_seqlens) if caches is None else None
+        inputs = Inputs(x, lengths, cu_seqlens, positions, drops)
+        others: dict[str, Any] = {"caches": caches, "chunk": chunk, "watch": watch}
         if self._replays(inputs, others):
             x = self.graphs(self._compute, self.blocks, inputs)
         else:
@@ -372,7 +368,8 @@ class DilatedTransformer(StackMemory):
 
     def _tables(self, x: Tensor, positions: Tensor | None, caches: Sequence[Any] | None) -> list[RotaryTable | None]:
         """Rotary positions for each block; blocks of one base share a table."""
-        dtype, start, furthest, tables = _working_dtype(x), caches[0].length if caches else 0, None, {}
+        dtype = autocast(x[:0])[0].dtype  # of q and k, whose range xPos is checked against
+        start, furthest, tables = caches[0].length if caches else 0, None, {}
         if caches and positions is None:
             positions, furthest = caches[0].token_positions(x)
         for rotary in self.rotaries:
@@ -383,14 +380,11 @@ class DilatedTransformer(StackMemory):
     # -- what planning asks --------------------------------------------------------------------------------------------
     def attentions(self) -> list[BlockAttention]:
         """Of each block."""
-        layers = [block.attention_layer for block in self.blocks]
+        layers = [(block.attention_layer, block.attention_layer.attention) for block in self.blocks]
         return [
-            BlockAttention(
-                a.attention.pattern, a.num_heads, a.num_kv_heads, a.head_dim, a.attention.causal, a.attention.dropout,
-                a.attention.engine,
-            )
-            for a in layers
-        ]  # fmt: skip
+            BlockAttention(a.pattern, x.num_heads, x.num_kv_heads, x.head_dim, a.causal, a.dropout, a.engine)
+            for x, a in layers
+        ]
 
     def sizes(self) -> BlockSizes:
         """Of the first block; of all, whether they run in windows of heads."""
@@ -428,11 +422,6 @@ def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None],
     x = layer(x)
     watch(x)
     return x
-
-
-def _working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that q and k will have, whose range xPos is checked against."""
-    return autocast(x[:0])[0].dtype
 
 
 def init_weights(model: nn.Module, depth: int, dim: int) -> None:

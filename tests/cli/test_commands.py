@@ -24,23 +24,7 @@ from .conftest import DATA, LOG, MODEL, TINY
 
 pytestmark = pytest.mark.full
 
-COMMANDS = (
-    "fit",
-    "validate",
-    "test",
-    "predict",
-    "generate",
-    "score",
-    "evaluate",
-    "tokenize",
-    "explain",
-    "verify",
-    "consolidate",
-    "folds",
-    "export",
-    "plan",
-    "bench",
-)
+COMMANDS = {*DilatedCLI.subcommands(), *EXTENSIONS}
 
 
 def test_lightnings_own_bar_shows_no_epoch_behind_the_last(cli):
@@ -55,7 +39,7 @@ def test_help_fits_a_screen(cli, argv):
     result = cli(*argv)
     lines = result.out.splitlines()
     assert result.code == 0 and len(lines) <= 30 and max(map(len, lines)) <= 80
-    assert set(DilatedCLI.subcommands()) | set(EXTENSIONS) == set(COMMANDS)
+    assert len(COMMANDS) == 15
     for command in COMMANDS:
         assert any(line.split()[:1] == [command] for line in lines), command
 
@@ -68,7 +52,7 @@ def test_commands_of_the_help_parse(cli, line):
     assert result.code == 0 and "class_path: lightning_dilated.LongNetLM" in result.out, result.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_of_a_command(cli, command):
     result = cli(command, "--help")
     assert result.code == 0 and command in result.out
@@ -174,14 +158,10 @@ def test_validates_nothing_but_a_checkpoint_as_one(cli):
 
 @CONFIGS
 def test_the_command_line_wins_over_the_checkpoint(cli, fitted, config):
-    """As the help says of every value; one that cannot win would have to be refused by name, never dropped."""
     result = cli("validate", *arguments(config), "--ckpt_path", fitted.ckpt, "--model.bytes_per_token", 2)
-    if result.code == 2 and "DilatedModule" not in result.err:
-        assert "bytes_per_token" in result.err and "checkpoint" in result.err
-    else:
-        assert result.code == 0, result.err.strip().splitlines()[-6:]
-        want = result.metric("val_loss") / 0.6931472 / 2
-        assert result.metric("val_bits_per_byte") == pytest.approx(want, rel=1e-6)
+    assert result.code == 0, result.err
+    want = result.metric("val_loss") / 0.6931472 / 2
+    assert result.metric("val_bits_per_byte") == pytest.approx(want, rel=1e-6)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
@@ -265,17 +245,10 @@ def test_python_checkpoint_alone(cli, made):
     assert cli("generate", "--ckpt_path", made, "--prompt", "ab").out.startswith("ab")
 
 
-@pytest.mark.parametrize(
-    "sizes", [MODEL, ["--model.dim", "16", "--model.depth", "2"]], ids=["same sizes", "other sizes"]
-)
-def test_python_checkpoint_beside_a_recipe(cli, made, sizes):
-    """The recipe's pattern is another one, so the checkpoint's is used; sizes that do not fit are named."""
-    result = cli("validate", *TINY, *sizes, "--ckpt_path", made)
-    if result.code == 0:
-        want = evaluate(made, result.folder, "validate")["val_loss"]
-        assert result.metric("val_loss") == pytest.approx(want, rel=1e-6)
-    else:
-        assert result.code == 2 and "depth is 1 there and 2 here" in result.err and "Traceback" not in result.err
+def test_python_checkpoint_beside_a_recipe(cli, made):
+    """Sizes that do not fit are named."""
+    result = cli("validate", *TINY, "--ckpt_path", made)
+    assert result.code == 2 and "depth is 1 there and 2 here" in result.err and "Traceback" not in result.err
 
 
 # -- a user's own module -----------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """`data` without a class_path is texts as bytes: refused before any work where the model takes something else."""
 
-import sys
-
 import lightning.pytorch as pl
 import pytest
 import yaml
@@ -83,15 +81,3 @@ def test_a_checkpoint_alone_names_the_recipe_of_its_run(cli, tmp_path):
     result = cli("test", "--ckpt_path", str(checkpoint))
     assert result.code == 2 and f"add --config {recipe}" in result.err and "Traceback" not in result.err, result.err
     assert "nowhere.h5 does not exist" in cli("test", "--ckpt_path", str(checkpoint), "--config", str(recipe)).err
-
-
-def test_lora_without_peft_is_one_line(cli, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    recipe = {
-        "model": {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
-    }
-    data = {"class_path": f"{__name__}.Labelled", "init_args": {"paths": "text.txt", "seq_len": 32}}
-    (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe | {"trainer": TRAINER, "data": data}))
-    result = cli("fit", "--config", "x.yaml", "--model.lora_rank", "4")
-    assert result.code == 2 and "lora_rank needs peft: pip install" in result.err and "Traceback" not in result.err

@@ -9,8 +9,6 @@ import lightning_dilated as ld
 from lightning_dilated import LongNetLM
 from lightning_dilated.cli.recipe import class_of, with_length
 from lightning_dilated.ext.explain import command as explain_command
-from lightning_dilated.ext.explain.advice import advice
-from lightning_dilated.models.transformer import position_advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN
 
@@ -54,13 +52,6 @@ def test_of_every_recipe(cli, recipe):
     """Whatever its class; and no recipe of this package has walls."""
     result = cli("explain", "--config", recipe)
     assert result.code == 0 and value(result, "walls").startswith("none"), result.out + result.err
-
-
-def test_the_quickstart_is_not_warned_of():
-    sizes = {k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}
-    length = WRITTEN["data"]["init_args"]["seq_len"]
-    model = LongNetLM(**sizes, max_seq_len=length)
-    assert advice(model, length) is None and position_advice(model, length) is None
 
 
 def test_the_command_line_wins(cli):

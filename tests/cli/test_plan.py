@@ -25,6 +25,7 @@ pytestmark = pytest.mark.full
 GIB = 2**30
 SIZES = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", 64, 128, "--dilations", 1, 2, "--no-compile"]
 BLOCK = ["--policy", "block"]
+LM = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
 
 
 def row(result, setting):
@@ -41,6 +42,15 @@ def kind(result, name):
 
 def asked(*argv):
     return settled(parser().parse_args(list(map(str, argv))))
+
+
+def recipe(folder, model=LM, strategy=None, **parts):
+    """Options of a recipe that is written here; `strategy` has the arguments of a RingDilatedStrategy."""
+    if strategy is not None:
+        named = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": strategy}
+        parts["trainer"] = {**parts.get("trainer", {}), "strategy": named}
+    (folder / "x.yaml").write_text(yaml.safe_dump({"model": model, **parts}))
+    return ["--config", folder / "x.yaml"]
 
 
 def test_numbers_are_those_of_planning(cli):
@@ -75,14 +85,6 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
     assert told == Links(near=5e9, far=1e9) and told.source == "here"
 
 
-def test_walls_are_said(cli):
-    """Segments of 128 tokens of 64K: nothing crosses their ends, however many GPUs there are."""
-    result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK)
-    assert "whatever the GPUs" in result.out and "511 wall(s): attention never crosses position 128" in result.out
-    whole = ["--segments", 64, 65536, "--dilations", 1, 2]
-    assert "wall(s)" not in cli("plan", *SIZES, *whole, "--tokens", "64K", *BLOCK).out
-
-
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
     few = ["--depth", 1, "--heads", 1]  # nothing to group, and one window of heads
     result = cli("plan", *SIZES, *few, "--tokens", "1M", "--gpu", "A10", "--gpu-memory", 4, "--plot", "plots/plan.png")
@@ -93,15 +95,6 @@ def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
     assert " !" not in best
     png = (tmp_path / "plots" / "plan.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 20000
-
-
-def test_several_gpus(cli):
-    wide = ["--dim", 64, "--depth", 2, "--heads", 4, "--geometric", 64, "--no-compile", *BLOCK]
-    result = cli("plan", *wide, "--tokens", "64K", "--gpus", 4, "--strategy", "ring_dilated_fsdp", "--host_memory", 64)
-    assert result.code == 0, result.err
-    assert "4 x H200, ring_dilated_fsdp" in result.out and "16,384 a rank" in result.out
-    assert "strategy: ring_dilated_fsdp" in result.out and "devices: 4" in result.out
-    assert "exchange " in result.out and "backward" in result.out and "not taken, takes" in result.out
 
 
 def test_parameters_on_the_host(cli):
@@ -117,12 +110,6 @@ def test_parameters_on_the_host(cli):
     assert given == {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": True}}
 
 
-@pytest.mark.parametrize("strategy", ["ring_dilated", "single"])
-def test_whole_parameters_stay_on_the_gpu(cli, strategy):
-    result = cli("plan", *SIZES, *BLOCK, "--cpu_offload", "--strategy", strategy)
-    assert result.code == 2 and f"--strategy ring_dilated_fsdp only, not with {strategy}" in result.err
-
-
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
     """Where the last of the ranks computes clearly longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
@@ -131,23 +118,18 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
     for causal, named in (("--causal", True), ("--no-causal", False)):
         result = cli("plan", *plan, causal)
         assert result.code == 0 and (hint in result.out) == named, result.err
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({
-        "model": {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}},
-        "trainer": {"strategy": {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}},
-    }))  # fmt: skip
-    result = cli("plan", "--config", "x.yaml", "--gpus", 4, "--tokens", "64K", *BLOCK)
+    result = cli("plan", *recipe(tmp_path, strategy={"layout": "zigzag"}), "--gpus", 4, "--tokens", "64K", *BLOCK)
     assert result.code == 0 and hint not in result.out, result.err
     assert "sequence_size" not in result.out.replace("sequence_size: 1 of", "")
 
 
 def test_layers_with_a_recurrence(cli, tmp_path):
     """Some of the layers: their time has a row, settings that they refuse are not offered, and what is left out is said."""
-    sizes = {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}, "dim": 64, "depth": 2, "num_heads": 4}
     lines = {}
     for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
-        model = {"class_path": "LongNetLM", "init_args": {**sizes, "recurrence": recurrence}}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"model": model}))
-        result = cli("plan", "--config", f"{name}.yaml", "--no-compile", "--tokens", "64K", "--gpus", 2)
+        sizes = {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4, "recurrence": recurrence}
+        written = recipe(tmp_path, {**LM, "init_args": sizes})
+        result = cli("plan", *written, "--no-compile", "--tokens", "64K", "--gpus", 2)
         assert result.code == 0, result.err
         lines[name] = result.out.splitlines()
         assert ("head_chunks" in result.out) == (name == "y")
@@ -159,10 +141,8 @@ def test_layers_with_a_recurrence(cli, tmp_path):
 
 @pytest.mark.parametrize("size, shared_by", [([8, 4, 2], 2), (3, 3), ("auto", None), (6, None), (4, None)], ids=str)
 def test_a_recipes_sequence_size(tmp_path, size, shared_by):
-    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
-    strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"sequence_size": size}}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"strategy": strategy}}))
-    assert asked("--config", tmp_path / "x.yaml", "--gpus", 6).shared_by == shared_by
+    written = recipe(tmp_path, strategy={"sequence_size": size})
+    assert asked(*written, "--gpus", 6).shared_by == shared_by
 
 
 @pytest.mark.parametrize(
@@ -170,43 +150,9 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
 )
 def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
     """Of one GPU of a recipe that has several, DDP's copies of the gradients are counted; one GPU alone has none."""
-    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
-    trainer = {"strategy": "ring_dilated", "devices": devices}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
-    setup = asked("--config", tmp_path / "x.yaml", *gpus).setup("ring_dilated")
+    written = recipe(tmp_path, trainer={"strategy": "ring_dilated", "devices": devices})
+    setup = asked(*written, *gpus).setup("ring_dilated")
     assert setup.data_ranks == beside and setup.strategy == "ring_dilated"
-
-
-def test_regions_of_a_recipe_are_named(cli):
-    """Two nodes of eight: a sequence lies on one; what outer steps take is said, as it is not counted."""
-    result = cli("plan", "--config", "regions.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K")
-    text = " ".join(result.out.split())
-    assert result.code == 0 and "a sequence lies on 8 of the 16 GPUs, which train 2 at a time" in text, result.err
-    assert "shared parameters and momentum take 8 bytes a trained parameter more" in text
-    assert "outer steps" not in cli("plan", "--config", "elastic.yaml", *BLOCK, "--gpus", 8, "--tokens", "64K").out
-
-
-def test_a_sequence_on_some_of_the_gpus_is_named(cli):
-    result = cli("plan", "--config", "elastic.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K")
-    assert result.code == 0 and "16 x H200" in result.out, result.err
-    words = (
-        "sequence_size a sequence lies on 8 of the 16 GPUs, which train 2 at a time, and one on all of them is planned"
-    )
-    assert words in " ".join(result.out.split())
-
-
-def test_many_gpus(cli):
-    """512 GPUs of 64 nodes."""
-    result = cli("plan", *SIZES[:6], "--geometric", "2K", "--no-compile", *BLOCK, "--tokens", "32M", "--gpus", 512)
-    assert result.code == 0, result.err
-    assert "512 x H200, 64 nodes, ring_dilated" in result.out and "num_nodes: 64" in result.out
-
-
-def test_of_a_recipe(cli):
-    result = cli("plan", "--config", "ring_4gpu.yaml", *BLOCK, "--no-compile")
-    assert result.code == 0, result.err
-    assert "4 x H200, ring_dilated" in result.out and "1,048,576 tokens, 262,144 a rank" in result.out
-    assert "85.2M parameters, 12 blocks of 768, 12 heads of 64, bf16-mixed, blocks not compiled" in result.out
 
 
 def test_the_command_line_wins():
@@ -219,48 +165,36 @@ def test_the_command_line_wins():
 
 def test_a_recipes_settings_give_way(tmp_path):
     callback = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"every": 2, "tile": 512}}
-    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
-    trainer = {"strategy": {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"exchange": "gather"}},
-               "devices": 2, "num_nodes": 3, "callbacks": [callback]}  # fmt: skip
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
-    x = asked("--config", tmp_path / "x.yaml", "--tile", 1024, "--nodes", 3)
+    options = {"exchange": "gather"}
+    strategy = {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": options}
+    trainer = {"strategy": strategy, "devices": 2, "num_nodes": 3, "callbacks": [callback]}
+    x = asked(*recipe(tmp_path, trainer=trainer), "--tile", 1024, "--nodes", 3)
     assert x.settings == MemorySettings("block", 2, tile=1024)
     assert (x.strategy, x.exchange, x.ranks, x.per_node) == ("ring_dilated_fsdp", "gather", 6, 2)
     assert not x.cpu_offload
-    for given, want in ((True, True), ({"pin_memory": False}, True), (False, False)):
-        trainer["strategy"]["init_args"]["cpu_offload"] = given
-        (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
-        assert asked("--config", tmp_path / "x.yaml").cpu_offload is want
-    assert asked("--config", tmp_path / "x.yaml", "--cpu-offload").cpu_offload
-    trainer["strategy"]["init_args"]["cpu_offload"] = True
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
+    for given, want in (({"pin_memory": False}, True), (False, False), (True, True)):
+        options["cpu_offload"] = given
+        assert asked(*recipe(tmp_path, trainer=trainer)).cpu_offload is want
+        assert asked(*recipe(tmp_path, trainer=trainer), "--cpu-offload").cpu_offload
     assert not asked("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
     assert not asked("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
 
 
 def test_a_recipes_buckets(cli, tmp_path):
     """As `RingDilatedStrategy` takes them; with other strategies there are none."""
-    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}, "dim": 64,
-                                                      "depth": 2, "num_heads": 4}}  # fmt: skip
-    strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"bucket_cap_mb": 25}}
-    write = lambda: (tmp_path / "x.yaml").write_text(  # noqa: E731
-        yaml.safe_dump({"model": model, "trainer": {"strategy": strategy, "devices": 2}})
-    )
-    write()
-    x = asked("--config", tmp_path / "x.yaml")
+    model = {**LM, "init_args": {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4}}
+    with_buckets = lambda **size: recipe(tmp_path, model, size, trainer={"devices": 2})  # noqa: E731
+    plan = [*BLOCK, "--tokens", "64K"]
+    x = asked(*with_buckets(bucket_cap_mb=25))
     assert x.setup("ring_dilated") == Setup("ring_dilated", 2, 2, bucket_cap_mb=25)
     assert x.setup("ring_dilated_fsdp").bucket_cap_mb is None
-    told = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", "64K")
+    told = cli("plan", *with_buckets(bucket_cap_mb=25), *plan)
     assert told.code == 0 and "Gradients are summed 25 MiB at a time" in told.out, told.err
-    given = yaml.safe_load("\n".join(yaml_lines(MemorySettings(), x.setup("ring_dilated"))))
-    assert given["trainer"]["strategy"] == strategy
-    strategy["init_args"]["bucket_cap_mb"] = 0
-    write()
-    refused = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", "64K")
+    lines = yaml.safe_load("\n".join(yaml_lines(MemorySettings(), x.setup("ring_dilated"))))
+    assert lines["trainer"]["strategy"]["init_args"] == {"bucket_cap_mb": 25}
+    refused = cli("plan", *with_buckets(bucket_cap_mb=0), *plan)
     assert refused.code == 2 and "bucket_cap_mb must be at least 1, got 0" in refused.err
-    del strategy["init_args"]["bucket_cap_mb"]
-    write()
-    assert asked("--config", tmp_path / "x.yaml").setup("ring_dilated").bucket_cap_mb is None
+    assert asked(*with_buckets()).setup("ring_dilated").bucket_cap_mb is None
 
 
 @pytest.mark.parametrize("settings", [
@@ -286,25 +220,21 @@ def saved(result):
 
 def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
     """Layout, callbacks, data and model of the recipe are in it, and the options and settings that were planned."""
-    recipe = yaml.safe_load(Path("recipes/quickstart.yaml").read_text())
-    recipe["trainer"]["strategy"] = {
-        "class_path": "lightning_dilated.RingDilatedStrategy",
-        "init_args": {"layout": "zigzag"},
-    }
-    recipe["trainer"]["callbacks"].insert(
-        1,
-        {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"policy": "block", "tile": 64}},
-    )
-    recipe["data"]["init_args"] |= {"paths": "text.txt", "val_limit": 2}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe))
+    config = yaml.safe_load(Path("recipes/quickstart.yaml").read_text())
+    strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}
+    recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"tile": 64}}
+    config["trainer"]["strategy"] = strategy
+    config["trainer"]["callbacks"].insert(1, recompute)
+    config["data"]["init_args"] |= {"paths": "text.txt", "val_limit": 2}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
     result = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", 128, "--exchange", "gather", "--depth", 2)
     assert result.code == 0, result.err
     printed = saved(result)
-    recipe["trainer"]["strategy"]["init_args"]["exchange"] = "gather"
-    recipe["trainer"]["callbacks"][1]["init_args"] = {"policy": "block", "tile": 64}
-    recipe["trainer"]["precision"] = "bf16-mixed"
-    recipe["model"]["init_args"]["depth"], recipe["data"]["init_args"]["seq_len"] = 2, 128
-    assert printed == recipe
+    config["trainer"]["strategy"]["init_args"]["exchange"] = "gather"
+    config["trainer"]["callbacks"][1]["init_args"] = {"policy": "block", "tile": 64}
+    config["trainer"]["precision"] = "bf16-mixed"
+    config["model"]["init_args"]["depth"], config["data"]["init_args"]["seq_len"] = 2, 128
+    assert printed == config
     (tmp_path / "y.yaml").write_text(yaml.safe_dump(printed))
     run = cli("fit", "--config", "y.yaml", "--trainer.max_steps", 1, "--trainer.val_check_interval", 1)
     assert run.code == 0 and [*tmp_path.rglob("last.ckpt")], run.err
@@ -340,11 +270,107 @@ def test_numbers():
             number(wrong)
 
 
-def test_help_names_it(cli):
-    assert "plan " in cli("--help").out
-    shown = cli("plan", "--help")
-    assert shown.code == 0 and "--gpu_memory" in shown.out and "--find_max" not in shown.out
-    assert "powers of 1024" in " ".join(shown.out.split())
+FEW = ["--dim", 64, "--depth", 2, "--heads", 4, "--no-compile", *BLOCK]
+STREAM = [*FEW, "--segments", 64, 4096, "--dilations", 1, 64, "--tokens", "1M", "--stream", "64K", "--gpus"]
+#: name: (arguments, what the plan says, words that it leaves out)
+SAID = {
+    "walls": (
+        [*SIZES, *BLOCK, "--tokens", "64K"],
+        ["whatever the GPUs", "511 wall(s): attention never crosses position 128"],
+        [],
+    ),
+    "no walls": ([*FEW, "--segments", 64, 65536, "--dilations", 1, 2, "--tokens", "64K"], [], ["wall(s)"]),
+    "four GPUs": (
+        [
+            *FEW,
+            "--geometric",
+            64,
+            "--tokens",
+            "64K",
+            "--gpus",
+            4,
+            "--strategy",
+            "ring_dilated_fsdp",
+            "--host_memory",
+            64,
+        ],
+        [
+            *("4 x H200, ring_dilated_fsdp", "16,384 a rank", "strategy: ring_dilated_fsdp", "devices: 4"),
+            *("exchange ", "backward", "not taken, takes"),
+        ],
+        [],
+    ),
+    "512 GPUs": (
+        [*FEW, "--geometric", "2K", "--tokens", "32M", "--gpus", 512],
+        ["512 x H200, 64 nodes, ring_dilated", "num_nodes: 64"],
+        [],
+    ),
+    "a recipe": (
+        ["--config", "ring_4gpu.yaml", *BLOCK, "--no-compile"],
+        [
+            *("4 x H200, ring_dilated", "1,048,576 tokens, 262,144 a rank"),
+            "85.2M parameters, 12 blocks of 768, 12 heads of 64, bf16-mixed, blocks not compiled",
+        ],
+        [],
+    ),
+    "regions": (
+        ["--config", "regions.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K"],
+        [
+            "a sequence lies on 8 of the 16 GPUs, which train 2 at a time",
+            "shared parameters and momentum take 8 bytes a trained parameter more",
+        ],
+        [],
+    ),
+    "a sequence on some GPUs": (
+        ["--config", "elastic.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K"],
+        ["16 x H200", "which train 2 at a time, and one on all of them is planned"],
+        ["outer steps"],
+    ),
+    "chunks": (
+        [*STREAM, 1],
+        ["stream=65536", "16 chunks; one, forward and backward:", "stream: 65536"],
+        [],
+    ),
+    "shared chunks": (
+        [*STREAM, 2],
+        [
+            *("exchange gather, a rank on the mean, of all 2 layers and all chunks:", "layout: chunked"),
+            "the GPUs share every chunk of a stream",
+        ],
+        [],
+    ),
+    "nothing fits": (
+        [*SIZES, *BLOCK, "--tokens", "1G"],
+        ["1,073,741,824 tokens do not fit: the longest is", "no setting fits", "--residual_dtype bfloat16"],
+        ["in the recipe", "--stream"],
+    ),
+    "no chunk fits": (
+        [*SIZES, *BLOCK, "--tokens", "1G", "--stream", 1],
+        ["Take another --stream (without --stream and --policy, plan proposes one), about"],
+        [],
+    ),
+    "no slide fits": (
+        ["--config", "slides.yaml", *BLOCK, "--tokens", "1G"],
+        ["GPUs, or --host_memory to offload to"],
+        [],
+    ),
+    "no parameters fit": (
+        [*SIZES, *BLOCK, "--tokens", "1K", "--dim", "4K", "--heads", 32, "--gpu-memory", 2],
+        ["Parameters, gradients and states alone do not fit. Take --strategy ring_dilated_fsdp"],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_plan_says(cli, tmp_path, name):
+    argv, says, leaves_out = SAID[name]
+    sizes = {"dim": 64, "depth": 1, "num_heads": 4, "decoder_depth": 1, "decoder_dim": 64}
+    model = {"class_path": "SlidePretrainer", "init_args": sizes}
+    (tmp_path / "slides.yaml").write_text(yaml.safe_dump({"model": model}))
+    result = cli("plan", *argv)
+    assert result.code == 0, result.err
+    assert not [x for x in says if x not in result.words] and not [x for x in leaves_out if x in result.words]
 
 
 REFUSED = {
@@ -375,6 +401,15 @@ REFUSED = {
         "Leave it out: plan prints the longest sequence of each setting",
     ),
     "links": ([*SIZES, "--links", "nowhere.json"], "nowhere.json"),
+    "whole parameters": (
+        [*SIZES, "--cpu_offload", "--strategy", "ring_dilated"],
+        "--strategy ring_dilated_fsdp only, not with ring_dilated",
+    ),
+    "a chunk of sharded parameters": (
+        [*SIZES, *BLOCK, "--gpus", 2, "--stream", "64K", "--strategy", "ring_dilated_fsdp"],
+        "--stream 65536 is not offered with ring_dilated_fsdp",
+    ),
+    "causal": (["--config", "quickstart.yaml", "--no-causal"], "--causal False: a LongNetLM has no causal. Leave the"),
 }
 
 
@@ -387,48 +422,12 @@ def test_refused(cli, tmp_path, name):
     assert result.code == 2 and says in " ".join(result.err.split()) and result.out == "", result.err
 
 
-def test_says_what_to_do_where_nothing_fits(cli, tmp_path):
-    result = cli("plan", *SIZES, "--tokens", "1G", *BLOCK)
-    assert result.code == 0 and "1,073,741,824 tokens do not fit: the longest is" in result.out
-    assert "in the recipe" not in result.out and "no setting fits" in result.out
-    assert "--residual_dtype bfloat16" in result.out and "--stream" not in result.out
-    chunks = cli("plan", *SIZES, "--tokens", "1G", *BLOCK, "--stream", 1)
-    assert "Take another --stream (without --stream and --policy, plan proposes one), about" in chunks.out
-    sizes = {"dim": 64, "depth": 1, "num_heads": 4, "decoder_depth": 1, "decoder_dim": 64}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": {"class_path": "SlidePretrainer", "init_args": sizes}}))
-    slides = cli("plan", "--config", "x.yaml", "--tokens", "1G", *BLOCK)
-    assert "GPUs, or --host_memory to offload to" in slides.out
-    small = cli("plan", *SIZES, "--tokens", "1K", "--dim", "4K", "--heads", 32, "--gpu-memory", 2, *BLOCK)
-    assert "Parameters, gradients and states alone do not fit. Take --strategy ring_dilated_fsdp" in small.out
-
-
 @pytest.mark.parametrize("strategy", ["single", "ring_dilated", "ring_dilated_fsdp"])
 @pytest.mark.parametrize("settings", [MemorySettings(), MemorySettings("block"), MemorySettings(tile=4096)], ids=str)
 def test_no_line_is_left_empty(settings, strategy):
     """`init_args:` with nothing below is no recipe that can be run."""
     lines = "\n".join(yaml_lines(settings, Setup(strategy, 1, 1)))
     assert "null" not in json.dumps(yaml.safe_load(lines)) or not lines
-
-
-def test_causal_of_a_recipe():
-    """It is the model's own; a classifier takes it as an argument."""
-    with pytest.raises(ValueError, match=r"--causal False: a LongNetLM has no causal\. Leave the option out"):
-        settled(parser().parse_args(["--config", "recipes/quickstart.yaml", "--no-causal"]))
-
-
-def test_streams(cli):
-    sizes = ["--dim", "64", "--depth", "2", "--heads", "4", "--segments", "64", "4096", "--dilations", "1", "64"]
-    sizes += ["--no-compile", *BLOCK]
-    result = cli("plan", *sizes, "--gpu", "H200", "--gpus", "1", "--tokens", "1M", "--stream", "64K")
-    assert result.code == 0, result.err
-    assert "stream=65536" in result.out and "16 chunks; one, forward and backward:" in result.out
-    assert "          stream: 65536" in result.out
-    result = cli("plan", *sizes, "--gpu", "H200", "--gpus", "2", "--tokens", "1M", "--stream", "64K")
-    assert result.code == 0, result.err
-    assert "exchange gather, a rank on the mean, of all 2 layers and all chunks:" in result.out
-    assert "      layout: chunked" in result.out and "the GPUs share every chunk of a stream" in result.out
-    result = cli("plan", *sizes, "--gpus", "2", "--stream", "64K", "--strategy", "ring_dilated_fsdp")
-    assert result.code and "--stream 65536 is not offered with ring_dilated_fsdp" in result.err
 
 
 def test_stream_alone_is_of_all_settings():
@@ -457,15 +456,9 @@ def test_data_of_streams(cli, tmp_path):
     pattern = DilatedPattern.longnet([64, 128], [1, 2]).to_dict()
     sizes = {"pattern": pattern, "dim": 64, "depth": 2, "num_heads": 4}
     data = {"paths": "text", "seq_len": 1024, "streams": 8}
-    (tmp_path / "x.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "model": {"class_path": "LongNetLM", "init_args": sizes},
-                "data": {"class_path": "StreamDataModule", "init_args": data},
-            }
-        )
-    )
-    result = cli("plan", "--config", tmp_path / "x.yaml", *BLOCK, "--gpu", "H200", "--gpus", 1)
+    streams = {"class_path": "StreamDataModule", "init_args": data}
+    written = recipe(tmp_path, {**LM, "init_args": sizes}, data=streams)
+    result = cli("plan", *written, *BLOCK, "--gpu", "H200", "--gpus", 1)
     assert result.code == 0, result.err
     assert "the recipe's data are 8 streams, and one step of one stream is planned" in " ".join(result.out.split())
 
@@ -478,10 +471,7 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
     assert result.code == 0 and lines[0] == "head_size: 8" and all(f"    {x}\n" in result.out for x in lines)
     assert "with head_size=auto ranks also trade tokens for heads" in result.out
     assert re.search(r"tokens for heads +[0-9.]+ ms", result.out)
-    recipe = tmp_path / "recipe.yaml"
-    strategy = {"class_path": "RingDilatedStrategy", "init_args": {"head_size": "auto"}}
-    recipe.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}, "model": {"class_path": "LongNetLM"}}))
-    of_recipe = ["--config", recipe, *SIZES]
+    of_recipe = [*recipe(tmp_path, {"class_path": "LongNetLM"}, {"head_size": "auto"}), *SIZES]
     assert asked(*of_recipe).head_size == "auto"
     assert asked(*of_recipe, "--head_size", 2).head_size == 2
 

@@ -1,7 +1,6 @@
 """Feed-forward, block and stack: every combination of options trains every parameter, and each is its formula."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 
 from lightning_dilated.attention import op
 from lightning_dilated.attention.oracle import oracle
-from lightning_dilated.memory.recompute import check_policy
 from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock, default_hidden, make_norm
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
@@ -156,25 +154,6 @@ def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
             assert model(x, positions=far).isfinite().all()
 
 
-REFUSED = {
-    "norm": ({"norm": "batchnorm"}, "norm must be one of rmsnorm, layernorm; got 'batchnorm'"),
-    "ffn": ({"ffn": "relu"}, "ffn must be one of swiglu, gelu; got 'relu'"),
-    "dropout": ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
-    "dropout nan": ({"dropout": math.nan}, "dropout must be a number in"),
-    "attention dropout": ({"attention_dropout": -0.1}, "attention_dropout must be a number in"),
-    "dropout a bool": ({"attention_dropout": True}, "attention_dropout must be a number"),
-    "depth": ({"depth": 0}, "depth must be at least 1, got 0"),
-    "hidden": ({"hidden": 0}, "ffn_dim must be at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
-    options, text = REFUSED[name]
-    with pytest.raises((TypeError, ValueError), match=text):
-        stack(**options)
-
-
 # -- activation recomputation ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("policy, calls", [("block", 2), ("attention-kept", 1)])
@@ -199,16 +178,3 @@ def test_recomputed_gradients_are_the_plain_ones(policy, calls, compiled, monkey
     assert len(ran) == calls
     for want, got in zip(*grads, strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_nothing_is_recomputed_without_a_gradient():
-    block = TransformerBlock(DIM, 4, 24, PATTERN, causal=True)
-    block.recompute = "block"
-    with torch.no_grad():
-        out = block(torch.randn(1, 20, DIM))
-    assert out.grad_fn is None
-
-
-def test_policy_is_checked():
-    with pytest.raises(ValueError, match="one of none, attention-kept, block; got 'full'"):
-        check_policy("full")

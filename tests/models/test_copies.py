@@ -13,10 +13,8 @@ from lightning_dilated.memory.offload import Host
 
 from ..ext.slides.slides import SIZES as SLIDES
 from ..ext.slides.slides import batch as slides
-from . import loader, trainer
+from . import PATTERN, SIZES, loader, trainer
 
-PATTERN = ld.DilatedPattern.longnet([4, 16], [1, 2])
-SIZES = {"vocab_size": 11, "dim": 16, "depth": 2, "num_heads": 4}
 TASK = {"task": "classification", "num_classes": 2}
 TOKENS = torch.arange(40).view(2, 20) % 11
 BATCH = {"tokens": TOKENS, "labels": TOKENS, "index": torch.arange(2), "label": torch.arange(2)}

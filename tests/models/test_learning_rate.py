@@ -9,8 +9,7 @@ from lightning.pytorch.tuner import Tuner
 import lightning_dilated as ld
 from lightning_dilated.models import WarmupCosine
 
-PATTERN = ld.DilatedPattern.longnet([4, 16], [1, 2])
-SIZES = {"vocab_size": 11, "dim": 16, "depth": 2, "num_heads": 4}
+from . import PATTERN, SIZES, trainer
 
 
 def adamw(groups):
@@ -32,16 +31,6 @@ class Data(torch.utils.data.Dataset):
 
 def loader():
     return torch.utils.data.DataLoader(Data(), 2)
-
-
-def make_trainer(tmp_path, **options):
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet, **options)
 
 
 class Rates(pl.Callback):
@@ -80,11 +69,11 @@ def test_layer_decay_is_kept():
 
 def test_tuner_suggests_a_rate_and_the_next_fit_has_it(tmp_path):
     m, rates = model(), Rates()
-    trainer = make_trainer(tmp_path, max_steps=2, callbacks=[rates])
-    suggestion = Tuner(trainer).lr_find(m, loader(), num_training=20, early_stop_threshold=None).suggestion()
+    run = trainer(default_root_dir=tmp_path, max_steps=2, callbacks=[rates])
+    suggestion = Tuner(run).lr_find(m, loader(), num_training=20, early_stop_threshold=None).suggestion()
     assert suggestion and m.lr == suggestion != 0.003
     rates.seen.clear()
-    trainer.fit(m, loader())
+    run.fit(m, loader())
     assert rates.seen[0] == [suggestion] * len(rates.seen[0])
 
 
@@ -96,7 +85,9 @@ def test_finder_callback_takes_effect_in_its_own_fit(tmp_path, scheduled):
     plain = m.configure_optimizers() if not scheduled else None
     finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
     batches = [{**b, "label": b["tokens"][:, 0] % 2} for b in loader()]
-    make_trainer(tmp_path, max_steps=6, callbacks=[finder, rates]).fit(m, torch.utils.data.DataLoader(batches, None))
+    trainer(default_root_dir=tmp_path, max_steps=6, callbacks=[finder, rates]).fit(
+        m, torch.utils.data.DataLoader(batches, None)
+    )
     suggestion = finder.optimal_lr.suggestion()
     assert suggestion and m.lr == suggestion
     own = rates.seen[-6:]

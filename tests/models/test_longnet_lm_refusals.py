@@ -27,8 +27,16 @@ REFUSED = {
         ValueError,
         'shift_layers="odd" needs padding="masked"',
     ),
+    "residual_dtype": (
+        make(residual_dtype="int8"),
+        ValueError,
+        "residual_dtype must be float32, bfloat16, float16 or null",
+    ),
     "norm": (make(norm="batch"), ValueError, "norm must be one of rmsnorm, layernorm"),
+    "ffn": (make(ffn="relu"), ValueError, "ffn must be one of swiglu, gelu; got 'relu'"),
     "dropout": (make(dropout=1), ValueError, "dropout must be a number in"),
+    "dropout nan": (make(dropout=float("nan")), ValueError, "dropout must be a number in"),
+    "attention_dropout": (make(attention_dropout=True), TypeError, "attention_dropout must be a number"),
     "bytes_per_token": (make(bytes_per_token=0), ValueError, r"bytes_per_token must be a number in \(0, inf\), got 0"),
     # the docstring promises these too when the model is made, not when Lightning builds it
     "ffn_dim": (make(ffn_dim=0), ValueError, "ffn_dim must be at least 1"),

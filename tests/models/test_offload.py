@@ -84,13 +84,10 @@ def test_an_empty_shard_sends_nothing():
     assert not stack._host._order and not stack._host._free
 
 
-@pytest.mark.parametrize("offload_part", [1, 0.5])
-def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
-    """While its last block is computed again and goes back, all inputs of the group are there already."""
+def events_of(stack, monkeypatch):
+    """What happens from now on: the number of each block that attends, and each group whose input comes back."""
     events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
-    model = tiny(PATTERN, depth=6)
-    model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
-    names = {block: number for number, block in enumerate(model.transformer.blocks)}
+    names = {block: number for number, block in enumerate(stack.blocks)}
 
     def noted(away):
         if away.tensor is None:
@@ -99,6 +96,15 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
 
     monkeypatch.setattr(offload._Offloaded, "fetch", noted)
     monkeypatch.setattr(TransformerBlock, "_attend", lambda b, *x: events.append(names[b]) or attend(b, *x))
+    return events
+
+
+@pytest.mark.parametrize("offload_part", [1, 0.5])
+def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
+    """While its last block is computed again and goes back, all inputs of the group are there already."""
+    model = tiny(PATTERN, depth=6)
+    model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
+    events = events_of(model.transformer, monkeypatch)
     losses = model.token_losses(batch(2, 21))
     assert events == [0, 1, 2, 3, 4, 5]
     events.clear()
@@ -125,14 +131,9 @@ def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
 
 def test_the_first_input_has_no_gradient(monkeypatch):
     """As behind a frozen embedding: it stays, and what comes back beside a group's first block is the one before it."""
-    events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
     stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=2, offload=1)
-    names = {block: number for number, block in enumerate(stack.blocks)}
-    monkeypatch.setattr(
-        offload._Offloaded, "fetch", lambda a: (a.tensor is None and events.append(f"group {a.number}"), fetch(a))
-    )
-    monkeypatch.setattr(TransformerBlock, "_attend", lambda b, *x: events.append(names[b]) or attend(b, *x))
+    events = events_of(stack, monkeypatch)
     out = stack(torch.randn(1, 21, 16))
     events.clear()
     out.sum().backward()

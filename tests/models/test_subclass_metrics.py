@@ -2,11 +2,12 @@
 
 import types
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
+
+from . import trainer
 
 PATTERN = DilatedPattern.dense()
 SIZES = {"vocab_size": 64, "dim": 16, "depth": 1, "num_heads": 2, "max_seq_len": 32}
@@ -54,11 +55,10 @@ def batches():
 
 def run(model, tmp_path):
     """The metrics of a step and of a validation."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **quiet)
-    trainer.fit(model, batches(), batches())
-    trained = dict(trainer.callback_metrics)
-    return {**trained, **trainer.validate(model, batches(), verbose=False)[0]}
+    one = trainer(max_steps=1, default_root_dir=tmp_path)
+    one.fit(model, batches(), batches())
+    trained = dict(one.callback_metrics)
+    return {**trained, **one.validate(model, batches(), verbose=False)[0]}
 
 
 @pytest.mark.parametrize("kind", [Weighted, Smoothed, Mean, Below])

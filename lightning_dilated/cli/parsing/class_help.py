@@ -6,7 +6,7 @@ import argparse
 import difflib
 import pkgutil
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,30 +96,25 @@ def help_of(section: str, cls: type) -> str:
     return "\n".join(page)
 
 
-def requested(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(section, class or None) of each --model.help and --data.help."""
-    for option in options(argv):
-        if option.key in [(section, "help") for section in SECTIONS]:
-            yield option.key[0], next(iter(option.values), None)
-
-
 def pages(argv: Sequence[str]) -> list[str]:
     """What --model.help and --data.help ask for; of the class that is chosen elsewhere where they name none.
 
     Raises:
         ValueError: for no class, or none of that name.
     """
-    return [
-        help_of(section, _class(section, name or chosen_classes(argv)[section])) for section, name in requested(argv)
-    ]
-
-
-def _class(section: str, name: str | None) -> type:
-    if name is None:
-        raise ValueError(
-            f"--{section}.help needs a class: one of {', '.join(names(section))}, the dotted path of another, or --config."
-        )
-    return resolve(section, name)
+    texts = []
+    for option in options(argv):
+        section = option.key[0]
+        if section not in SECTIONS or option.key[1:] != ("help",):
+            continue
+        name = next(iter(option.values), None) or chosen_classes(argv)[section]
+        if name is None:
+            raise ValueError(
+                f"--{section}.help needs a class: one of {', '.join(names(section))}, the dotted path of another, or "
+                "--config."
+            )
+        texts.append(help_of(section, resolve(section, name)))
+    return texts
 
 
 def footer(argv: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.cli.load_model import read_checkpoint, stored_class
 from lightning_dilated.data.text.tokenizer_files import checked_files, write_files
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.module import stored_hparams
 from lightning_dilated.models.pretrained import (
     config_of,
     file_arguments,
@@ -25,6 +24,7 @@ from lightning_dilated.models.pretrained import (
     tensors_of,
     write_folder,
 )
+from lightning_dilated.models.stored import stored_hparams
 
 SUFFIX = ".safetensors"
 

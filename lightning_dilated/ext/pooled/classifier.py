@@ -19,7 +19,8 @@ from lightning_dilated.ext.pooled.pooled_model import (
     checked_by_all,
     first_token,
 )
-from lightning_dilated.models.documents import Documents, check_documents, check_mapping, mean_token
+from lightning_dilated.ext.pooled.samples import check_documents
+from lightning_dilated.models.documents import Documents, check_mapping, mean_token
 from lightning_dilated.models.transformer import init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec

@@ -17,10 +17,10 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.ext._compat.torch import version_of
 from lightning_dilated.ext.pooled.heads import TASKS, make_head
+from lightning_dilated.ext.pooled.samples import EpochScores
 from lightning_dilated.ext.pooled.survival import quantile_edges, survival_head
 from lightning_dilated.models.documents import Documents, check_mapping
 from lightning_dilated.models.learning_rate import LR_SCALE, fast_parameters
-from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike

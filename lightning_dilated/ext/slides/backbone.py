@@ -20,7 +20,8 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.pooled.pooled_model import checked_by_all
-from lightning_dilated.models.documents import Documents, check_documents, check_form, check_mapping
+from lightning_dilated.ext.pooled.samples import check_documents
+from lightning_dilated.models.documents import Documents, check_form, check_mapping
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern import DilatedPattern, Global

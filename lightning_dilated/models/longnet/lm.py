@@ -507,25 +507,15 @@ class LongNetLM(TokenModel):
             self._tell_streams("to_host")
         return moved
 
-    def on_validation_epoch_start(self) -> None:
+    def _finish_evaluation(self) -> None:
         self._tell_streams("finish_evaluation")
 
-    def on_validation_epoch_end(self) -> None:
-        self._tell_streams("finish_evaluation")
-        super().on_validation_epoch_end()
+    on_validation_epoch_start = on_test_epoch_start = _finish_evaluation
+    on_predict_epoch_start = on_predict_epoch_end = _finish_evaluation
 
-    def on_test_epoch_start(self) -> None:
-        self._tell_streams("finish_evaluation")
-
-    def on_test_epoch_end(self) -> None:
-        self._tell_streams("finish_evaluation")
-        super().on_test_epoch_end()
-
-    def on_predict_epoch_start(self) -> None:
-        self._tell_streams("finish_evaluation")
-
-    def on_predict_epoch_end(self) -> None:
-        self._tell_streams("finish_evaluation")
+    def _report_all(self, stage: str) -> None:
+        self._finish_evaluation()
+        super()._report_all(stage)
 
     @classmethod
     def from_torchscale(
