@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import lightning_dilated as ld
+from lightning_dilated._extensions import COMMANDS
 from lightning_dilated.attention.backends import ENGINES
+from lightning_dilated.cli.lightning_cli import DilatedCLI
 
 from .distributed.forked import run_ranks
 
@@ -125,6 +127,19 @@ def test_own_module_trains_alike_on_two_ranks(tmp_path) -> None:
     assert max(sums) - min(sums) < 1e-6 * sums[0], sums
 
 
+LINKS = {(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
+
+
+@pytest.mark.parametrize("page, link", sorted(LINKS), ids=lambda x: str(x))
+def test_links_lead_somewhere(page: Path, link: str) -> None:
+    assert (ROOT / page.parent / link).exists()
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    index = PAGES[Path("docs/index.md")]
+    assert not [page for page in ROOT.glob("docs/*.md") if page.name != "index.md" and f"({page.name})" not in index]
+
+
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`ld\.(\w+)", TEXT))))
 def test_names_are_public(name: str) -> None:
     assert hasattr(ld, name)
@@ -133,6 +148,11 @@ def test_names_are_public(name: str) -> None:
 def test_engine_table_matches_the_registry() -> None:
     listed = set(re.findall(r"^\| `([\w:]+)` \| (?:CUDA|CPU|any)", TEXT, re.M))
     assert listed == {name for name in ENGINES if ":" not in name}
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^lightning-dilated (\w+)", TEXT, re.M))))
+def test_commands_exist(command: str) -> None:
+    assert command in {*DilatedCLI.subcommands(), *COMMANDS}
 
 
 def texts_of_the_package() -> list[str]:

@@ -98,6 +98,11 @@ def test_missing_repeated_and_unknown_entries_are_seen() -> None:
     assert problems(public, [*listed, "lightning_dilated.attention.oracle"])
 
 
+def test_entries_have_docstrings() -> None:
+    public = public_names()
+    assert not [name for name, value in public.items() if callable(value) and not value.__doc__]
+
+
 # -- navigation --------------------------------------------------------------------------------------------------------
 KINDS = ("Tutorials", "How-to", "Reference", "Explanation")
 

@@ -56,6 +56,12 @@ def test_a_saved_config_is_read_in_a_new_process(cli, tmp_path):
     assert yaml.safe_load(result.stdout) == config
 
 
+@pytest.mark.parametrize("section, name", [("model", "SlideEncoder"), ("data", "SlideDataModule")])
+def test_help_of_a_class(cli, section, name):
+    result = cli("fit", f"--{section}.help", name)
+    assert result.code == 0 and f"keys of {name}" in result.out
+
+
 def test_data_of_an_extension_reach_a_spawned_worker():
     data = ld.data.LongContextDataModule("needle", lengths=[48], depths=[0], form="tokens", vocabulary=8, batch_size=2)
     data.setup("fit")

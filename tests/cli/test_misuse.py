@@ -26,6 +26,7 @@ FIT = {
     ),
     "key of the trainer": (["--trainer.max_stepz", "3"], [r"trainer\.max_stepz", "--help"]),
     "group": (["--trainr.max_steps", "3"], [r"trainr\.max_steps", "Did you mean '--trainer.max_steps'", "--help"]),
+    "key without its group": (["--max_steps", "3"], ["Did you mean '--trainer.max_steps'", "--help"]),
     "key of the pattern": (
         [PATTERN, '{"segment_lengts": [8], "dilation_rates": [1]}'],
         ["segment_lengts", "Did you mean 'segment_lengths'"],
@@ -33,6 +34,10 @@ FIT = {
     "hybrid and segments": (
         [PATTERN + ".segment_lengths", "[8]"],
         ["pattern names hybrid and segment_lengths: give hybrid alone"],
+    ),
+    "key of a branch": (
+        [PATTERN, '{"branches": [{"segment": 8, "dilation_rate": 1}]}'],
+        [r"branches\[0\]", "segment_length"],
     ),
     "key of the optimizer": (
         ["--model.optimizer.lrr", "1"],
@@ -45,16 +50,30 @@ FIT = {
     "strategy": (["--trainer.strategy", "ring_dilatedd"], ["ring_dilatedd"]),
     # of the wrong type or value
     "dim a word": (["--model.dim", "wide"], ["dim", "int", "wide"]),
+    "half a head": (["--model.num_heads", "2.5"], ["num_heads", "int", "2.5"]),
     "norm": (["--model.norm", "batchnorm"], ["norm", "rmsnorm", "layernorm", "batchnorm"]),
     "precision": (["--trainer.precision", "float7"], ["precision", "bf16-mixed", "float7"]),
+    "seed": (["--seed_everything", "abc"], ["seed_everything", "abc"]),
+    "seq_len a word": (["--data.seq_len", "long"], ["seq_len", "int", "long"]),
     "not a DilatedModule": (["--model", "torch.nn.Linear"], ["DilatedModule", "torch.nn.Linear"]),
     "pattern a word": ([PATTERN, "longnet"], ["pattern", "longnet"]),
+    "lists of unequal length": (
+        [PATTERN, '{"segment_lengths": [8, 16], "dilation_rates": [1]}'],
+        ["segment_lengths has 2", "equally long"],
+    ),
+    "segment of 0": ([PATTERN, '{"branches": [[0, 1]]}'], [r"branches\[0\]: segment_length must be at least 1, got 0"]),
     "heads do not divide": (["--model.dim", "30"], ["num_heads=4", "dim=30"]),
+    "no layers": (["--model.depth", "0"], ["depth must be at least 1"]),
+    "dropout": (["--model.dropout", "1.5"], ["dropout", r"\[0, 1\)", "1.5"]),
+    "bytes_per_token": (["--model.bytes_per_token", "0"], ["bytes_per_token must be a number in"]),
     "val_fraction": (["--data.val_fraction", "2"], ["data.val_fraction must be a number in", "got 2.0"]),
     "batch larger than the data": (["--data.batch_size", "1000"], ["data.batch_size", "lower"]),
     # values that only show when the model is built or the run begins
     "engine": (["--model.engine", "fast"], ["engine must be one of", "fast"]),
     "engine of another device": (["--model.engine", "flash"], ["engine='flash'", "not on cpu", "Use engine="]),
+    "odd head dim": (["--model.dim", "12"], ["head_dim must be even"]),
+    "ffn_dim": (["--model.ffn_dim", "0"], ["ffn_dim must be at least 1"]),
+    "rotary_base": (["--model.rotary_base", "0.5"], ["rotary base must be above 1"]),
     "warm-up longer than the run": (
         ["--model.lr_scheduler.warmup_steps", "5000", "--model.lr_scheduler.total_steps", "300"],
         ["warmup_steps=5000", r"must be below total_steps=\d+"],
@@ -317,6 +336,16 @@ EVIL_WAYS = {
 }
 
 
+@pytest.mark.parametrize("name", ["validate", "generate", "fit"])
+def test_optimizers_of_a_checkpoint_are_not_read(cli, fitted, tmp_path, monkeypatch, name):
+    """The recipe's is taken to fit; to validate and generate none is needed."""
+    evil = {"class_path": "evilmod.X"}
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, optimizer=evil, lr_scheduler=evil)
+    result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
+    assert result.code == 0, result.err
+    assert not (tmp_path / "mark").exists()
+
+
 @pytest.mark.parametrize("name", EVIL_WAYS)
 def test_no_command_calls_what_a_checkpoint_names(cli, fitted, tmp_path, monkeypatch, name):
     called = []
@@ -332,6 +361,30 @@ def test_no_command_calls_what_a_checkpoint_names(cli, fitted, tmp_path, monkeyp
         else:
             refused(result, [r"evil\.ckpt", "does not decide which class|not the name of a hyperparameter"])
     assert not called and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["validate", "generate"])
+def test_other_classes_of_a_checkpoint_are_not_imported(cli, fitted, tmp_path, monkeypatch, name):
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, engine={"class_path": "evilmod.X"})
+    result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
+    refused(result, [r"evil\.ckpt names evilmod\.X \(engine\)", "a file does not decide", "give engine yourself"])
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, engine="evilmod.X")
+    refused(cli(*EVIL_WAYS[name], "--ckpt_path", ckpt), [r"engine must be one of.*evilmod\.X"])
+    assert not (tmp_path / "mark").exists()
+
+
+def test_texts_of_a_checkpoint_are_no_files(cli, fitted, tmp_path, monkeypatch):
+    """Nor addresses: a parser would read a pattern there, and make its class."""
+    (tmp_path / "evil.txt").write_text("class_path: evilmod.X\n")
+    said = {
+        "evil.txt": r"evil\.ckpt names evilmod\.X \(pattern\)",  # what is in the file
+        "memory://evil": r"evil\.ckpt has pattern='memory://evil'",
+        "evilmod.X": r"evil\.ckpt has pattern='evilmod\.X'",
+    }
+    for text, words in said.items():
+        ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, pattern=text)
+        refused(cli("validate", *DATA, "--ckpt_path", ckpt), [words, "give pattern yourself"])
+    assert not (tmp_path / "mark").exists()
 
 
 def test_the_recipes_own_value_takes_the_place_of_a_class(cli, fitted, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import importlib
 import math
 import random
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -202,6 +203,12 @@ def test_the_later_one_wins(cli, second, name):
 
 
 # -- what a run writes down --------------------------------------------------------------------------------------------
+def test_saved_config_is_the_run(fitted):
+    config = yaml.safe_load((fitted.log / "config.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 3 and config["data"]["init_args"]["seq_len"] == 64
+    model = config["model"]["init_args"]
+    assert model["dim"] == 16 and model["pattern"] == SIZES["pattern"]
+    assert model["optimizer"]["init_args"]["lr"] == SIZES["optimizer"]["init_args"]["lr"]
 
 
 @pytest.mark.parametrize("source", ["--print_config", "config.yaml"])
@@ -211,6 +218,10 @@ def test_a_config_can_be_fitted_again(cli, fitted, tmp_path, source):
     result = cli("fit", "--config", "again.yaml")
     assert result.code == 0, result.err
     assert (tmp_path / LOG / "metrics.csv").read_text() == (fitted.log / "metrics.csv").read_text()
+
+
+def test_package_finds_the_recipes_of_the_checkout():
+    assert Path(__file__).resolve().parents[2] / "recipes" in recipe_folders()
 
 
 # -- layers and positions ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -72,6 +73,24 @@ def test_predictions_of_a_checkpoint(cli, here):
             scores = float(row["probability_0"]), float(row["probability_1"])
             assert sum(scores) == pytest.approx(1) and int(row["prediction"]) == (scores[1] > scores[0])
             assert row["prediction_class"] == row["prediction"]  # the words of the csv are 0 and 1
+
+
+def test_fit_without_a_slide_to_train_on(cli, here):
+    result = cli("fit", *MODEL, *DATA, *QUIET, "--model.task", "regression")
+    assert result.code == 2 and "no train split to fit on: all slides are in the test split" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_fit_on_tile_numbers(cli, here):
+    """Files that say nothing, as CLAM's: the model's tile_size tells what is wrong, before a step is made."""
+    for path in (here / "slides").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            coords = file["coords"][()] // 256
+            del file["coords"]
+            file["coords"] = coords
+    result = cli("fit", *MODEL, *DATA[:4], *QUIET, "--data.val_fraction", "0", "--model.task", "regression")
+    assert result.code == 2 and "look like tile numbers, not pixels: multiply them" in result.err
+    assert "slide_000.h5" in result.err and "Traceback" not in result.err
 
 
 def test_an_external_cohort_of_one_class_and_a_table_of_intervals(cli, here):

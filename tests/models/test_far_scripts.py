@@ -136,3 +136,17 @@ def test_tiny_run(far, arm, tmp_path):
     far["stream"].main([str(tmp_path / "codes.pt"), *f"--tokens 256 --chunk 64 --device cpu --out {tmp_path}".split()])
     row = json.loads((tmp_path / "stream.jsonl").read_text())
     assert row["stream"] == 256 and row["asked"] == 8 and row["rows kept"] == 256
+
+
+def test_keys_of_two_tokens_in_a_full_haystack(far):
+    """Each pair stands once in the first half and once in the second, where its value is the answer."""
+    task = far["task"].Task("filler", keys=16, key_tokens=2, full=True)
+    tokens, asked, answers, distance = task.draw(96, 2, torch.Generator().manual_seed(0))
+    assert asked.shape == (2, 16)
+    for row, places, values, far_back in zip(tokens, asked, answers, distance, strict=True):
+        pairs = [tuple(row[i : i + 2].tolist()) for i in range(0, 48, 3)]
+        assert len(set(pairs)) == 16
+        for at, value, back in zip(places.tolist(), values.tolist(), far_back.tolist(), strict=True):
+            assert row[at + 1] == value and pairs.index(tuple(row[at - 1 : at + 1].tolist())) * 3 == at - 1 - back
+    with pytest.raises(ValueError, match="a stream has keys of one token"):
+        far["task"].Stream(task, 96, 48, 0)

@@ -445,6 +445,15 @@ def test_the_file_of_hyperparameters(evil):
         LongNetLM.load_from_checkpoint(path, hparams_file=path)
 
 
+def test_an_optimizer_of_a_file_is_not_taken(tmp_path):
+    """A harmless one, either: it is the caller's to choose."""
+    path = checkpoint(tmp_path, optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.125}})
+    for model in (LongNetLM.load_from_checkpoint(path), from_file(path), load_module(path)):
+        assert type(model.configure_optimizers()) is torch.optim.AdamW
+    own = LongNetLM.load_from_checkpoint(path, optimizer=torch.optim.SGD)
+    assert type(own.configure_optimizers()) is torch.optim.SGD
+
+
 def test_functions_of_a_file_are_not_called(tmp_path):
     """`hparams_type`, which Lightning calls, and keys of early versions."""
     stored = torch.load(checkpoint(tmp_path), weights_only=True)

@@ -17,8 +17,6 @@ from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.data import FarRecallDataModule
 from lightning_dilated.models import WarmupCosine
 
-from . import trainer
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "copy_task.py"
 
@@ -52,14 +50,17 @@ def test_recalls_from_the_first_half(tmp_path: Path, name: str) -> None:
         lr_scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=100, total_steps=1000),
     )  # fmt: skip
     data = FarRecallDataModule(128, num_pairs=4, vocabulary=8, num_queries=32, batch_size=32, train_size=32_000)
-    run = trainer(
-        max_steps=1000,
-        gradient_clip_val=1.0,
-        default_root_dir=tmp_path,
-        check_val_every_n_epoch=None,
-        val_check_interval=1000,
-    )
-    run.fit(model, datamodule=data)
-    bits = float(run.callback_metrics["val_bits_per_byte"])
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=1000, gradient_clip_val=1.0, default_root_dir=tmp_path,
+        check_val_every_n_epoch=None, val_check_interval=1000, num_sanity_val_steps=0, **quiet,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=data)
+    bits = float(trainer.callback_metrics["val_bits_per_byte"])
     print(f"{name}: {bits:.3f} bits")
     assert low <= bits < high

@@ -146,6 +146,33 @@ def test_predict_step():
 
 
 # -- its parameters ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_tied_embeddings_share(tied):
+    model = tiny(tie_embeddings=tied)
+    assert (model.head.weight is model.embedding.weight) == tied
+    assert len(list(model.parameters())) == len(list(tiny().parameters())) + (not tied)
+    model.loss_terms(batch(2, 20))[0].backward()
+    assert (model.embedding.weight.grad is model.head.weight.grad) == tied
+
+
+def test_learns_one_sequence_by_heart():
+    torch.manual_seed(0)
+    model, data = tiny(dtype=torch.float32, tie_embeddings=False).train(), batch(1, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        losses.append(model.training_step(data, 0))
+        optimizer.zero_grad(), losses[-1].backward(), optimizer.step()
+    assert losses[-1] < losses[0] / 4
+
+
+def test_compiled_blocks_train_as_eager_ones():
+    model, data = tiny(DilatedPattern.geometric(4, 16)), batch(2, 20)
+    want = gradients(model, model.loss_terms(data)[0])
+    for block in model.transformer.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(model, model.loss_terms(data)[0]), want, strict=True):
+        same(a, b)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +236,6 @@ class Saver(LongNetLM):
         self.save_hyperparameters()
 
 
-class PassesAllOn(LongNetLM):
-    """One that passes arguments by position on."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-
-
 MADE = {
     "LongNetLM, pattern": lambda: LongNetLM(PATTERN.shifted(), **SIZES, bias=True),
     "shifted layers": lambda: LongNetLM(PATTERN, **SIZES, shift_layers="odd", shift_below=16),
@@ -227,7 +247,6 @@ MADE = {
     "subclass with a fixed pattern": lambda: Fixed("mine", **SIZES, norm="layernorm"),
     "subclass with another name for it": lambda: Renamed(PATTERN.shifted()),
     "subclass that saves by itself": lambda: Saver(PATTERN, extra=2),
-    "subclass that passes all on": lambda: PassesAllOn(PATTERN, 11, 16, 2, 4),
 }
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dilated import Branch, DilatedPattern
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.blocks import FeedForward, TransformerBlock
+from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock
 from lightning_dilated.models.transformer import DilatedTransformer
 
 from ..examples import examples
@@ -262,12 +262,16 @@ def test_compiled_whole_with_offload():
         ({"tile": 0}, "tile must be at least 1, got 0"),
         ({"tile": 2.5}, "tile must be .* got 2.5"),
         ({"head_chunks": 0}, "head_chunks must be at least 1, got 0"),
-        ({"head_chunks": 3}, "head_chunks=3 must be at most the 2 kv heads"),
     ],
 )
 def test_settings_that_are_refused(given, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        tiny(PATTERN, num_kv_heads=2).transformer.memory = MemorySettings(**given)
+        MemorySettings(**given)
+
+
+def test_more_chunks_than_kv_heads():
+    with pytest.raises(ValueError, match="head_chunks=3 must be at most the 2 kv heads"):
+        tiny(PATTERN, num_kv_heads=2).transformer.memory = MemorySettings(head_chunks=3)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
@@ -288,6 +292,11 @@ def test_residual_dtype_without_autocast(chosen):
     want, found = gradients(exact, chosen, given), gradients(rounded, chosen, given)
     for a, b in zip(found, want, strict=True):
         assert a.dtype == torch.float32 and 0 < (a - b).norm() < 0.05 * b.norm()
+
+
+def test_residual_dtype_is_checked():
+    with pytest.raises(ValueError, match=r"residual_dtype must be float32, bfloat16, float16 or null .* got 'int8'"):
+        BlockOptions(residual_dtype="int8")
 
 
 def test_unknown_settings_do_not_slip_through():

@@ -12,7 +12,8 @@ from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.pattern import DilatedPattern
 
-from .test_memory_settings import PATTERN, same
+from . import batch, tiny
+from .test_memory_settings import PATTERN, Largest, same
 
 
 def test_hooks_on_a_parameter_run_once():
@@ -70,6 +71,15 @@ def test_a_parameter_changed_before_the_backward():
         layer.weight += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_evaluation_in_tiles():
+    model, given = tiny(PATTERN, ffn_dim=96), batch(1, 64)
+    want = model.token_losses(given)
+    model.transformer.memory = MemorySettings("block", tile=8)
+    with torch.no_grad(), Largest() as seen:
+        torch.testing.assert_close(model.token_losses(given), want)
+    assert seen.most < 64 * 96
 
 
 @pytest.mark.parametrize("part", ["ffn", "ffn.fc1", "attention_norm"])

@@ -126,6 +126,21 @@ def test_logits_are_made_once(monkeypatch):
     assert model.loss_terms(given)[0] == 64
 
 
+def test_the_loss_of_a_subclass_is_its_own():
+    class Half(LongNetLM):
+        def token_losses(self, batch):
+            return super().token_losses(batch) / 2
+
+    given, of = batch(1, 23), {}
+    for kind in (LongNetLM, Half):
+        torch.manual_seed(0)
+        model = kind(PATTERN, dim=16, depth=1, num_heads=4)
+        model.configure_model()
+        model.transformer.memory = MemorySettings(tile=5)
+        of[kind] = model.loss_terms(given)[0]
+    torch.testing.assert_close(of[Half], of[LongNetLM] / 2)
+
+
 def test_states_in_fp16_have_no_gradients_without_a_loss_scale(monkeypatch):
     monkeypatch.setattr(longnet_lm, "tiled_sum", None)
     model, given = tiny(PATTERN, torch.float32, residual_dtype="float16"), batch(1, 64)
