@@ -16,14 +16,12 @@ from lightning_dilated._compat.torch import has_backward_hooks
 from lightning_dilated._device import ASSUMED
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import (
-    added,
     check_whole,
     cuts,
     forward_tiles,
-    gradients_of,
     only_once,
-    run_tile,
     step_of,
+    tile_gradients,
     tiled,
     trained,
 )
@@ -70,7 +68,7 @@ class _Summed(torch.autograd.Function):
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), plain:
             forget_casts()
-            total, sums = sum_tiles(run, step, rows, leaves, grads)
+            total, sums = tile_gradients(run, step, rows, leaves, grads)
         forget_casts()
         ctx.step, ctx.dtypes = step, [x.dtype for x in leaves]
         ctx.count = count
@@ -93,26 +91,6 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
     for cut in cuts(x.shape[1], step):
         out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
     return out
-
-
-def sum_tiles(
-    run: Callable[..., Tensor],
-    step: int,
-    rows: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    into: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """(the sum of run(*rows), its gradients of the leaves in at least fp32); other arguments as of `backward_tiles`."""
-    sums: list[Tensor | None] = [None] * len(leaves)
-    whole = None
-    for cut in cuts(rows[0].shape[1], step):
-        tile, out = run_tile(run, cut, rows, into)
-        whole = added(whole, out.detach().sum())
-        parts = gradients_of(out, cut, tile, leaves, torch.ones_like(out), into)
-        del tile, out
-        sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
-        del parts
-    return whole, sums
 
 
 #: labels with this value are left out of the loss

@@ -112,23 +112,56 @@ def result_is_unused() -> bool:
     return getattr(_running, "unused", False)
 
 
-class _ResultUnused(AbstractContextManager):
-    """Sets `result_is_unused`; re-entrant, since torch enters it in each backward of a retained graph."""
+class _Anew(AbstractContextManager):
+    """Enters a new context of `make` each time, since torch enters it in each backward of a retained graph."""
 
-    def __init__(self, unused: bool) -> None:
-        self._unused, self._before = unused, []
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, []
 
     def __enter__(self) -> None:
-        self._before.append(result_is_unused())
-        _running.unused = self._unused
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
 
-    def __exit__(self, *about: object) -> None:
-        _running.unused = self._before.pop()
+    def __exit__(self, *about: Any) -> None:
+        self._entered.pop().__exit__(*about)
+
+
+@contextlib.contextmanager
+def _result_unused(unused: bool) -> Iterator[None]:
+    before, _running.unused = result_is_unused(), unused
+    try:
+        yield
+    finally:
+        _running.unused = before
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _retained(mode: Any) -> Iterator[None]:
+    """torch's mode of the second run, which removes the saved results it uses; in a retained graph they are put back, for
+    later backwards."""
+    saved = saved_by_op(mode).items() if backward_is_retained() else ()
+    before = {op: copy.copy(results) for op, results in saved}
+    try:
+        with mode:
+            yield
+    finally:
+        saved_by_op(mode).update(before)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of the first run, and of the one in the backward."""
-    return _ResultUnused(False), _ResultUnused(True)
+    """Contexts of the first run, and of the one in the backward."""
+    return _Anew(partial(_result_unused, False)), _Anew(partial(_result_unused, True))
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
@@ -152,24 +185,7 @@ def _retained_contexts(
     contexts: Callable[[], tuple[Any, Any]],
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     first, second = contexts()
-    return first, _Retained(second)
-
-
-class _Retained(AbstractContextManager):
-    """torch's mode of the second run, which removes the saved results it uses; in a retained graph they are put back, for
-    later backwards."""
-
-    def __init__(self, mode: Any) -> None:
-        self._mode, self._before = mode, []
-
-    def __enter__(self) -> None:
-        saved = saved_by_op(self._mode).items() if backward_is_retained() else ()
-        self._before.append({op: copy.copy(results) for op, results in saved})
-        self._mode.__enter__()
-
-    def __exit__(self, *about: object) -> None:
-        self._mode.__exit__(*about)
-        saved_by_op(self._mode).update(self._before.pop())
+    return first, _Anew(partial(_retained, second))
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
@@ -208,21 +224,7 @@ def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Cal
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _DefaultDtype(dtype), _DefaultDtype(dtype)
-
-
-class _DefaultDtype(AbstractContextManager):
-    """Sets torch's default dtype; re-entrant, since torch enters it in each backward of a retained graph."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._before = dtype, []
-
-    def __enter__(self) -> None:
-        self._before.append(torch.get_default_dtype())
-        torch.set_default_dtype(self._dtype)
-
-    def __exit__(self, *about: object) -> None:
-        torch.set_default_dtype(self._before.pop())
+    return _Anew(partial(_default_dtype, dtype)), _Anew(partial(_default_dtype, dtype))
 
 
 def _run(layers: list[Callable[[Tensor], Tensor]], after_first: Callable[[Tensor], None] | None, x: Tensor) -> Tensor:

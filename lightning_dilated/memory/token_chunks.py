@@ -170,6 +170,45 @@ def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor])
     return out
 
 
+def tile_gradients(
+    run: Callable[..., Tensor],
+    step: int,
+    rows: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    into: Sequence[Tensor | None],
+    grad: Tensor | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """(the sum of run(*rows) without `grad`, gradients of `leaves`); to be called with gradients enabled.
+
+    Args:
+        leaves: trained parameters that `run` reads.
+        into: for each of `rows` the tensor that its gradient is written to, or None.
+        grad: of the result; may be overwritten. None: the gradients are those of the sum.
+
+    Returns:
+        gradients in at least fp32; None for leaves that were not read.
+    """
+    sums: list[Tensor | None] = [None] * len(leaves)
+    whole = None
+    for cut in cuts(rows[0].shape[1], step):
+        tile = [x[:, cut] for x in rows]
+        tile = [x if grads is None else x.detach().requires_grad_() for x, grads in zip(tile, into, strict=True)]
+        out = run(*(x.view_as(x) for x in tile))  # views: hooks of modules do not work on leaves within a backward
+        if grad is None:
+            whole = added(whole, out.detach().sum())
+        inputs = [x for x, target in zip(tile, into, strict=True) if target is not None]
+        of_out = torch.ones_like(out) if grad is None else grad[:, cut]
+        with hooks_paused(leaves):  # they are for the gradient of all tiles, with which autograd calls them
+            parts = torch.autograd.grad(out, [*inputs, *leaves], of_out, allow_unused=True)
+        for target, part in zip((x for x in into if x is not None), parts, strict=False):
+            target[:, cut] = 0 if part is None else part
+        parts = parts[len(inputs) :]
+        del tile, out, inputs, of_out
+        sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
+        del parts
+    return whole, sums
+
+
 def backward_tiles(
     run: Callable[..., Tensor],
     step: int,
@@ -178,51 +217,9 @@ def backward_tiles(
     grad: Tensor,
     into: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of run(*rows) from that of its result; to be called with gradients enabled.
-
-    Args:
-        leaves: trained parameters that `run` reads.
-        grad: of the result; may be overwritten.
-        into: for each of `rows` the tensor that its gradient is written to, or None.
-
-    Returns:
-        the gradients of `leaves`, in their dtypes; None for those that were not read.
-    """
-    sums: list[Tensor | None] = [None] * len(leaves)
-    for cut in cuts(rows[0].shape[1], step):
-        tile, out = run_tile(run, cut, rows, into)
-        parts = gradients_of(out, cut, tile, leaves, grad[:, cut], into)
-        del tile, out
-        sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
-        del parts
+    """The gradients of `tile_gradients` in the dtypes of the leaves."""
+    _, sums = tile_gradients(run, step, rows, leaves, into, grad)
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
-
-
-def run_tile(
-    run: Callable[..., Tensor], cut: slice, rows: Sequence[Tensor], into: Sequence[Tensor | None]
-) -> tuple[list[Tensor], Tensor]:
-    """(a tile of `rows`, with gradients where `into` has a tensor; `run` of it)."""
-    tile = [x[:, cut] for x in rows]
-    tile = [x if grads is None else x.detach().requires_grad_() for x, grads in zip(tile, into, strict=True)]
-    # views: hooks of modules do not work on leaves within a backward
-    return tile, run(*(x.view_as(x) for x in tile))
-
-
-def gradients_of(
-    out: Tensor,
-    cut: slice,
-    tile: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    grad: Tensor,
-    into: Sequence[Tensor | None],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the leaves; those of the tile are written to its slice of `into`."""
-    inputs = [x for x, rows in zip(tile, into, strict=True) if rows is not None]
-    with hooks_paused(leaves):  # they are for the gradient of all tiles, with which autograd calls them
-        grads = torch.autograd.grad(out, [*inputs, *leaves], grad, allow_unused=True)
-    for rows, part in zip((x for x in into if x is not None), grads, strict=False):
-        rows[:, cut] = 0 if part is None else part
-    return grads[len(inputs) :]
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -7,20 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
 
 #: so that sums of positions, and products of rates with strides, stay within 64 bits
 LARGEST = {"segment_length": 1 << 62, "dilation_rate": 1 << 40}
-
-
 #: a window of rate r is r branches
 MOST_RESIDUES = 1024
+#: fields that `repr` writes without their names
+UNNAMED = ("segment_length", "dilation_rate", "width", "tokens")
 
 
-@dataclass(frozen=True)
-class Branch:
+class _Branch:
+    """What branches of all kinds have; each kind is a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    heads: tuple[int, ...] | None
+
+    def residues(self) -> tuple[Self, ...]:
+        """The branch itself: a head uses one residue of it."""
+        return (self,)
+
+    def serves(self, head: int) -> bool:
+        """Whether a query head takes this branch."""
+        return self.heads is None or head in self.heads
+
+    def _given(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON, without fields at their defaults."""
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in self._given().items()}
+
+    def __repr__(self) -> str:
+        texts = {name: _ranges(x) if isinstance(x, tuple) else str(x) for name, x in self._given().items()}
+        parts = [text if name in UNNAMED else f"{name}={text}" for name, text in texts.items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Branch(_Branch):
     """One branch: global position p lies in segment (p + shift) // segment_length at index (p + shift) % segment_length,
     and head h uses the positions whose index % dilation_rate equals the head's offset.
 
@@ -63,40 +92,14 @@ class Branch:
             )
         _fix_heads_and_offset(self)
 
-    def residues(self) -> tuple[Branch]:
-        """The branch itself: a head uses one residue of it."""
-        return (self,)
-
-    def serves(self, head: int) -> bool:
-        """Whether a query head takes this branch."""
-        return self.heads is None or head in self.heads
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without fields at their defaults."""
-        out: dict[str, Any] = {"segment_length": self.segment_length, "dilation_rate": self.dilation_rate}
-        if self.shift:
-            out["shift"] = self.shift
-        if self.heads is not None:
-            out["heads"] = list(self.heads)
-        if self.offset is not None:
-            out["offset"] = self.offset
-        return out
-
     @classmethod
     def of(cls, value: Any, name: str = "branch") -> AnyBranch:
         """See `read_branch`."""
         return read_branch(value, name)
 
-    def __repr__(self) -> str:
-        parts = [str(self.segment_length), str(self.dilation_rate)]
-        parts += [f"shift={self.shift}"] if self.shift else []
-        parts += [f"heads={_ranges(self.heads)}"] if self.heads is not None else []
-        parts += [f"offset={self.offset}"] if self.offset is not None else []
-        return f"Branch({', '.join(parts)})"
 
-
-@dataclass(frozen=True)
-class Window:
+@dataclass(frozen=True, repr=False)
+class Window(_Branch):
     """A sliding window: query p sees key j of its document where r divides p - j and |p - j| < width * r; causal, j <= p.
 
     With rate 1 these are the `width` latest tokens. Without an `offset` every position sees itself, and from a width of 2 on
@@ -137,31 +140,9 @@ class Window:
             return (self,)
         return tuple(replace(self, offset=o) for o in range(self.dilation_rate))
 
-    def serves(self, head: int) -> bool:
-        """Whether a query head takes this window."""
-        return self.heads is None or head in self.heads
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without fields at their defaults."""
-        out: dict[str, Any] = {"width": self.width}
-        if self.dilation_rate > 1:
-            out["dilation_rate"] = self.dilation_rate
-        if self.heads is not None:
-            out["heads"] = list(self.heads)
-        if self.offset is not None:
-            out["offset"] = self.offset
-        return out
-
-    def __repr__(self) -> str:
-        parts = [str(self.width)]
-        parts += [str(self.dilation_rate)] if self.dilation_rate > 1 else []
-        parts += [f"heads={_ranges(self.heads)}"] if self.heads is not None else []
-        parts += [f"offset={self.offset}"] if self.offset is not None else []
-        return f"Window({', '.join(parts)})"
-
-
-@dataclass(frozen=True)
-class Global:
+@dataclass(frozen=True, repr=False)
+class Global(_Branch):
     """Global tokens: query p sees key j of its document where p or j is one of the first `tokens`; causal, j <= p.
 
     So the first tokens of a document, such as the class token of a slide, see all others and are seen by all, in O(N).
@@ -188,21 +169,6 @@ class Global:
         if self.tokens > LARGEST["segment_length"]:
             raise ValueError(f"tokens must be at most 2^62, got {self.tokens}.")
         _fix_heads(self)
-
-    def residues(self) -> tuple[Global]:
-        """The branch itself."""
-        return (self,)
-
-    def serves(self, head: int) -> bool:
-        """Whether a query head takes this branch."""
-        return self.heads is None or head in self.heads
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without fields at their defaults."""
-        return {"tokens": self.tokens} if self.heads is None else {"tokens": self.tokens, "heads": list(self.heads)}
-
-    def __repr__(self) -> str:
-        return f"Global({self.tokens}{'' if self.heads is None else f', heads={_ranges(self.heads)}'})"
 
 
 AnyBranch: TypeAlias = Branch | Window | Global

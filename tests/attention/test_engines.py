@@ -13,7 +13,7 @@ from lightning_dilated.attention import DilatedAttention, dilated_attention, mod
 from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names, windows
 from lightning_dilated.attention.backends import math as math_engine
-from lightning_dilated.attention.backends.base import Band
+from lightning_dilated.attention.backends.base import Band, Terms
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern, Window
 
@@ -223,9 +223,9 @@ def test_no_dropout_reaches_an_engine_without_it():
     q = torch.randn(1, 1, 4, 8)
     for engine in (CPU_FLASH, CUDNN, FLASH):
         with pytest.raises(ValueError, match="no exact attention dropout; use engine='math'"):
-            engine.forward(q, q, q, False, 1.0, object())
+            engine.forward(q, q, q, Terms(False, 1.0, object()))
         with pytest.raises(ValueError, match="no exact attention dropout; use engine='math'"):
-            engine.backward(q, q, q, q, q, q[..., 0], False, 1.0, object())
+            engine.backward(q, q, q, q, q, q[..., 0], Terms(False, 1.0, object()))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 0, 5, 8), (2, 2, 0, 8)], ids=["G", "J", "n"])
@@ -233,9 +233,9 @@ def test_no_dropout_reaches_an_engine_without_it():
 def test_empty(name, shape):
     q = torch.randn(shape)
     for causal in (False, True):
-        out, lse = ENGINES[name].forward(q, q, q, causal, 1.0, None)
+        out, lse = ENGINES[name].forward(q, q, q, Terms(causal, 1.0))
         assert out.shape == shape and lse.shape == shape[:-1]
-        assert [x.shape for x in ENGINES[name].backward(out, q, q, q, out, lse, causal, 1.0, None)] == [shape] * 3
+        assert [x.shape for x in ENGINES[name].backward(out, q, q, q, out, lse, Terms(causal, 1.0))] == [shape] * 3
 
 
 def test_math_leaves_out_what_causality_hides(monkeypatch):
@@ -345,12 +345,12 @@ def test_windows_by_blocks(causal, dtype, tol, monkeypatch):
         n = chosen.choice([width * chosen.randint(2, 5), chosen.randint(2 * width, 5 * width + 3)])
         monkeypatch.setattr(windows, "AT_ONCE", chosen.choice([1, groups * heads * dim * width * 2, 1 << 24]))
         q, k, v, grad = (torch.randn(groups, n, heads, dim).to(dtype).transpose(1, 2) for _ in range(4))
-        rest = causal, 0.3, None, Band(1 - width, 0 if causal else width - 1)
-        out, lse = engine.forward(q, k, v, *rest)
-        want_out, want_lse = math.forward(q, k, v, *rest)
+        terms = Terms(causal, 0.3, None, Band(1 - width, 0 if causal else width - 1))
+        out, lse = engine.forward(q, k, v, terms)
+        want_out, want_lse = math.forward(q, k, v, terms)
         close("out", out, want_out, tol)
         close_lse("lse", lse, want_lse, tol)
-        gradients_of = [x.backward(grad, q, k, v, want_out, want_lse, *rest) for x in (engine, math)]
+        gradients_of = [x.backward(grad, q, k, v, want_out, want_lse, terms) for x in (engine, math)]
         for name, a, b in zip(GRADIENTS, *gradients_of, strict=True):
             close(name, a, b, tol, floor=1.0)
 

@@ -1,7 +1,6 @@
 """DilatedAttention is the op as a module; MultiheadDilatedAttention stands wherever nn.MultiheadAttention stood."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -323,34 +322,31 @@ PAD = right_padding(False)
 HOLE = PAD.clone()
 HOLE[1, 2] = True
 MADE = MultiheadDilatedAttention(E, H, PATTERN)
-# name: (call, exception, what its message must hold)
-MISUSE = {
-    "heads do not divide": (lambda: layer(num_kv_heads=3), ValueError, ["num_kv_heads=3", "divide", "num_heads=4"]),
-    "dim not divisible": (lambda: layer(dim=25), ValueError, ["num_heads=4", "embed_dim=25"]),
-    "pattern a list": (lambda: layer([(4, 1)]), TypeError, ["pattern", "mapping", r"\[\(4, 1\)\]"]),
-    "batch second": (lambda: layer(batch_first=False), ValueError, ["batch_first", "Transpose"]),
-    "position kind": (lambda: layer(position_encoding="alibi"), ValueError, ["position_encoding", "rotary", "'alibi'"]),
-    "odd head dim": (lambda: layer(position_encoding="rotary", dim=20), ValueError, ["head_dim must be even", "got 5"]),
-    "dropout 1": (lambda: layer(dropout=1.0), ValueError, ["dropout", r"\[0, 1\)", "1.0"]),
-    "engine": (lambda: layer(engine="fast"), ValueError, ["engine", "math", "'fast'"]),
-    "weights": (lambda: MADE(X, need_weights=True), ValueError, ["need_weights=True", "need_weights=False"]),
-    "mask": (lambda: MADE(X, attn_mask=torch.ones(N, N)), ValueError, ["attn_mask", "causal=True", "cu_seqlens"]),
-    "another key": (lambda: MADE(X, X.clone(), X), ValueError, ["^key must be the query", "Leave key out"]),
-    "another value": (lambda: MADE(X, X, X.clone()), ValueError, ["^value must be the query"]),
-    "another dim": (lambda: MADE(X[..., 1:]), ValueError, [r"query must be \(B, N, 24\)", r"\(3, 13, 23\)"]),
-    "hole": (lambda: MADE(X, key_padding_mask=HOLE), ValueError, ["real tokens after padding", "on the right"]),
-    "left padding": (lambda: MADE(X, key_padding_mask=PAD.flip(1)), ValueError, ["on the right", "cu_seqlens"]),
-    "mask shape": (lambda: MADE(X, key_padding_mask=PAD[:2]), ValueError, [r"\(3, 13\)", r"\(2, 13\)"]),
-    "mask dtype": (lambda: MADE(X, key_padding_mask=PAD.int()), ValueError, ["bool", "int32"]),
-    "bias on keys": (lambda: MADE(X, key_padding_mask=PAD * 0.5), ValueError, ["0 and -inf only"]),
-    "mask and lengths": (lambda: MADE(X, key_padding_mask=PAD, lengths=LENGTHS), ValueError, ["not both"]),
-}
+# (call, exception, what its message says)
+MISUSE = [
+    (lambda: layer(num_kv_heads=3), ValueError, "num_kv_heads=3.*divide.*num_heads=4"),
+    (lambda: layer(dim=25), ValueError, "num_heads=4.*embed_dim=25"),
+    (lambda: layer([(4, 1)]), TypeError, r"pattern.*mapping.*\[\(4, 1\)\]"),
+    (lambda: layer(batch_first=False), ValueError, "batch_first.*Transpose"),
+    (lambda: layer(position_encoding="alibi"), ValueError, "position_encoding.*rotary.*'alibi'"),
+    (lambda: layer(position_encoding="rotary", dim=20), ValueError, "head_dim must be even.*got 5"),
+    (lambda: layer(dropout=1.0), ValueError, r"dropout.*\[0, 1\).*1.0"),
+    (lambda: layer(engine="fast"), ValueError, "engine.*math.*'fast'"),
+    (lambda: MADE(X, need_weights=True), ValueError, "need_weights=True.*need_weights=False"),
+    (lambda: MADE(X, attn_mask=torch.ones(N, N)), ValueError, "attn_mask.*causal=True.*cu_seqlens"),
+    (lambda: MADE(X, X.clone(), X), ValueError, "^key must be the query.*Leave key out"),
+    (lambda: MADE(X, X, X.clone()), ValueError, "^value must be the query"),
+    (lambda: MADE(X[..., 1:]), ValueError, r"query must be \(B, N, 24\).*\(3, 13, 23\)"),
+    (lambda: MADE(X, key_padding_mask=HOLE), ValueError, "real tokens after padding.*on the right"),
+    (lambda: MADE(X, key_padding_mask=PAD.flip(1)), ValueError, "on the right.*cu_seqlens"),
+    (lambda: MADE(X, key_padding_mask=PAD[:2]), ValueError, r"\(3, 13\).*\(2, 13\)"),
+    (lambda: MADE(X, key_padding_mask=PAD.int()), ValueError, "bool.*int32"),
+    (lambda: MADE(X, key_padding_mask=PAD * 0.5), ValueError, "0 and -inf only"),
+    (lambda: MADE(X, key_padding_mask=PAD, lengths=LENGTHS), ValueError, "not both"),
+]
 
 
-@pytest.mark.parametrize("name", MISUSE)
-def test_misuse(name):
-    run, kind, texts = MISUSE[name]
-    with pytest.raises(kind) as caught:
+@pytest.mark.parametrize("run, error, message", MISUSE, ids=lambda x: x if isinstance(x, str) else "")
+def test_misuse(run, error, message):
+    with pytest.raises(error, match=message):
         run()
-    missing = [text for text in texts if not re.search(text, str(caught.value))]
-    assert not missing, f"{caught.value} does not say {missing}"

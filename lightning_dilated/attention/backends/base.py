@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dilated.attention.dropout import PairDropout
+
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -23,6 +25,22 @@ class Band(NamedTuple):
 
     lower: int
     upper: int
+
+
+class Terms(NamedTuple):
+    """What an engine takes besides rows.
+
+    Attributes:
+        causal: whether query row i sees key rows up to i only; without effect if there is a band.
+        scale: the factor of q.k.
+        dropout: the pairs whose weights are dropped; None: none.
+        band: the pairs that are computed; None: all. Only engines with `bands` take one.
+    """
+
+    causal: bool
+    scale: float
+    dropout: PairDropout | None = None
+    band: Band | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +74,10 @@ class Request:
 class Engine:
     """One way to compute a block.
 
-    forward(q, k, v, causal, scale, dropout) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where
-    causal, and returns out (G, J, n, D) and its natural log-sum-exp (G, J, n).
-    backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the block's rows and returns
-    dq, dk, dv. Engines with `bands` take a `Band` as a last argument, in place of causal; every query row then sees a key.
-    Every statement below is tested.
+    forward(q, k, v, terms) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where causal, and returns
+    out (G, J, n, D) and its natural log-sum-exp (G, J, n).
+    backward(grad, q, k, v, out, lse, terms) takes the *merged* out and lse of the block's rows and returns dq, dk, dv.
+    `terms` are `Terms`; with a band every query row sees a key. Every statement below is tested.
 
     Attributes:
         devices: device types it runs on; empty: any.
@@ -74,8 +91,7 @@ class Engine:
         any_scale: whether it is also correct for a scale of 0 or below.
         rows_in_place: whether its results have the layout of q, where q's rows are adjacent.
         forward_into: None, or forward(..., into) that continues, in place, from a running state into = (out (B, L, H, D),
-            lse (B, H, L), the flat row of out of each query row (G, J, n), number of zero keys to attend as well), with a
-            `Band` after it where the engine takes one.
+            lse (B, H, L), the flat row of out of each query row (G, J, n), number of zero keys to attend as well).
         min_rows: fewest query rows and key rows that it takes; the op gives smaller blocks to the math engine.
         available: device -> None, or why it cannot run there.
     """

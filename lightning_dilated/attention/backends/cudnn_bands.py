@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends.base import Band, Engine
-from lightning_dilated.attention.dropout import PairDropout
+from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
 _log = logging.getLogger(__name__)
 #: blocks of fewer rows are left to the other engine
@@ -72,44 +71,31 @@ def _serves(q: Tensor, k: Tensor, band: Band) -> bool:
     return q.shape == k.shape and q.shape[2] >= FEWEST and band.lower <= 0 <= band.upper and dense
 
 
-def _forward(
-    engine: Engine,
-    other: Engine,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `Engine`."""
-    if band is None:
-        return engine.forward(q, k, v, causal, scale, dropout)
+def _forward(engine: Engine, other: Engine, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    if (band := terms.band) is None:
+        return engine.forward(q, k, v, terms)
     if _serves(q, k, band):
         out, lse = _like(q), torch.empty(*q.shape[:3], 1, dtype=torch.float32, device=q.device)
         tensors = {"q": q, "k": k, "v": v, "o": out, "stats": lse}
-        if (graph := _graph(tensors, band, scale)) is not None:
+        if (graph := _graph(tensors, band, terms.scale)) is not None:
             graph.run(tensors, q.device)
             return out, lse[..., 0]
-    return other.forward(q, k, v, causal, scale, dropout, band)
+    return other.forward(q, k, v, terms)
 
 
 def _backward(
-    engine: Engine, other: Engine, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, dropout: PairDropout | None, band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `Engine`."""
-    if band is None:
-        return engine.backward(grad, q, k, v, out, lse, causal, scale, dropout)
+    engine: Engine, other: Engine, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
+    if (band := terms.band) is None:
+        return engine.backward(grad, q, k, v, out, lse, terms)
     if _serves(q, k, band):
         results = {"dq": _like(q), "dk": _like(k), "dv": _like(v)}
         merged = {"o": out.to(q.dtype), "dO": grad.to(q.dtype), "stats": lse.float().contiguous()[..., None]}
         tensors = {"q": q, "k": k, "v": v, **merged, **results}
-        if (graph := _graph(tensors, band, scale)) is not None:
+        if (graph := _graph(tensors, band, terms.scale)) is not None:
             graph.run(tensors, q.device)
             return results["dq"], results["dk"], results["dv"]
-    return other.backward(grad, q, k, v, out, lse, causal, scale, dropout, band)
+    return other.backward(grad, q, k, v, out, lse, terms)
 
 
 def _like(x: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends.base import Band, Engine
-from lightning_dilated.attention.dropout import PairDropout
+from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
 #: scores formed at once, in elements (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
@@ -52,18 +51,13 @@ def _scores(q: Tensor, k: Tensor, scale: float, band: Band | None, i: slice, j: 
     return s
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor]:
+def _band(q: Tensor, terms: Terms) -> Band | None:
+    return Band(-q.shape[2], 0) if terms.band is None and terms.causal else terms.band
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """See `Engine`."""
-    if band is None and causal:
-        band = Band(-q.shape[2], 0)
+    scale, dropout, band = terms.scale, terms.dropout, _band(q, terms)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape, dtype=wide)
     lse = q.new_empty(q.shape[:-1], dtype=wide)
@@ -78,12 +72,10 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    dropout: PairDropout | None, band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Engine`: the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
-    if band is None and causal:
-        band = Band(-q.shape[2], 0)
+    scale, dropout, band = terms.scale, terms.dropout, _band(q, terms)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))

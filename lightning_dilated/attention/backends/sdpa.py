@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_dilated import kernels
 from lightning_dilated._compat import torch as compat
-from lightning_dilated.attention.backends.base import Engine
-from lightning_dilated.attention.dropout import PairDropout
+from lightning_dilated.attention.backends.base import Engine, Terms
 
 _log = logging.getLogger(__name__)
 
@@ -24,10 +23,11 @@ def _without_dropout(function: Callable) -> Callable:
     """`Engine.forward` or `Engine.backward` from a function that takes no dropout."""
 
     @functools.wraps(function)
-    def call(*arguments: Tensor | bool | float | PairDropout | None) -> tuple[Tensor, ...]:
-        if arguments[-1] is not None:
+    def call(*arguments: Tensor | Terms) -> tuple[Tensor, ...]:
+        *tensors, terms = arguments
+        if terms.dropout is not None:
             raise ValueError("the sdpa engines have no exact attention dropout; use engine='math'.")
-        return function(*arguments[:-1])
+        return function(*tensors, terms.causal, terms.scale)
 
     return call
 

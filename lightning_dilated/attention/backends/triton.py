@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated.attention.backends.base import Band, Engine
+from lightning_dilated.attention.backends.base import Engine, Terms
 from lightning_dilated.attention.dropout import PairDropout
 
 if TYPE_CHECKING:
@@ -29,48 +29,30 @@ def _drop(dropout: PairDropout | None, device: torch.device) -> Drop | None:
     return Drop(mask.state(dropout.branch), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `Engine`."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     from lightning_dilated.kernels import dense, pipelined
 
+    causal, scale, dropout, band = terms
     with kernels.on(q.device):
         if dropout is None and band is None and pipelined.serves(q, k, v, scale):
             return pipelined.forward(q, k, v, causal, scale)
         return dense.forward(q, k, v, causal, scale, _drop(dropout, q.device), band=band)
 
 
-def _forward_into(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    dropout: PairDropout | None,
-    into: tuple,
-    band: Band | None = None,
-) -> None:
-    """See `Engine.forward_into`."""
+def _forward_into(q: Tensor, k: Tensor, v: Tensor, terms: Terms, into: tuple) -> None:
     from lightning_dilated.kernels.dense import Into, forward
 
+    causal, scale, dropout, band = terms
     with kernels.on(q.device):
         forward(q, k, v, causal, scale, _drop(dropout, q.device), into=Into(*into), band=band)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    dropout: PairDropout | None, band: Band | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `Engine`."""
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor]:
     from lightning_dilated.kernels.dense import backward
 
+    causal, scale, dropout, band = terms
     with kernels.on(q.device):
         return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device), band)
 

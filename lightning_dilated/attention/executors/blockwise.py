@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.backends import Request, for_band, for_rows
-from lightning_dilated.attention.backends.base import Band, Engine, merge
+from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view
@@ -104,20 +104,23 @@ def merge_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, span: 
     rows_lse.copy_(total)
 
 
-def engine_of(call: Call, block: Block, q: Tensor) -> tuple[Engine, tuple[Band, ...]]:
-    """The engine of a block, and what it takes as last arguments: the band of a window."""
+def engine_of(call: Call, span: Span, block: Block, q: Tensor) -> tuple[Engine, Terms]:
+    """The engine of a block, and its terms."""
+    keep = call.mask and BlockDropout(call.mask, span, block, call.window.heads[0])
+    causal = call.causal and block.keys is None
     if block.width is None:
-        return for_rows(call.engine, min(block.rows, block.key_rows)), ()
-    band = window_band(call.window.pattern.branches[block.branch], call.causal)
-    return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), (Band(*band),)
+        return for_rows(call.engine, min(block.rows, block.key_rows)), Terms(causal, call.scale, keep)
+    band = Band(*window_band(call.window.pattern.branches[block.branch], call.causal))
+    return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), Terms(
+        causal, call.scale, keep, band
+    )
 
 
 def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
     """A block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
     q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
-    keep = call.mask and BlockDropout(call.mask, span, block, call.window.heads[0])
-    engine, band = engine_of(call, block, q)
-    part, part_lse = engine.forward(q, k, v, call.causal and block.keys is None, call.scale, keep, *band)
+    engine, terms = engine_of(call, span, block, q)
+    part, part_lse = engine.forward(q, k, v, terms)
     if block.pads and not call.causal:
         part, part_lse = attend_pads(part, part_lse, block.pads)
     return part, part_lse
@@ -129,9 +132,8 @@ def block_backward(
     """A block's shares of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
     views = [row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True)]
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
-    keep = call.mask and BlockDropout(call.mask, span, block, call.window.heads[0])
-    engine, band = engine_of(call, block, views[1])
-    return engine.backward(*views, rows_lse, call.causal and block.keys is None, call.scale, keep, *band)
+    engine, terms = engine_of(call, span, block, views[1])
+    return engine.backward(*views, rows_lse, terms)
 
 
 def _add(total: Sequence[Tensor], parts: Sequence[Tensor], span: Span, block: Block) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.backends import ENGINES, Request, for_band, for_rows
-from lightning_dilated.attention.backends.base import Band, Engine
+from lightning_dilated.attention.backends.base import Band, Engine, Terms
 from lightning_dilated.attention.backends.base import merge as log_sum_exp
 from lightning_dilated.attention.dropout import BatchDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
@@ -30,21 +30,16 @@ from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup
 from lightning_dilated.sequence.exchange.transport import Wire
 
 
-def _parts(
-    call: Call, batch: Batch, q: Tensor, in_triton: float
-) -> tuple[Engine, BatchDropout | None, tuple[Band, ...]]:
-    """The engine of a batch, and what it takes as last arguments: its dropout, and the band of a window.
-
-    Triton's computes up to `in_triton` pairs of a head.
-    """
+def _engine_of(call: Call, batch: Batch, q: Tensor, in_triton: float) -> tuple[Engine, Terms]:
+    """The engine of a batch, and its terms. Triton's computes up to `in_triton` pairs of a head."""
     keep = call.mask and BatchDropout(call.mask, batch.branch, *batch.positions())
     n, m = batch.queries.shape[1], batch.keys.shape[1]
-    band = () if batch.band is None else (Band(*batch.band),)
+    terms = Terms(batch.causal, call.scale, keep, None if batch.band is None else Band(*batch.band))
     if n * m <= in_triton:
-        return ENGINES["triton"], keep, band
-    if band:
-        return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), keep, band
-    return for_rows(call.engine, min(n, m)), keep, band
+        return ENGINES["triton"], terms
+    if terms.band is not None:
+        return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), terms
+    return for_rows(call.engine, min(n, m)), terms
 
 
 def _keys(rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -61,12 +56,12 @@ def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge a batch into the running out (B, L, H, D), contiguous, and lse (B, H, L)."""
-    engine, keep, band = _parts(call, batch, q, call.in_triton[0])
-    arguments = take(q, batch.queries)[:, None], *_keys(rows, batch), batch.causal, call.scale, keep
+    engine, terms = _engine_of(call, batch, q, call.in_triton[0])
+    arguments = take(q, batch.queries)[:, None], *_keys(rows, batch), terms
     if engine.forward_into is not None:
-        engine.forward_into(*arguments, (out, lse, batch.queries[:, None], batch.pads), *band)
+        engine.forward_into(*arguments, (out, lse, batch.queries[:, None], batch.pads))
         return
-    part, part_lse = engine.forward(*arguments, *band)
+    part, part_lse = engine.forward(*arguments)
     if batch.pads:
         part, part_lse = attend_pads(part, part_lse, batch.pads)
     merge_rows(batch.queries, part[:, 0], part_lse[:, 0], out, lse)
@@ -94,11 +89,11 @@ def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
     """Add a batch's share to dq (B, L, H, D), contiguous, and to the store's gradients; `tensors` are grad, q and out."""
-    engine, keep, band = _parts(call, batch, tensors[1], call.in_triton[1])
+    engine, terms = _engine_of(call, batch, tensors[1], call.in_triton[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
     rows_lse = (lse[0, 0, batch.queries] if lse.shape[:2] == (1, 1) else lse[_lse_index(lse, batch.queries)])[:, None]
-    part, *key_parts = engine.backward(grad, q, k, v, out, rows_lse, batch.causal, call.scale, keep, *band)
+    part, *key_parts = engine.backward(grad, q, k, v, out, rows_lse, terms)
     add_at(dq.view(-1, dq.shape[-1]), batch.queries, [part[:, 0]], distinct=True)
     add_at(grads, batch.keys, [x[:, 0] for x in key_parts], batch.distinct)
 

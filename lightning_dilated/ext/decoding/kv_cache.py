@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.backends.base import Engine, merge
+from lightning_dilated.attention.backends.base import Engine, Terms, merge
 from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.ext.decoding.cache_slots import Clock, Places, layer_slots
@@ -455,7 +455,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple
 def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`_dense` of queries that are not scaled, by an engine."""
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    out, lse = engine.forward(*suited(engine, grouped, k, v), False, scale, None)
+    out, lse = engine.forward(*suited(engine, grouped, k, v), Terms(False, scale))
     back = lambda x: x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731
     return back(out), back(lse)
 
