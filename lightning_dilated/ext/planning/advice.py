@@ -28,7 +28,7 @@ from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import GRAIN, Case, Facts
 from lightning_dilated.ext.planning.gpus import GIB, GPUS, Gpu
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 

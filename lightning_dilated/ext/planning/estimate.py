@@ -39,8 +39,9 @@ from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, 
 from lightning_dilated.ext.planning.counting.model_specs import Facts, RecurrentLayer
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu
 from lightning_dilated.ext.planning.machine import Line, Machine, Parts, measured_rules
-from lightning_dilated.ext.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
+from lightning_dilated.ext.planning.memory import GIB, Memory, memory, on_host, states_on_host
 from lightning_dilated.ext.planning.ranks import Recurring, Step, attention_seconds, measured_pattern, step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.planning.streams import Carried, Exchange, further_work, in_chunks, with_carried
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.chunked_loss import loss_tile
@@ -248,7 +249,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     recurrences = [_recurring(x, tokens_here, gpu) for x in facts.recurrences]
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
-    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, *setup.exchanging)
+    rows = of_call(facts.call, tokens, setup)
     names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
         step_on_ranks, machines[0], facts.call.cycle, tokens_here, setup, exchanges=names,
@@ -403,7 +404,7 @@ class Case:
         size, ranks, call = self._chunk(settings), self.setup.ranks, self.subject.call
         at_once, rows = replace(self, setup=self._shares_chunks()), None
         if ranks > 1:
-            rows = of_subject(self.subject, size, ranks, self.setup.per_node, "gather", self.setup.links)
+            rows = of_subject(self.subject, size, at_once.setup)
             rows = with_carried(rows, lighter(call, ranks), tokens, size, ranks)
         chunk = at_once.memory(_at_once(settings), size, rows)
         return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))

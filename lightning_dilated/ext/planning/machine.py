@@ -152,11 +152,6 @@ class Machine:
         return ELEMENT_SIZES[self.precision]
 
     @property
-    def wide_size(self) -> int:
-        """Bytes of an element of what is summed: gradients that travel, partial outputs."""
-        return max(4, self.element_size)
-
-    @property
     def parameter_size(self) -> int:
         """Bytes of a parameter and of its gradient."""
         return 4 if self.precision.endswith("mixed") else self.element_size

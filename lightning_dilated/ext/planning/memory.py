@@ -11,13 +11,11 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_dilated._validation import integer, one_of
 from lightning_dilated.ext.planning.counting.footprint import Exchanged, Footprint, Moment, of_subject, sharded
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -30,9 +28,9 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
 )
 from lightning_dilated.ext.planning.counting.model_specs import blank
 from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.sequence.planner import DEFAULTS, Links
 
 GIB = 2**30
 COLOURS = dict(
@@ -129,61 +127,9 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
 ADAMW = 2.0
 #: bytes of states of a parameter with 8-bit AdamW: two elements, and fp32 maxima of blocks of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
-OPTIMIZERS = ("adamw", "adamw8bit")
 #: cuBLAS workspaces on a GPU of capability 9.0, and on others: of the forward's thread and of the backward's
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
-STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a model is run.
-
-    Attributes:
-        strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
-        ranks, per_node: R GPUs, which all share each sequence; of a node.
-        optimizer: one of OPTIMIZERS.
-        exchange: as the strategy takes it.
-        links: speeds that "auto" decides by.
-        cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
-        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
-            as large as the gradients, so memory does not depend on it.
-        exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
-        layout, head_size: as the strategy takes them.
-        data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
-            there is another GPU to average them with.
-    """
-
-    strategy: str = "single"
-    ranks: int = 1
-    per_node: int = 8
-    optimizer: str = "adamw"
-    exchange: str = "auto"
-    links: Links = DEFAULTS
-    cpu_offload: bool = False
-    bucket_cap_mb: int | None = None
-    exchange_memory: int | None = None
-    data_ranks: int = 1
-    layout: str = "contiguous"
-    head_size: int | str = 1
-
-    @property
-    def exchanging(self) -> tuple[Any, ...]:
-        """The last arguments of `footprint.exchanged`: the settings of an exchange."""
-        return self.exchange, self.links, self.exchange_memory, self.layout, self.head_size
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
-            one_of(getattr(self, name), name, allowed)
-        if self.strategy == "single" and self.ranks > 1:
-            raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
-        if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
-            raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
-        if self.bucket_cap_mb is not None:
-            integer(self.bucket_cap_mb, "bucket_cap_mb", 1)
-            if self.strategy != "ring_dilated":
-                raise ValueError(f"bucket_cap_mb is an option of strategy ring_dilated, not of {self.strategy}.")
 
 
 @dataclass(frozen=True)
@@ -227,7 +173,7 @@ def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: 
     """
     setup = setup or Setup()
     subject = footprint.subject
-    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *setup.exchanging)
+    rows = rows or of_subject(subject, tokens, setup)
     local = -(-tokens // setup.ranks)
     away = _offloaded_inputs(footprint, footprint.hidden * local)
     calls = [sharded(subject.call, tokens, setup.ranks, rows)]

@@ -17,7 +17,7 @@ from lightning_dilated._validation import text_of
 from lightning_dilated.cli.recipe import class_of, made_model, seq_len_of
 from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu, find_gpu
-from lightning_dilated.ext.planning.memory import OPTIMIZERS, STRATEGIES, Setup
+from lightning_dilated.ext.planning.setup import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule

@@ -21,7 +21,7 @@ from lightning_dilated.ext.planning.estimate import (
     scaled,
 )
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.planner import DEFAULTS

@@ -17,7 +17,8 @@ from lightning_dilated.ext.planning.counting.memory_tracker import OPTIMIZER, PA
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, last_true
 from lightning_dilated.ext.planning.gpus import GPUS, find_gpu
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.memory import memory
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 

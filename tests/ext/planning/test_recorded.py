@@ -13,8 +13,8 @@ from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_o
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.machine import Machine
-from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.ranks import step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.pattern import DilatedPattern

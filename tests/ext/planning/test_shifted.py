@@ -12,8 +12,9 @@ from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.counting.workspace import workspace
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.memory import memory
 from lightning_dilated.ext.planning.ranks import step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.planner import Links
@@ -34,7 +35,7 @@ def lm(depth=4, kind=ld.LongNetLM, **options):
 
 
 def kept(pattern):
-    return exchanged(pattern, TOKENS, (4, 4, 16), True, RANKS, RANKS, 2).kept
+    return exchanged(pattern, TOKENS, (4, 4, 16), True, 2, Setup("ring_dilated", RANKS, RANKS)).kept
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
