@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_dilated._validation import integer
 from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.dry_run import BlockWork, Work
 from lightning_dilated.ext.planning.counting.footprint import (
@@ -401,7 +400,7 @@ class Case:
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
         """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
-        size, ranks, call = self._chunk(settings), self.setup.ranks, self.subject.call
+        size, ranks, call = settings.stream or tokens, self.setup.ranks, self.subject.call
         at_once, rows = replace(self, setup=self._shares_chunks()), None
         if ranks > 1:
             rows = of_subject(self.subject, size, at_once.setup)
@@ -422,17 +421,11 @@ class Case:
         kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters
         return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
 
-    def _chunk(self, settings: MemorySettings) -> int:
-        """Tokens of a chunk."""
-        return integer(settings.stream, "stream", 1)
-
     def _shares_chunks(self) -> Setup:
         """How a chunk is run: several ranks exchange its rows by gather."""
-        return (
-            replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
-            if self.setup.ranks > 1
-            else self.setup
-        )
+        if self.setup.ranks == 1:
+            return self.setup
+        return replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""
@@ -456,7 +449,7 @@ class Case:
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
         """Every chunk forward and backward, all but the last forward once more, the pairs that cross their bounds, and what
         carried rows take between ranks, of which nothing is taken to be hidden."""
-        size, call, depth, setup = self._chunk(settings), self.facts.call, self.facts.depth, self.setup
+        size, call, depth, setup = settings.stream or tokens, self.facts.call, self.facts.depth, self.setup
         of = replace(self, setup=self._shares_chunks()).time
         one = of(_at_once(settings), size)
         blocks = [of(MemorySettings(policy), size).seconds for policy in ("none", "block")]

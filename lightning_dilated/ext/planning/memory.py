@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from lightning_dilated.ext.planning.counting.footprint import Exchanged, Footprint, Moment, of_subject, sharded
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
+    BATCH,
     EXCHANGE,
     GRADIENTS,
     KINDS,
@@ -33,13 +34,15 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 
 GIB = 2**30
-COLOURS = dict(
-    zip(
-        KINDS,
-        ("tab:purple", "tab:green", "tab:olive", "tab:brown", "tab:blue", "tab:orange", "tab:gray"),
-        strict=True,
-    )
-)
+COLOURS = {
+    PARAMETERS: "tab:purple",
+    GRADIENTS: "tab:green",
+    OPTIMIZER: "tab:olive",
+    BATCH: "tab:brown",
+    ACTIVATIONS: "tab:blue",
+    EXCHANGE: "tab:orange",
+    TEMPORARY: "tab:gray",
+}
 
 
 @dataclass(frozen=True)
@@ -67,30 +70,23 @@ def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, c
         caption: what the numbers rest on, printed below.
     """
     text = textwrap.fill(caption, 165)
-    inches = 1.6 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
-    figure = Figure(figsize=(13, inches))
+    inches = 1.8 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
+    figure = Figure(figsize=(13, inches), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _memory(left, bars, limit)
     left.set_title(title, fontsize=10)
-    lengths = [bar.longest for bar in bars]
-    right.barh(range(len(bars)), lengths, color="tab:cyan", height=0.7)
-    top = max(lengths, default=0) or 1
-    for i, n in enumerate(lengths):
-        right.text(n + 0.01 * top, i, f"{n:,}" if n else "nothing fits", va="center", fontsize=8)
-    right.set_xlim(0, 1.3 * top)
-    right.set_xlabel("tokens")
-    right.set_title("longest sequence", fontsize=10)
-    step = 2 ** max(0, math.ceil(math.log2(1.3 * top / 6)))
-    right.set_xticks(range(0, int(1.3 * top) + 1, step))
-    right.xaxis.set_major_formatter(lambda x, _: short(x))
     left.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
     left.invert_yaxis()
-    handles, names = left.get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper center", ncols=max(1, len(names)), fontsize=8, frameon=False)
-    figure.text(0.01, 0.1 / inches, text, fontsize=7.5, va="bottom")
-    below = (0.75 + 0.16 * (text.count("\n") + 1)) / inches
-    names_wide = 0.35 + 0.068 * max((len(bar.name) for bar in bars), default=0)
-    figure.subplots_adjust(left=names_wide / 13, right=0.98, top=1 - 0.72 / inches, bottom=below, wspace=0.05)
+    lengths = [bar.longest for bar in bars]
+    drawn = right.barh(range(len(bars)), lengths, color="tab:cyan", height=0.7)
+    right.bar_label(drawn, [f"{n:,}" if n else "nothing fits" for n in lengths], padding=3, fontsize=8)
+    top = 1.3 * (max(lengths, default=0) or 1)
+    step = 2 ** max(0, math.ceil(math.log2(top / 6)))
+    right.set(xlim=(0, top), xlabel="tokens", xticks=range(0, int(top) + 1, step))
+    right.set_title("longest sequence", fontsize=10)
+    right.xaxis.set_major_formatter(lambda x, _: short(x))
+    figure.legend(loc="outside upper center", ncols=len(KINDS) + 1, fontsize=8, frameon=False)
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5)
     figure.savefig(path, dpi=150)
 
 
@@ -104,14 +100,14 @@ def short(tokens: float) -> str:
 
 def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
     """Stacked bars; those far beyond the limit are cut off and labelled."""
-    totals = [sum((bar.kinds or {}).values()) / GIB for bar in bars]
-    end = max(1.6 * limit / GIB, 1.05 * min((t for t in totals if t), default=0))
-    end = min(end, 1.15 * max([limit / GIB, *totals]))
+    totals = [0.0] * len(bars)
     for kind in KINDS:
         sizes = [(bar.kinds or {}).get(kind, 0) / GIB for bar in bars]
         if any(sizes):
-            starts = [sum((bar.kinds or {}).get(k, 0) for k in KINDS[: KINDS.index(kind)]) / GIB for bar in bars]
-            axes.barh(range(len(bars)), sizes, left=starts, color=COLOURS[kind], label=kind, height=0.7)
+            axes.barh(range(len(bars)), sizes, left=totals, color=COLOURS[kind], label=kind, height=0.7)
+            totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+    end = max(1.6 * limit / GIB, 1.05 * min((t for t in totals if t), default=0))
+    end = min(end, 1.15 * max([limit / GIB, *totals]))
     for i, total in enumerate(totals):
         if total:
             beyond = total > 0.93 * end
@@ -119,8 +115,7 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85} if beyond else None
             axes.text(where, i, f"{total:,.1f}", va="center", ha="right" if beyond else "left", fontsize=8, bbox=box)
     axes.axvline(limit / GIB, color="tab:red", lw=1.2, label="fits")
-    axes.set_xlim(0, end)
-    axes.set_xlabel("GiB of a rank")
+    axes.set(xlim=(0, end), xlabel="GiB of a rank")
 
 
 #: bytes of optimizer states for each byte of parameters: AdamW keeps two in the parameters' dtype

@@ -191,7 +191,8 @@ def report(request: Request) -> Report:
     lines += ["", *(f"  - {note}" for note in notes_on(request, case, chosen))]
     title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
-    return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
+    caption = "; ".join([*_head(request, case)[::2], "counted under fake tensors; red: what may be planned with."])
+    return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", caption)
 
 
 def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySettings]) -> None:
@@ -228,24 +229,18 @@ def _head(request: Request, case: Case) -> list[str]:
     many = f"{setup.ranks:,} x {request.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     offload = " with cpu_offload" if setup.cpu_offload else ""
+    trained = "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
+    x = facts.decoder
+    decoder = f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
     meaning = f"; a token is {request.model.token_meaning}" if request.model.token_meaning else ""
     return [
-        f"model: {type(request.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
+        f"model: {type(request.model).__name__}, {in_numbers(facts.parameters)} parameters{trained}, "
         f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {request.precision}, blocks "
-        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{decoder}",
         f"pattern: {_patterns(call, facts.depth)}, {'causal' if call.causal else 'both directions'}{meaning}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
         f"{request.gpu.usable(setup.ranks) / GIB:.1f} GiB of {request.gpu.memory / GIB:.1f} are planned with",
     ]
-
-
-def _trained(facts: Facts) -> str:
-    return "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
-
-
-def _decoder(facts: Facts) -> str:
-    x = facts.decoder
-    return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
 
 
 def in_numbers(n: int) -> str:
@@ -379,18 +374,13 @@ def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
     numbers: dict[Exchanged, list[int]] = {}
     for layer, one in enumerate(in_turns(x.cycle, depth)):
         numbers.setdefault(replace(one, others=()), []).append(layer)
-    return [(f"of layers {_few(layers)}", one) for one, layers in numbers.items()]
-
-
-def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+    few = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
+    return [(f"of layers {few(layers)}", one) for one, layers in numbers.items()]
 
 
 def _prices(layer: str, x: Exchanged) -> list[str]:
     """The exchanges' prices for a layer's call."""
-    if x.plan is None:
-        return []
-    if not x.plan.prices:
+    if x.plan is None or not x.plan.prices:
         return []
     return [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
 
@@ -436,7 +426,3 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {another}about "
         f"{need:,} GPUs, {narrow}or --host_memory to offload to."
     )
-
-
-def _caption(request: Request, case: Case) -> str:
-    return "; ".join([*_head(request, case)[::2], "counted under fake tensors; red: what may be planned with."])

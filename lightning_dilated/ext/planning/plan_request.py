@@ -223,7 +223,8 @@ def settled(args: argparse.Namespace) -> Request:
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
         offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
-        _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
+        _shared_by(trainer.get("strategy"), ranks, ranks // per_node),
+        bool(_init_args(trainer.get("strategy")).get("outer")),
         recipe.head_size if args.head_size is None else args.head_size,
         check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), args.stream,
         max(1, _own_ranks(trainer) // ranks), _with_options(args, config, model, precision),
@@ -237,7 +238,7 @@ def _with_options(
     if config:
         arguments, data = _arguments(args, config, type(model)), config.get("data")
         if args.tokens and seq_len_of(args.config, data) is not None:
-            data = {**(data or {}), "init_args": {**((data or {}).get("init_args") or {}), "seq_len": args.tokens}}
+            data = {**(data or {}), "init_args": {**_init_args(data), "seq_len": args.tokens}}
     elif model.causal:
         arguments = _size_arguments(args, args.tokens)
         data = {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": args.tokens}}
@@ -277,20 +278,15 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
     """Arguments of the recipe's model, with the sizes of the options; errors as of `_from_recipe`."""
     takes = options_of(cls)
-    options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
-    options |= {
-        "causal": args.causal,
-        "ffn_dim": args.ffn_dim,
-        "vocab_size": args.vocab,
-        "residual_dtype": args.residual_dtype,
-    }
-    options = {k: v for k, v in options.items() if v is not None}
+    options = _sizes(args)
+    if args.causal is not None:
+        options["causal"] = args.causal
     for name, value in options.items():
         if name not in takes:
             raise ValueError(
                 f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
             )
-    arguments = {**(config["model"].get("init_args") or {}), **options}
+    arguments = {**_init_args(config["model"]), **options}
     if args.segments or args.dilations or args.geometric:
         arguments |= _branches(args, cls, "segment_lengths" not in takes)
     return arguments
@@ -312,13 +308,18 @@ def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
     """N of the recipe's data, of slides the rows of the longest; of a model of text without data the default's."""
     if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
-    most = (data.get("init_args") or {}).get("max_tiles") if isinstance(data, dict) else None
+    most = _init_args(data).get("max_tiles")
     return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
+
+
+def _init_args(entry: Any) -> dict[str, Any]:
+    """The arguments of a class in a recipe; none for a name alone."""
+    return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
 
 
 def _number_of(data: Any, name: str, default: int) -> int:
     """A number above 0 among the arguments of a recipe's data."""
-    size = (data.get("init_args") or {}).get(name) if isinstance(data, dict) else None
+    size = _init_args(data).get(name)
     return size if isinstance(size, int) and size > 0 else default
 
 
@@ -333,10 +334,14 @@ def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
 
 def _size_arguments(args: argparse.Namespace, tokens: int | None) -> dict[str, Any]:
     """Arguments of a LongNetLM of the options."""
-    named = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
-    arguments = {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": args.vocab or 256}
-    arguments |= {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
-    return arguments | {name: value for name, value in named.items() if value is not None}
+    return {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": 256, **_sizes(args)}
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes that are named, by a model's arguments."""
+    sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
+    sizes |= {"ffn_dim": args.ffn_dim, "vocab_size": args.vocab, "residual_dtype": args.residual_dtype}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
@@ -367,7 +372,7 @@ class StrategyOptions:
 
 
 def _strategy(path: Path, strategy: Any) -> StrategyOptions:
-    options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    options = _init_args(strategy)
     name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy or "")
     cls = class_of(path, name, "lightning_dilated") if "." in name or name[:1].isupper() else None
     ours = (
@@ -386,15 +391,10 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
     )
 
 
-def _has_outer_steps(strategy: Any) -> bool:
-    options = strategy.get("init_args") if isinstance(strategy, dict) else None
-    return bool(options and options.get("outer"))
-
-
 def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
     """GPUs that share a sequence by a recipe's sequence_size and regions; None where it is all of them, or cannot be of so
     many GPUs."""
-    options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    options = _init_args(strategy)
     regions = options.get("regions", 1)
     try:
         sizes = MeshSizes(ranks, options.get("sequence_size", "auto"), regions=nodes if regions == "auto" else regions)
@@ -422,14 +422,13 @@ def _own_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Those of the options, which override those of the recipe's callback; None without options, and where `stream` is all
-    that is given."""
+    """Memory settings of the options, over those of the recipe's callback; None without options, or with `stream` alone."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options.keys() - {"stream"}:
         return None
     for callback in callbacks if isinstance(callbacks, list) else []:
         if isinstance(callback, dict) and str(callback.get("class_path", "")).endswith(CALLBACK):
-            options = {"policy": "block", **(callback.get("init_args") or {}), **options}
+            options = {"policy": "block", **_init_args(callback), **options}
     defaults = {"policy": "block"} if {"every", "offload"} & set(options) else {}
     return MemorySettings(**{**defaults, **options})
