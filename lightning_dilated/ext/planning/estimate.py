@@ -1,16 +1,11 @@
 """Seconds and memory of a step of any model on any number of GPUs, and the longest sequence that fits.
 
-The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
-`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim
-64 and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
-They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and by passes over their width;
-attention by its counted pairs, of which a part grows with the head dim, and its query rows; embedding, last norm and
-loss by the width; a wider output projection, or one of features, by its products, and its loss by the passes over the
-logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that are not compiled
-take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds that of its
-rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they
-move; a short convolution adds what its kernels move. On another GPU products and pairs are slower by the ratio of bf16
-FLOP/s, and all that moves memory by the ratio of its speeds. `planning.ranks` adds what ranks wait for each other.
+The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. But `long_forward` and
+`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
+and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
+docs/long_sequences.md lists how they are scaled. A recurrence adds the time of its rule, measured on an H100
+(`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they move; a short convolution
+adds what its kernels move. `planning.ranks` adds what ranks wait for each other.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -88,7 +83,6 @@ class Time:
     """Seconds of a step.
 
     Attributes:
-        step: its parts.
         seconds: with what the memory settings recompute or wait for, and what sharded parameters add.
         hidden: seconds of copies to and from the host that overlap with computation.
         exposed: seconds that computation waits: for other ranks, for parameters, for the host.
@@ -365,10 +359,6 @@ class Case:
     """A model with memory settings on a machine.
 
     Attributes:
-        subject: the model, without settings.
-        facts: the numbers that its time is computed from.
-        setup: how it is run.
-        gpu: of each rank.
         host: GiB of host memory that a rank may use, for block inputs and what `cpu_offload` keeps there; 0: no block
             inputs are offloaded, and the rest is not limited.
         counted, works, graphs: caches of footprints by settings, of counted work by tokens of a tile, and of graphs of

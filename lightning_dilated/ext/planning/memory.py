@@ -47,13 +47,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """A setting.
-
-    Attributes:
-        name: of the setting.
-        kinds: bytes of a rank by kind; None where they were not asked for.
-        longest: the most tokens that fit.
-    """
+    """A setting: bytes of a rank by kind (None: not counted), and the most tokens that fit."""
 
     name: str
     kinds: Mapping[str, int] | None

@@ -136,21 +136,17 @@ class Request:
     """The request.
 
     Attributes:
-        model: with its depth and sizes, not built.
         tokens: N; None: as many as fit.
         settings: the only ones to plan; None: several are compared.
-        stream: of all that are compared; None: of those that the plan proposes.
+        stream: of all compared settings; None: of settings that the plan proposes.
         host: GiB of host memory of a rank.
         strategy: None: the plan chooses.
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
-        cpu_offload, bucket_cap_mb, layout: of the strategy.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
         outer: whether the recipe's strategy takes outer steps, which are only named.
-        head_size: of the strategy; what "auto" chooses is printed.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
-        data_ranks: of `Setup`: the recipe's GPUs, by those that are planned.
-        recipe: all of the recipe with what the options change, but for memory settings and strategy; None where no recipe
-            can say it.
+        data_ranks: of `Setup`: the recipe's GPUs, by planned GPUs.
+        recipe: the recipe with what the options change, but for memory settings and strategy; None: no recipe can say it.
     """
 
     model: DilatedModule

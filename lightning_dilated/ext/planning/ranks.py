@@ -154,7 +154,6 @@ class Layer:
     """The attention of a layer.
 
     Attributes:
-        exchange: its name; None where nothing crosses a cut.
         forward, backward: seconds (P,) by kind of work.
         late: seconds, forward and backward, that rows travel longer than the rank computes its own.
         received: bytes of a rank, the mean, by (pass, "near" or "far").

@@ -21,14 +21,11 @@ class Setup:
     Attributes:
         strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
         ranks, per_node: R GPUs, which all share each sequence; of a node.
-        optimizer: one of OPTIMIZERS.
-        exchange: as the strategy takes it.
         links: speeds that "auto" decides by.
         cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
         bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
             as large as the gradients, so memory does not depend on it.
         exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
-        layout, head_size: as the strategy takes them.
         data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
             there is another GPU to average them with.
     """

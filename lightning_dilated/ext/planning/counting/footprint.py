@@ -40,14 +40,7 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks; the parts of its pieces begin with its name.
-
-    Attributes:
-        name: the model's attribute.
-        depth: its blocks.
-        call: a call of the op on one rank.
-        parameters: of one of its blocks.
-    """
+    """A second stack of blocks; the parts of its pieces begin with its name. `parameters`: of one of its blocks."""
 
     name: str
     depth: int
@@ -62,13 +55,9 @@ class Subject:
     Attributes:
         make: the model of a given depth, not yet built.
         batch: its batch of so many tokens, made under fake tensors.
-        precision: the Trainer's.
-        memory: settings.
-        compile_blocks: whether blocks are counted compiled.
         call: a call of the op on one rank.
         depth: blocks of the first stack.
-        decoder: its second stack, if it has one.
-        by_operator: whether the kernels of its blocks are those of its operators: layers of another library, not compiled.
+        by_operator: whether each operator of a block is a kernel: layers of another library, not compiled.
     """
 
     make: Callable[[int], DilatedModule]
@@ -102,12 +91,10 @@ class Moment:
 
     @property
     def part(self) -> tuple:
-        """The part of the step, such as ("forward", 0) for the first block's."""
         return self.piece.part
 
     @property
     def static(self) -> int:
-        """Bytes of parameters and gradients when it began."""
         return self.piece.static
 
     @property

@@ -178,9 +178,8 @@ class RecurrentLayer:
     """What a layer's recurrence adds to its block.
 
     Attributes:
-        description: of it.
         flops: of its rule, forward, a token.
-        head_dim, element_size: D, and bytes of an element of its rows.
+        element_size: bytes of an element of its rows.
         forward, backward: work of its convolution, gates and norms.
     """
 
@@ -248,16 +247,12 @@ class Facts:
     """The numbers of a model that its time is computed from.
 
     Attributes:
-        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, and V: the model's `token_features`.
+        hidden, vocab: features of the feed-forward, and V: the model's `token_features`.
         block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
-        call: of the op.
-        precision: the Trainer's.
-        trained: what of it is trained.
         logits: whether the loss of a token reads V logits.
         windows: the most windows of heads: one a kv head; one in all with low-rank updates, or where there are none.
         tiles: whether feed-forwards can run in tiles.
-        decoder: of a second stack of blocks, if the model has one.
         work: of a block whose kernels are those of its operators; None of others.
         convolution: work of a block's short convolution, forward and backward; empty without one.
         recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
