@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import exchanged, footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -25,15 +24,9 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import make_problem
 
+from .test_memory import lm
+
 pytestmark = pytest.mark.full
-
-GIB = 2**30
-FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-SMALL = DilatedPattern.longnet([64, 128], [1, 2])
-
-
-def lm(pattern=SMALL, **sizes):
-    return ld.LongNetLM(pattern, **{"dim": 64, "depth": 3, "num_heads": 4, **sizes})
 
 
 @pytest.fixture(scope="module")
