@@ -145,7 +145,7 @@ def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> di
     """The part of a recipe that has these settings."""
     trainer: dict[str, Any] = {}
     if setup.strategy != "single":
-        options = {"layout": "chunked"} if setup.ranks > 1 and settings.stream is not None else {}
+        options: dict[str, Any] = {"layout": "chunked"} if setup.ranks > 1 and settings.stream is not None else {}
         options |= {"cpu_offload": True} if setup.cpu_offload else {}
         options |= {"bucket_cap_mb": setup.bucket_cap_mb} if setup.bucket_cap_mb is not None else {}
         path = CLASSES["ring_dilated_fsdp" if setup.cpu_offload else "ring_dilated"]
@@ -162,7 +162,7 @@ def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> di
             if name == "policy" or value != defaults[name]
         }
         trainer["callbacks"] = [{"class_path": f"lightning_dilated.callbacks.{RECOMPUTE}", "init_args": options}]
-    model = {} if residual is None else {"residual_dtype": residual}
+    model: dict[str, Any] = {} if residual is None else {"residual_dtype": residual}
     if setup.optimizer == "adamw8bit":
         model["optimizer"] = {"class_path": "torchao.optim.AdamW8bit"}
     changes = {"trainer": trainer, "model": {"init_args": model} if model else {}}

@@ -144,7 +144,8 @@ WAYS = [*((x, False) for x in ("none", "block", "attention-kept", "groups")), ("
 ])  # fmt: skip
 def test_exact_where_layers_differ(layers, settings, compiled):
     """In positions and recurrences."""
-    subject = subject_of(lm(num_kv_heads=2, **LAYERS[layers]), "bf16-mixed", SETTINGS[settings], compiled)
+    model = lm(depth=6, num_kv_heads=2, **LAYERS[layers])
+    subject = subject_of(model, "bf16-mixed", SETTINGS[settings], compiled)
     check(subject, 6, 5120)
 
 
