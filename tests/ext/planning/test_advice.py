@@ -146,6 +146,15 @@ def test_advice_amid_a_step():
         assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
 
 
+def test_the_gpu_of_a_run(monkeypatch):
+    """Its own memory and name; speeds of the data sheet."""
+    here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=39 << 30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    gpu = advice._gpu(SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
+    assert (gpu.name, gpu.memory, gpu.capability) == (here.name, 39 << 30, (8, 0))
+    assert (gpu.flops, gpu.bandwidth) == (GPUS["A100-40GB"].flops, GPUS["A100-80GB"].bandwidth)
+
+
 def test_no_advice():
     assert told(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
     assert told(trainer(), pl.LightningModule(), 4096) is None
