@@ -35,7 +35,8 @@ from lightning_dilated._device import expandable_segments, leave_room
 from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
-from lightning_dilated.ext.planning.memory import GIB, Setup
+from lightning_dilated.ext.planning.memory import GIB
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.integrations.transformers import HFCausalLM
 from lightning_dilated.memory.settings import MemorySettings
 

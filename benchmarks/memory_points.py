@@ -26,7 +26,8 @@ from lightning_dilated.ext.planning.candidates import in_words
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import find_gpu
-from lightning_dilated.ext.planning.memory import GIB, Setup
+from lightning_dilated.ext.planning.memory import GIB
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}

@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_dilated.ext.planning.machine import Machine
-from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.ranks import Step, step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem

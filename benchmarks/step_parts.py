@@ -19,6 +19,7 @@ import functools
 import gc
 import math
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -34,7 +35,7 @@ from lightning_dilated.attention.executors import Call, HeadWindow, Layout
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.views import Span
-from lightning_dilated.ext.planning.gpus import device_seconds_of
+from lightning_dilated.ext.planning.gpus import on_gpu, seconds_of
 from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 from lightning_dilated.models.blocks import default_hidden
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, pack_rows
@@ -43,6 +44,37 @@ from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, p
 WIDE = 4
 #: seconds of dense attention before it is measured: a step of it lasts seconds, in which a GPU lowers its clock
 SUSTAINED = 3.0
+
+
+def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """As `seconds_of`, but on a GPU the time of the kernels alone: they begin after all launches, as in a step whose host
+    runs ahead."""
+    if device.type != "cuda":
+        return seconds_of(run, device, repeats)
+    run()
+    with torch.cuda.device(device):
+        each = on_gpu(run, 1)
+        times = min(16, max(1, round(0.01 / each)))  # few enough launches for a stream's queue
+        return statistics.median(on_gpu(run, times, min(2 * times * each, 0.05)) for _ in range(repeats))
+
+
+def fit_line(points: Iterable[tuple[float, float]]) -> Line:
+    """The line with the least squared relative errors through (size, seconds), with both parts at least 0.
+
+    Raises:
+        ValueError: with fewer than two different sizes.
+    """
+    points = [(float(x), float(y)) for x, y in points]
+    if len({x for x, _ in points}) < 2:
+        raise ValueError(f"a line needs two different sizes, got {sorted({x for x, _ in points})}.")
+    total = lambda f: sum(f(x) / y**2 for x, y in points)  # noqa: E731
+    one, x1, x2 = total(lambda x: 1.0), total(lambda x: x), total(lambda x: x * x)
+    y0, y1 = sum(1 / y for _, y in points), sum(x / y for x, y in points)
+    each = (one * y1 - x1 * y0) / (one * x2 - x1 * x1)
+    fixed = (y0 - each * x1) / one
+    if fixed < 0:
+        return Line(0.0, y1 / x2)
+    return Line(fixed, each) if each >= 0 else Line(y0 / one, 0.0)
 
 
 def options() -> argparse.Namespace:
@@ -223,7 +255,7 @@ class Bench:
             )
             for found, run in zip(points, both, strict=True):
                 found.append((heads * n * m, self.seconds(run)))
-        return Line.fit(points[0]), Line.fit(points[1])
+        return fit_line(points[0]), fit_line(points[1])
 
     def some(self, tokens: int, heads: int) -> list[Tensor]:
         """Numbers of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
@@ -244,7 +276,7 @@ class Bench:
             )
             for found, (moved, run) in zip(points, both, strict=True):
                 found.append((moved.nbytes, self.seconds(run)))
-        return Line.fit(points[0]), Line.fit(points[1])
+        return fit_line(points[0]), fit_line(points[1])
 
     def few(self, tokens: int) -> tuple[Line, Line]:
         """Picking the rows that get anything from others and adding to them, by query rows: forward, backward."""
@@ -269,7 +301,7 @@ class Bench:
 
             for found, run in zip(points, (forward, backward), strict=True):
                 found.append((len(mine), self.seconds(run)))
-        return Line.fit(points[0]), Line.fit(points[1])
+        return fit_line(points[0]), fit_line(points[1])
 
     def optimizer(self, sizes: Iterable[torch.Size]) -> float:
         """AdamW over parameters of these sizes."""

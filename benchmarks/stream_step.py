@@ -38,7 +38,8 @@ from lightning_dilated.ext.planning.candidates import in_words
 from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
-from lightning_dilated.ext.planning.memory import GIB, Setup
+from lightning_dilated.ext.planning.memory import GIB
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.streams.training import streamed_sum
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence import SequenceGroup

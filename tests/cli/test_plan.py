@@ -13,8 +13,9 @@ from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.ext.planning.candidates import candidates, yaml_lines
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
-from lightning_dilated.ext.planning.memory import Setup, memory, moved_as_fit_ends
+from lightning_dilated.ext.planning.memory import memory, moved_as_fit_ends
 from lightning_dilated.ext.planning.plan_request import number, parser, settled
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.links import Links
@@ -103,7 +104,7 @@ def test_parameters_on_the_host(cli):
     result = cli("plan", *SIZES, *gpus, "--cpu-offload")
     assert result.code == 0, result.err
     assert "ring_dilated_fsdp with cpu_offload" in result.out and "optimizer, on the host" in result.out
-    assert "states on the host" in result.out and "is an assumption" in result.out
+    assert "states on the host" in result.out and "The assumptions of a plan" in result.out
     assert kind(result, "parameters") <= kind(plain, "parameters") and "optimizer states" not in result.out
     lines = [x for x in result.out.splitlines() if x.startswith("  trainer:") or x.startswith("    ")]
     given = yaml.safe_load("\n".join(lines[lines.index("  trainer:") :]))["trainer"]["strategy"]

@@ -5,8 +5,9 @@ import yaml
 
 from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.memory import memory
 from lightning_dilated.ext.planning.plan_request import parser, settled
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 pytestmark = pytest.mark.full
@@ -104,9 +105,8 @@ def test_low_rank_updates(cli, recipe):
     of = {**LABELLED, "init_args": {**LABELLED["init_args"], "lora_rank": 2}}
     result = cli("plan", "--config", recipe(of), "--tokens", "1M")
     assert result.code == 0, result.err
-    out = " ".join(result.out.split())
-    assert "head_chunks" not in out and "weights that stay as they are have neither gradients nor states" in out
+    assert "head_chunks" not in result.out
     model = asked("--config", recipe(of)).model
     model.configure_model()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert f"({trained / 1e3:.3g}K trained)" in out
+    assert f"({trained / 1e3:.3g}K trained)" in result.out

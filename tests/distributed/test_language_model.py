@@ -9,7 +9,7 @@ from lightning_dilated import DilatedPattern, MultiheadDilatedAttention, Recurre
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 from ..models import tiny

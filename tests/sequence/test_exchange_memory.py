@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_dilated.ext.planning.counting.footprint import exchanged
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
@@ -90,9 +91,8 @@ def test_head_groups_hold_less():
 
 def test_planned_memory_is_that_of_the_exchange_taken():
     heads = 8, 8, 16
-    of = lambda bound: exchanged(  # noqa: E731
-        DilatedPattern.dense(), 4096, heads, False, 4, 4, 2, exchange_memory=bound
-    )
+    setup = lambda bound: Setup("ring_dilated", 4, 4, exchange_memory=bound)  # noqa: E731
+    of = lambda bound: exchanged(DilatedPattern.dense(), 4096, heads, False, 2, setup(bound))  # noqa: E731
     assert of(most("ring")).name == "ring" and of(most("ring")).kept == 0
     assert of(None).name == plan(DENSE, **SIZES).exchange
 

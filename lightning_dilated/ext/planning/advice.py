@@ -28,7 +28,7 @@ from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import GRAIN, Case, Facts
 from lightning_dilated.ext.planning.gpus import GIB, GPUS, Gpu
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 
@@ -264,7 +264,8 @@ def _gpu(trainer: pl.Trainer) -> Gpu:
         return GPUS["H200"]
     properties = torch.cuda.get_device_properties(device)
     known = next((g for g in GPUS.values() if g.name.split("-")[0] in properties.name.replace(" ", "")), GPUS["H200"])
-    return Gpu(properties.name, properties.total_memory, known.flops, (properties.major, properties.minor))
+    capability = properties.major, properties.minor
+    return replace(known, name=properties.name, memory=properties.total_memory, capability=capability)
 
 
 def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
 
 from lightning_dilated.ext.planning.estimate import Case, Facts
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 #: tokens of a tile in them
@@ -84,7 +84,8 @@ def _budget(x: float) -> str:
 
 def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = None) -> list[str]:
     """The lines of a recipe for these settings."""
-    return list(_yaml(settings, setup, residual))
+    changes = _changes(settings, setup, residual)
+    return _lines(changes) if changes else []
 
 
 class _Indented(yaml.SafeDumper):
@@ -92,6 +93,10 @@ class _Indented(yaml.SafeDumper):
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
+
+
+def _lines(config: dict[str, Any]) -> list[str]:
+    return yaml.dump(config, Dumper=_Indented, sort_keys=False, width=float("inf")).splitlines()
 
 
 def whole_recipe(
@@ -103,7 +108,7 @@ def whole_recipe(
     """
     config = copy.deepcopy(recipe)
     trainer, model = config["trainer"], config["model"]
-    changes = yaml.safe_load("\n".join(yaml_lines(settings, setup, residual))) or {}
+    changes = _changes(settings, setup, residual)
     planned = changes.get("trainer", {})
     listed = trainer.get("callbacks") or []
     listed = listed if isinstance(listed, list) else [listed]
@@ -120,7 +125,7 @@ def whole_recipe(
     if "optimizer" in arguments and isinstance(model["init_args"].get("optimizer"), dict):  # an AdamW's other arguments
         arguments["optimizer"] = model["init_args"]["optimizer"] | arguments["optimizer"]
     model["init_args"] |= arguments
-    return yaml.dump(config, Dumper=_Indented, sort_keys=False, width=float("inf")).splitlines()
+    return _lines(config)
 
 
 def _strategy(own: Any, setup: Setup, options: dict[str, Any]) -> Any:
@@ -136,41 +141,29 @@ def _strategy(own: Any, setup: Setup, options: dict[str, Any]) -> Any:
     return {"class_path": path if alike and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
 
 
-def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:
-    if setup.strategy != "single" or settings != MemorySettings():
-        yield "trainer:"
-    shared = setup.ranks > 1 and settings.stream is not None
-    if setup.cpu_offload or setup.bucket_cap_mb is not None or shared:
-        yield "  strategy:"
-        yield f"    class_path: lightning_dilated.RingDilated{'FSDP' if setup.cpu_offload else ''}Strategy"
-        yield "    init_args:"
-        yield from ["      layout: chunked"] * shared + ["      cpu_offload: true"] * setup.cpu_offload
-        yield from [f"      bucket_cap_mb: {setup.bucket_cap_mb}"] * (setup.bucket_cap_mb is not None)
-    elif setup.strategy != "single":
-        yield f"  strategy: {setup.strategy}"
+def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> dict[str, Any]:
+    """The part of a recipe that has these settings."""
+    trainer: dict[str, Any] = {}
     if setup.strategy != "single":
-        yield f"  devices: {min(setup.ranks, setup.per_node)}"
+        options: dict[str, Any] = {"layout": "chunked"} if setup.ranks > 1 and settings.stream is not None else {}
+        options |= {"cpu_offload": True} if setup.cpu_offload else {}
+        options |= {"bucket_cap_mb": setup.bucket_cap_mb} if setup.bucket_cap_mb is not None else {}
+        path = CLASSES["ring_dilated_fsdp" if setup.cpu_offload else "ring_dilated"]
+        trainer["strategy"] = {"class_path": path, "init_args": options} if options else setup.strategy
+        trainer["devices"] = min(setup.ranks, setup.per_node)
         if setup.ranks > setup.per_node:
-            yield f"  num_nodes: {-(-setup.ranks // setup.per_node)}"
+            trainer["num_nodes"] = -(-setup.ranks // setup.per_node)
     if settings != MemorySettings():
-        yield "  callbacks:"
-        yield "    - class_path: lightning_dilated.callbacks.ActivationRecompute"
-        options = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
-        options |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
-        options |= {"stream": settings.stream, "truncate": settings.truncate}
-        defaults = MemorySettings("block")
+        defaults = asdict(MemorySettings("block"))
         # the policy is always named: another callback of a recipe may have set it
         options = {
-            name: value for name, value in options.items() if name == "policy" or value != getattr(defaults, name)
+            name: round(value, 2) if isinstance(value, float) else value
+            for name, value in asdict(settings).items()
+            if name == "policy" or value != defaults[name]
         }
-        yield "      init_args:"
-        for name, value in options.items():
-            yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"
-    if residual is not None or setup.optimizer == "adamw8bit":
-        yield "model:"
-        yield "  init_args:"
-    if residual is not None:
-        yield f"    residual_dtype: {residual}"
+        trainer["callbacks"] = [{"class_path": f"lightning_dilated.callbacks.{RECOMPUTE}", "init_args": options}]
+    model: dict[str, Any] = {} if residual is None else {"residual_dtype": residual}
     if setup.optimizer == "adamw8bit":
-        yield "    optimizer:"
-        yield "      class_path: torchao.optim.AdamW8bit"
+        model["optimizer"] = {"class_path": "torchao.optim.AdamW8bit"}
+    changes = {"trainer": trainer, "model": {"init_args": model} if model else {}}
+    return {name: values for name, values in changes.items() if values}

@@ -1,16 +1,11 @@
 """Seconds and memory of a step of any model on any number of GPUs, and the longest sequence that fits.
 
-The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks; but `long_forward` and
-`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim
-64 and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
-They are scaled: linear layers by their products, 2 FLOPs a parameter and token, and by passes over their width;
-attention by its counted pairs, of which a part grows with the head dim, and its query rows; embedding, last norm and
-loss by the width; a wider output projection, or one of features, by its products, and its loss by the passes over the
-logits; the optimizer by parameters; a second stack of blocks likewise. Blocks of another library that are not compiled
-take the time of the products and bytes of their operators (`planning.counting.dry_run`). A recurrence adds that of its
-rule, measured on an H100 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they
-move; a short convolution adds what its kernels move. On another GPU products and pairs are slower by the ratio of bf16
-FLOP/s, and all that moves memory by the ratio of its speeds. `planning.ranks` adds what ranks wait for each other.
+The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. But `long_forward` and
+`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
+and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
+docs/long_sequences.md lists how they are scaled. A recurrence adds the time of its rule, measured on an H100
+(`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they move; a short convolution
+adds what its kernels move. `planning.ranks` adds what ranks wait for each other.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -23,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_dilated._validation import integer
 from lightning_dilated.ext.planning.counting.compiled import Graphs
 from lightning_dilated.ext.planning.counting.dry_run import BlockWork, Work
 from lightning_dilated.ext.planning.counting.footprint import (
@@ -39,8 +33,9 @@ from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, 
 from lightning_dilated.ext.planning.counting.model_specs import Facts, RecurrentLayer
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu
 from lightning_dilated.ext.planning.machine import Line, Machine, Parts, measured_rules
-from lightning_dilated.ext.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
+from lightning_dilated.ext.planning.memory import GIB, Memory, memory, on_host, states_on_host
 from lightning_dilated.ext.planning.ranks import Recurring, Step, attention_seconds, measured_pattern, step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.planning.streams import Carried, Exchange, further_work, in_chunks, with_carried
 from lightning_dilated.ext.streams.carried_rows import chunk_count
 from lightning_dilated.memory.chunked_loss import loss_tile
@@ -88,7 +83,6 @@ class Time:
     """Seconds of a step.
 
     Attributes:
-        step: its parts.
         seconds: with what the memory settings recompute or wait for, and what sharded parameters add.
         hidden: seconds of copies to and from the host that overlap with computation.
         exposed: seconds that computation waits: for other ranks, for parameters, for the host.
@@ -248,7 +242,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     recurrences = [_recurring(x, tokens_here, gpu) for x in facts.recurrences]
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
-    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, *setup.exchanging)
+    rows = of_call(facts.call, tokens, setup)
     names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
         step_on_ranks, machines[0], facts.call.cycle, tokens_here, setup, exchanges=names,
@@ -365,10 +359,6 @@ class Case:
     """A model with memory settings on a machine.
 
     Attributes:
-        subject: the model, without settings.
-        facts: the numbers that its time is computed from.
-        setup: how it is run.
-        gpu: of each rank.
         host: GiB of host memory that a rank may use, for block inputs and what `cpu_offload` keeps there; 0: no block
             inputs are offloaded, and the rest is not limited.
         counted, works, graphs: caches of footprints by settings, of counted work by tokens of a tile, and of graphs of
@@ -400,10 +390,10 @@ class Case:
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
         """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
-        size, ranks, call = self._chunk(settings), self.setup.ranks, self.subject.call
+        size, ranks, call = settings.stream or tokens, self.setup.ranks, self.subject.call
         at_once, rows = replace(self, setup=self._shares_chunks()), None
         if ranks > 1:
-            rows = of_subject(self.subject, size, ranks, self.setup.per_node, "gather", self.setup.links)
+            rows = of_subject(self.subject, size, at_once.setup)
             rows = with_carried(rows, lighter(call, ranks), tokens, size, ranks)
         chunk = at_once.memory(_at_once(settings), size, rows)
         return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))
@@ -421,17 +411,11 @@ class Case:
         kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters
         return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
 
-    def _chunk(self, settings: MemorySettings) -> int:
-        """Tokens of a chunk."""
-        return integer(settings.stream, "stream", 1)
-
     def _shares_chunks(self) -> Setup:
         """How a chunk is run: several ranks exchange its rows by gather."""
-        return (
-            replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
-            if self.setup.ranks > 1
-            else self.setup
-        )
+        if self.setup.ranks == 1:
+            return self.setup
+        return replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""
@@ -455,7 +439,7 @@ class Case:
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
         """Every chunk forward and backward, all but the last forward once more, the pairs that cross their bounds, and what
         carried rows take between ranks, of which nothing is taken to be hidden."""
-        size, call, depth, setup = self._chunk(settings), self.facts.call, self.facts.depth, self.setup
+        size, call, depth, setup = settings.stream or tokens, self.facts.call, self.facts.depth, self.setup
         of = replace(self, setup=self._shares_chunks()).time
         one = of(_at_once(settings), size)
         blocks = [of(MemorySettings(policy), size).seconds for policy in ("none", "block")]

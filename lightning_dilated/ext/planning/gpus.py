@@ -147,18 +147,6 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
         return statistics.median(on_gpu(run, times) for _ in range(repeats))
 
 
-def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """As `seconds_of`, but on a GPU the time of the kernels alone: they begin after all launches, as in a step whose host
-    runs ahead."""
-    if device.type != "cuda":
-        return seconds_of(run, device, repeats)
-    run()
-    with torch.cuda.device(device):
-        each = on_gpu(run, 1)
-        times = min(16, max(1, round(0.01 / each)))  # few enough launches for a stream's queue
-        return statistics.median(on_gpu(run, times, min(2 * times * each, 0.05)) for _ in range(repeats))
-
-
 #: approximate cycles a second of a GPU's clock
 CLOCK = 2e9
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,25 +36,6 @@ class Line:
     def of(self, size: Any, calls: Any = 1) -> Any:
         """Seconds of `calls` calls with `size` pairs or bytes in total; elementwise for arrays."""
         return self.fixed * calls + self.each * size
-
-    @classmethod
-    def fit(cls, points: Iterable[tuple[float, float]]) -> Line:
-        """The line with the least squared relative errors through (size, seconds), with both parts at least 0.
-
-        Raises:
-            ValueError: with fewer than two different sizes.
-        """
-        points = [(float(x), float(y)) for x, y in points]
-        if len({x for x, _ in points}) < 2:
-            raise ValueError(f"a line needs two different sizes, got {sorted({x for x, _ in points})}.")
-        total = lambda f: sum(f(x) / y**2 for x, y in points)  # noqa: E731
-        one, x1, x2 = total(lambda x: 1.0), total(lambda x: x), total(lambda x: x * x)
-        y0, y1 = sum(1 / y for _, y in points), sum(x / y for x, y in points)
-        each = (one * y1 - x1 * y0) / (one * x2 - x1 * x1)
-        fixed = (y0 - each * x1) / one
-        if fixed < 0:
-            return cls(0.0, y1 / x2)
-        return cls(fixed, each) if each >= 0 else cls(y0 / one, 0.0)
 
 
 @dataclass(frozen=True)
@@ -150,11 +131,6 @@ class Machine:
     def element_size(self) -> int:
         """Bytes of an element of q, k and v."""
         return ELEMENT_SIZES[self.precision]
-
-    @property
-    def wide_size(self) -> int:
-        """Bytes of an element of what is summed: gradients that travel, partial outputs."""
-        return max(4, self.element_size)
 
     @property
     def parameter_size(self) -> int:

@@ -11,16 +11,15 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_dilated._validation import integer, one_of
 from lightning_dilated.ext.planning.counting.footprint import Exchanged, Footprint, Moment, of_subject, sharded
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
+    BATCH,
     EXCHANGE,
     GRADIENTS,
     KINDS,
@@ -30,29 +29,25 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
 )
 from lightning_dilated.ext.planning.counting.model_specs import blank
 from lightning_dilated.ext.planning.counting.workspace import OpCall
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.sequence.planner import DEFAULTS, Links
 
 GIB = 2**30
-COLOURS = dict(
-    zip(
-        KINDS,
-        ("tab:purple", "tab:green", "tab:olive", "tab:brown", "tab:blue", "tab:orange", "tab:gray"),
-        strict=True,
-    )
-)
+COLOURS = {
+    PARAMETERS: "tab:purple",
+    GRADIENTS: "tab:green",
+    OPTIMIZER: "tab:olive",
+    BATCH: "tab:brown",
+    ACTIVATIONS: "tab:blue",
+    EXCHANGE: "tab:orange",
+    TEMPORARY: "tab:gray",
+}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A setting.
-
-    Attributes:
-        name: of the setting.
-        kinds: bytes of a rank by kind; None where they were not asked for.
-        longest: the most tokens that fit.
-    """
+    """A setting: bytes of a rank by kind (None: not counted), and the most tokens that fit."""
 
     name: str
     kinds: Mapping[str, int] | None
@@ -69,30 +64,23 @@ def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, c
         caption: what the numbers rest on, printed below.
     """
     text = textwrap.fill(caption, 165)
-    inches = 1.6 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
-    figure = Figure(figsize=(13, inches))
+    inches = 1.8 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
+    figure = Figure(figsize=(13, inches), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _memory(left, bars, limit)
     left.set_title(title, fontsize=10)
-    lengths = [bar.longest for bar in bars]
-    right.barh(range(len(bars)), lengths, color="tab:cyan", height=0.7)
-    top = max(lengths, default=0) or 1
-    for i, n in enumerate(lengths):
-        right.text(n + 0.01 * top, i, f"{n:,}" if n else "nothing fits", va="center", fontsize=8)
-    right.set_xlim(0, 1.3 * top)
-    right.set_xlabel("tokens")
-    right.set_title("longest sequence", fontsize=10)
-    step = 2 ** max(0, math.ceil(math.log2(1.3 * top / 6)))
-    right.set_xticks(range(0, int(1.3 * top) + 1, step))
-    right.xaxis.set_major_formatter(lambda x, _: short(x))
     left.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
     left.invert_yaxis()
-    handles, names = left.get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper center", ncols=max(1, len(names)), fontsize=8, frameon=False)
-    figure.text(0.01, 0.1 / inches, text, fontsize=7.5, va="bottom")
-    below = (0.75 + 0.16 * (text.count("\n") + 1)) / inches
-    names_wide = 0.35 + 0.068 * max((len(bar.name) for bar in bars), default=0)
-    figure.subplots_adjust(left=names_wide / 13, right=0.98, top=1 - 0.72 / inches, bottom=below, wspace=0.05)
+    lengths = [bar.longest for bar in bars]
+    drawn = right.barh(range(len(bars)), lengths, color="tab:cyan", height=0.7)
+    right.bar_label(drawn, [f"{n:,}" if n else "nothing fits" for n in lengths], padding=3, fontsize=8)
+    top = 1.3 * (max(lengths, default=0) or 1)
+    step = 2 ** max(0, math.ceil(math.log2(top / 6)))
+    right.set(xlim=(0, top), xlabel="tokens", xticks=range(0, int(top) + 1, step))
+    right.set_title("longest sequence", fontsize=10)
+    right.xaxis.set_major_formatter(lambda x, _: short(x))
+    figure.legend(loc="outside upper center", ncols=len(KINDS) + 1, fontsize=8, frameon=False)
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5)
     figure.savefig(path, dpi=150)
 
 
@@ -106,14 +94,14 @@ def short(tokens: float) -> str:
 
 def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
     """Stacked bars; those far beyond the limit are cut off and labelled."""
-    totals = [sum((bar.kinds or {}).values()) / GIB for bar in bars]
-    end = max(1.6 * limit / GIB, 1.05 * min((t for t in totals if t), default=0))
-    end = min(end, 1.15 * max([limit / GIB, *totals]))
+    totals = [0.0] * len(bars)
     for kind in KINDS:
         sizes = [(bar.kinds or {}).get(kind, 0) / GIB for bar in bars]
         if any(sizes):
-            starts = [sum((bar.kinds or {}).get(k, 0) for k in KINDS[: KINDS.index(kind)]) / GIB for bar in bars]
-            axes.barh(range(len(bars)), sizes, left=starts, color=COLOURS[kind], label=kind, height=0.7)
+            axes.barh(range(len(bars)), sizes, left=totals, color=COLOURS[kind], label=kind, height=0.7)
+            totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+    end = max(1.6 * limit / GIB, 1.05 * min((t for t in totals if t), default=0))
+    end = min(end, 1.15 * max([limit / GIB, *totals]))
     for i, total in enumerate(totals):
         if total:
             beyond = total > 0.93 * end
@@ -121,69 +109,16 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85} if beyond else None
             axes.text(where, i, f"{total:,.1f}", va="center", ha="right" if beyond else "left", fontsize=8, bbox=box)
     axes.axvline(limit / GIB, color="tab:red", lw=1.2, label="fits")
-    axes.set_xlim(0, end)
-    axes.set_xlabel("GiB of a rank")
+    axes.set(xlim=(0, end), xlabel="GiB of a rank")
 
 
 #: bytes of optimizer states for each byte of parameters: AdamW keeps two in the parameters' dtype
 ADAMW = 2.0
 #: bytes of states of a parameter with 8-bit AdamW: two elements, and fp32 maxima of blocks of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
-OPTIMIZERS = ("adamw", "adamw8bit")
 #: cuBLAS workspaces on a GPU of capability 9.0, and on others: of the forward's thread and of the backward's
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
-STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a model is run.
-
-    Attributes:
-        strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
-        ranks, per_node: R GPUs, which all share each sequence; of a node.
-        optimizer: one of OPTIMIZERS.
-        exchange: as the strategy takes it.
-        links: speeds that "auto" decides by.
-        cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
-        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
-            as large as the gradients, so memory does not depend on it.
-        exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
-        layout, head_size: as the strategy takes them.
-        data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
-            there is another GPU to average them with.
-    """
-
-    strategy: str = "single"
-    ranks: int = 1
-    per_node: int = 8
-    optimizer: str = "adamw"
-    exchange: str = "auto"
-    links: Links = DEFAULTS
-    cpu_offload: bool = False
-    bucket_cap_mb: int | None = None
-    exchange_memory: int | None = None
-    data_ranks: int = 1
-    layout: str = "contiguous"
-    head_size: int | str = 1
-
-    @property
-    def exchanging(self) -> tuple[Any, ...]:
-        """The last arguments of `footprint.exchanged`: the settings of an exchange."""
-        return self.exchange, self.links, self.exchange_memory, self.layout, self.head_size
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
-            one_of(getattr(self, name), name, allowed)
-        if self.strategy == "single" and self.ranks > 1:
-            raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
-        if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
-            raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
-        if self.bucket_cap_mb is not None:
-            integer(self.bucket_cap_mb, "bucket_cap_mb", 1)
-            if self.strategy != "ring_dilated":
-                raise ValueError(f"bucket_cap_mb is an option of strategy ring_dilated, not of {self.strategy}.")
 
 
 @dataclass(frozen=True)
@@ -227,7 +162,7 @@ def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: 
     """
     setup = setup or Setup()
     subject = footprint.subject
-    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, *setup.exchanging)
+    rows = rows or of_subject(subject, tokens, setup)
     local = -(-tokens // setup.ranks)
     away = _offloaded_inputs(footprint, footprint.hidden * local)
     calls = [sharded(subject.call, tokens, setup.ranks, rows)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_dilated._removed import removed
 from lightning_dilated.ext.explain.advice import advice
@@ -19,12 +18,11 @@ from lightning_dilated.ext.planning.candidates import (
     whole_recipe,
     yaml_lines,
 )
-from lightning_dilated.ext.planning.counting.footprint import Exchanged, lighter
+from lightning_dilated.ext.planning.counting.footprint import Exchanged
 from lightning_dilated.ext.planning.counting.memory_tracker import KINDS
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.counting.workspace import OpCall
-from lightning_dilated.ext.planning.estimate import HOST_LINK, HOST_MEMORY, Case, Facts, Time, measured_machine
-from lightning_dilated.ext.planning.gpus import CONTEXT, MARGIN, NCCL
+from lightning_dilated.ext.planning.estimate import Case, Facts, Time, measured_machine
 from lightning_dilated.ext.planning.machine import measured_rules
 from lightning_dilated.ext.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
 from lightning_dilated.ext.planning.plan_request import Request, parser, settled
@@ -37,6 +35,8 @@ from lightning_dilated.sequence.planner import make_problem
 
 #: another layout is named where the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
+#: page that lists what is measured, what is scaled and what is assumed
+RESTS_ON = 'docs/long_sequences.md, "The assumptions of a plan"'
 
 
 def run(argv: list[str]) -> None:
@@ -72,86 +72,48 @@ def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
     )
 
 
-def _recurrent_exchange(model: Any, ranks: int) -> list[str]:
-    """What a rank receives for recurrences."""
-    layers = [x for x in getattr(model, "recurrences", ()) if x is not None]
+def recurrence_notes(case: Case) -> list[str]:
+    """Notes on the time of recurrences, and on what is not counted."""
+    layers = [x for x in in_turns(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
     if not layers:
         return []
-    sizes = model.num_kv_heads or model.num_heads, model.dim // model.num_heads
-    total = 3 * sum(x.exchanged_bytes(ranks, *sizes) for x in layers)
-    return [
-        f"recurrence: a rank receives up to {total / 2**20:.3g} MiB of maps of its state in a step, in "
-        f"{len(layers)} layer(s); the time of these maps is not counted."
-    ]
-
-
-def recurrence_notes(case: Case) -> list[str]:
-    """What of recurrences is counted."""
-    layers = [x for x in in_turns(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
-    notes = []
+    notes = ["recurrence: states between chunks of a stream are not counted."]
     if any(x.unmeasured is None for x in layers):
         times = measured_rules()
-        notes.append(
-            f"recurrence: time of its rule as measured on {times.name} ({times.heads} heads of {times.head_dim}, bf16), by "
-            "the rule's FLOPs; of its convolution, gates and norms by what their kernels move."
-        )
+        notes.append(f"recurrence: rule as measured on {times.name} ({times.heads} heads of {times.head_dim}, bf16).")
     for reason in dict.fromkeys(x.unmeasured for x in layers if x.unmeasured):
         each = 3 * sum(x.flops for x in layers if x.unmeasured == reason)
+        notes.append(f"recurrence: a rule, {each:.3g} FLOPs a token of a step, has no time here: {reason}.")
+    if case.setup.ranks > 1:
+        heads = case.subject.call.kv_heads, case.subject.call.head_dim
+        size = 3 * sum(x.description.exchanged_bytes(case.setup.ranks, *heads) for x in layers)
         notes.append(
-            f"recurrence: the time of a rule is not counted, {each:.3g} FLOPs a token of a step, since {reason}; that of "
-            "its convolution, gates and norms is, by what their kernels move."
+            f"recurrence: a rank receives up to {size / 2**20:.3g} MiB of maps of its state in a step; the time of these "
+            "maps is not counted."
         )
-    if layers:
-        notes.append("recurrence: its memory is counted, but for states between chunks of a stream.")
     return notes
 
 
-def assumptions(request: Request, case: Case, row: Row | None = None) -> list[str]:
-    """What the numbers rest on; `row` is the recommended setting."""
-    base, setup = measured_machine(), case.setup
+def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
+    """Notes on what this plan counts and leaves out; `row` is the recommended setting."""
+    base, setup, size = measured_machine(), case.setup, request.shared_by
     own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
-    notes = [
-        "memory: the model's own step is run under fake tensors at two lengths, and what it holds is "
-        "counted; the op's workspace follows from its own chunks. Compiled blocks save what Inductor's partitioner decides; "
-        "its kernels are modelled.",
-        f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
-        "GiB at least, for fragments; lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, "
-        "which the command line sets.",
-        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
-        "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
+    notes: list[str | None] = [
+        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled). "
+        f"What all numbers rest on: {RESTS_ON}.",
+        *request.model.planning_notes(),
+        *recurrence_notes(case),
     ]
-    notes += request.model.planning_notes() + recurrence_notes(case)
-    if not case.facts.whole:
-        notes.append(
-            "weights that stay as they are have neither gradients nor states; low-rank updates are added to their "
-            "layers' outputs by passes at the speed of the GPU's memory: estimated, not measured."
-        )
     if setup.ranks > 1:
-        notes += _recurrent_exchange(request.model, setup.ranks)
-        mib, sums = setup.bucket_cap_mb, ""
-        if mib is not None:
-            sums = f" Gradients are summed {mib} MiB at a time during the backward, which that may slow down."
+        sums = "" if setup.bucket_cap_mb is None else f" Gradients are summed {setup.bucket_cap_mb} MiB at a time."
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
-        notes.append(
-            "where a sequence fits one GPU, each can also take sequences of its own (data parallelism: sequence_size: 1 of "
-            "the strategy), and only gradients move: --gpus 1 plans a GPU, without DDP's copy of the gradients unless a "
-            "recipe names several."
-        )
-        hints = layout_hint(request, case, row), head_size_note(request)
-        notes += [hint for hint in hints if hint]
+        notes += [layout_hint(request, case, row), head_size_note(request)]
     if request.tokens and (hints := advice(request.model, request.tokens)):
         notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
-    if lighter(case.subject.call, setup.ranks) != case.subject.call:
-        notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
-    if setup.strategy == "ring_dilated_fsdp":
-        notes.append(
-            "sharded parameters: two blocks are whole at a time, gathered twice a step during other blocks' work."
-        )
-    if (size := request.shared_by) is not None:
+    if size is not None:
         notes.append(
             f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
-            f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those"
-            + (", without DDP's copy of the gradients unless the recipe names its devices." if size == 1 else ".")
+            f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those."
         )
     if request.outer:
         notes.append(
@@ -168,24 +130,7 @@ def assumptions(request: Request, case: Case, row: Row | None = None) -> list[st
             f"the recipe's data are {request.streams} streams, and one step of one stream is planned, by itself: for a data "
             "rank's memory give --tokens as many times as it has streams; what is carried from step to step is not in it."
         )
-    if setup.cpu_offload:
-        notes.append(
-            "cpu_offload: parameters and gradients in pinned buffers, each rounded up to a power of two; three copies of a "
-            f"rank's part a step at {HOST_LINK / 1e9:.0f} GB/s; AdamW(fused=True) on the host is an assumption: a node's "
-            f"memory gives it {HOST_MEMORY / 1e9:.0f} GB/s. As training begins each rank has the whole model on the host."
-        )
-    if request.host:
-        notes.append(
-            f"host memory: {request.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, during the computation."
-        )
-    if case.subject.by_operator:
-        notes.append(
-            "time of blocks is that of their operators, each a kernel that reads and writes memory once; the host is taken "
-            "to be ahead of them."
-        )
-    elif not case.subject.compile_blocks:
-        notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
-    return notes
+    return [note for note in notes if note]
 
 
 @dataclass(frozen=True)
@@ -243,11 +188,11 @@ def report(request: Request) -> Report:
         ]
     else:
         lines += ["", _nothing(case, rows, request)]
-    notes = assumptions(request, case, chosen)
-    lines += ["", *(f"  - {note}" for note in notes)]
+    lines += ["", *(f"  - {note}" for note in notes_on(request, case, chosen))]
     title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
-    return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
+    caption = "; ".join([*_head(request, case)[::2], "counted under fake tensors; red: what may be planned with."])
+    return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", caption)
 
 
 def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySettings]) -> None:
@@ -284,24 +229,18 @@ def _head(request: Request, case: Case) -> list[str]:
     many = f"{setup.ranks:,} x {request.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     offload = " with cpu_offload" if setup.cpu_offload else ""
+    trained = "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
+    x = facts.decoder
+    decoder = f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
     meaning = f"; a token is {request.model.token_meaning}" if request.model.token_meaning else ""
     return [
-        f"model: {type(request.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
+        f"model: {type(request.model).__name__}, {in_numbers(facts.parameters)} parameters{trained}, "
         f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {request.precision}, blocks "
-        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{decoder}",
         f"pattern: {_patterns(call, facts.depth)}, {'causal' if call.causal else 'both directions'}{meaning}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
         f"{request.gpu.usable(setup.ranks) / GIB:.1f} GiB of {request.gpu.memory / GIB:.1f} are planned with",
     ]
-
-
-def _trained(facts: Facts) -> str:
-    return "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
-
-
-def _decoder(facts: Facts) -> str:
-    x = facts.decoder
-    return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
 
 
 def in_numbers(n: int) -> str:
@@ -435,18 +374,13 @@ def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
     numbers: dict[Exchanged, list[int]] = {}
     for layer, one in enumerate(in_turns(x.cycle, depth)):
         numbers.setdefault(replace(one, others=()), []).append(layer)
-    return [(f"of layers {_few(layers)}", one) for one, layers in numbers.items()]
-
-
-def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+    few = lambda layers: ", ".join(map(str, layers[:3])) + (", ..." if len(layers) > 3 else "")  # noqa: E731
+    return [(f"of layers {few(layers)}", one) for one, layers in numbers.items()]
 
 
 def _prices(layer: str, x: Exchanged) -> list[str]:
     """The exchanges' prices for a layer's call."""
-    if x.plan is None:
-        return []
-    if not x.plan.prices:
+    if x.plan is None or not x.plan.prices:
         return []
     return [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
 
@@ -492,7 +426,3 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {another}about "
         f"{need:,} GPUs, {narrow}or --host_memory to offload to."
     )
-
-
-def _caption(request: Request, case: Case) -> str:
-    return "; ".join([*_head(request, case)[::2], "counted under fake tensors; red: what may be planned with."])

@@ -17,7 +17,7 @@ from lightning_dilated._validation import text_of
 from lightning_dilated.cli.recipe import class_of, made_model, seq_len_of
 from lightning_dilated.ext.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.ext.planning.gpus import GPUS, Gpu, find_gpu
-from lightning_dilated.ext.planning.memory import OPTIMIZERS, STRATEGIES, Setup
+from lightning_dilated.ext.planning.setup import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
@@ -136,21 +136,17 @@ class Request:
     """The request.
 
     Attributes:
-        model: with its depth and sizes, not built.
         tokens: N; None: as many as fit.
         settings: the only ones to plan; None: several are compared.
-        stream: of all that are compared; None: of those that the plan proposes.
+        stream: of all compared settings; None: of settings that the plan proposes.
         host: GiB of host memory of a rank.
         strategy: None: the plan chooses.
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
-        cpu_offload, bucket_cap_mb, layout: of the strategy.
         shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
         outer: whether the recipe's strategy takes outer steps, which are only named.
-        head_size: of the strategy; what "auto" chooses is printed.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
-        data_ranks: of `Setup`: the recipe's GPUs, by those that are planned.
-        recipe: all of the recipe with what the options change, but for memory settings and strategy; None where no recipe
-            can say it.
+        data_ranks: of `Setup`: the recipe's GPUs, by planned GPUs.
+        recipe: the recipe with what the options change, but for memory settings and strategy; None: no recipe can say it.
     """
 
     model: DilatedModule
@@ -223,7 +219,8 @@ def settled(args: argparse.Namespace) -> Request:
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
         offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
-        _shared_by(trainer.get("strategy"), ranks, ranks // per_node), _has_outer_steps(trainer.get("strategy")),
+        _shared_by(trainer.get("strategy"), ranks, ranks // per_node),
+        bool(_init_args(trainer.get("strategy")).get("outer")),
         recipe.head_size if args.head_size is None else args.head_size,
         check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), args.stream,
         max(1, _own_ranks(trainer) // ranks), _with_options(args, config, model, precision),
@@ -237,7 +234,7 @@ def _with_options(
     if config:
         arguments, data = _arguments(args, config, type(model)), config.get("data")
         if args.tokens and seq_len_of(args.config, data) is not None:
-            data = {**(data or {}), "init_args": {**((data or {}).get("init_args") or {}), "seq_len": args.tokens}}
+            data = {**(data or {}), "init_args": {**_init_args(data), "seq_len": args.tokens}}
     elif model.causal:
         arguments = _size_arguments(args, args.tokens)
         data = {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": args.tokens}}
@@ -277,20 +274,15 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
     """Arguments of the recipe's model, with the sizes of the options; errors as of `_from_recipe`."""
     takes = options_of(cls)
-    options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
-    options |= {
-        "causal": args.causal,
-        "ffn_dim": args.ffn_dim,
-        "vocab_size": args.vocab,
-        "residual_dtype": args.residual_dtype,
-    }
-    options = {k: v for k, v in options.items() if v is not None}
+    options = _sizes(args)
+    if args.causal is not None:
+        options["causal"] = args.causal
     for name, value in options.items():
         if name not in takes:
             raise ValueError(
                 f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
             )
-    arguments = {**(config["model"].get("init_args") or {}), **options}
+    arguments = {**_init_args(config["model"]), **options}
     if args.segments or args.dilations or args.geometric:
         arguments |= _branches(args, cls, "segment_lengths" not in takes)
     return arguments
@@ -312,13 +304,18 @@ def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
     """N of the recipe's data, of slides the rows of the longest; of a model of text without data the default's."""
     if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
-    most = (data.get("init_args") or {}).get("max_tiles") if isinstance(data, dict) else None
+    most = _init_args(data).get("max_tiles")
     return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
+
+
+def _init_args(entry: Any) -> dict[str, Any]:
+    """The arguments of a class in a recipe; none for a name alone."""
+    return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
 
 
 def _number_of(data: Any, name: str, default: int) -> int:
     """A number above 0 among the arguments of a recipe's data."""
-    size = (data.get("init_args") or {}).get(name) if isinstance(data, dict) else None
+    size = _init_args(data).get(name)
     return size if isinstance(size, int) and size > 0 else default
 
 
@@ -333,10 +330,14 @@ def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
 
 def _size_arguments(args: argparse.Namespace, tokens: int | None) -> dict[str, Any]:
     """Arguments of a LongNetLM of the options."""
-    named = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
-    arguments = {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": args.vocab or 256}
-    arguments |= {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
-    return arguments | {name: value for name, value in named.items() if value is not None}
+    return {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": 256, **_sizes(args)}
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes that are named, by a model's arguments."""
+    sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
+    sizes |= {"ffn_dim": args.ffn_dim, "vocab_size": args.vocab, "residual_dtype": args.residual_dtype}
+    return {name: size for name, size in sizes.items() if size is not None}
 
 
 def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
@@ -367,7 +368,7 @@ class StrategyOptions:
 
 
 def _strategy(path: Path, strategy: Any) -> StrategyOptions:
-    options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    options = _init_args(strategy)
     name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy or "")
     cls = class_of(path, name, "lightning_dilated") if "." in name or name[:1].isupper() else None
     ours = (
@@ -386,15 +387,10 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
     )
 
 
-def _has_outer_steps(strategy: Any) -> bool:
-    options = strategy.get("init_args") if isinstance(strategy, dict) else None
-    return bool(options and options.get("outer"))
-
-
 def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
     """GPUs that share a sequence by a recipe's sequence_size and regions; None where it is all of them, or cannot be of so
     many GPUs."""
-    options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    options = _init_args(strategy)
     regions = options.get("regions", 1)
     try:
         sizes = MeshSizes(ranks, options.get("sequence_size", "auto"), regions=nodes if regions == "auto" else regions)
@@ -422,14 +418,13 @@ def _own_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Those of the options, which override those of the recipe's callback; None without options, and where `stream` is all
-    that is given."""
+    """Memory settings of the options, over those of the recipe's callback; None without options, or with `stream` alone."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options.keys() - {"stream"}:
         return None
     for callback in callbacks if isinstance(callbacks, list) else []:
         if isinstance(callback, dict) and str(callback.get("class_path", "")).endswith(CALLBACK):
-            options = {"policy": "block", **(callback.get("init_args") or {}), **options}
+            options = {"policy": "block", **_init_args(callback), **options}
     defaults = {"policy": "block"} if {"every", "offload"} & set(options) else {}
     return MemorySettings(**{**defaults, **options})

@@ -18,12 +18,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dilated.ext.planning.machine import Machine
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks, pairs, query_rows, segment_width
 from lightning_dilated.sequence import strided
@@ -32,9 +33,6 @@ from lightning_dilated.sequence.exchange.switch import tasks_by_owner
 from lightning_dilated.sequence.head_size import in_groups, plan_in_groups, trade_price
 from lightning_dilated.sequence.planner import Links, Plan, local_pairs, make_problem, plan, priced_ranks
 from lightning_dilated.sequence.requirements import Problem, row_requests
-
-if TYPE_CHECKING:
-    from lightning_dilated.ext.planning.memory import Setup
 
 #: bytes of a bucket of gradients: the default of torch's DistributedDataParallel
 BUCKET = 25 * 2**20
@@ -156,7 +154,6 @@ class Layer:
     """The attention of a layer.
 
     Attributes:
-        exchange: its name; None where nothing crosses a cut.
         forward, backward: seconds (P,) by kind of work.
         late: seconds, forward and backward, that rows travel longer than the rank computes its own.
         received: bytes of a rank, the mean, by (pass, "near" or "far").
@@ -169,6 +166,7 @@ class Layer:
     received: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
+@functools.lru_cache(maxsize=256)
 def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tokens: int, setup: Setup) -> Layer:
     """The attention of one layer with `pattern` over R ranks of L tokens."""
     ranks = setup.ranks
@@ -283,11 +281,6 @@ def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
     return DilatedPattern.geometric(machine.first, machine.first << doublings)
 
 
-@functools.lru_cache(maxsize=256)
-def _layer(machine: Machine, pattern: DilatedPattern, exchange: str, tokens: int, setup: Setup) -> Layer:
-    return layer_on_ranks(machine, pattern, exchange, tokens, setup)
-
-
 def step_on_ranks(
     machine: Machine,
     cycle: Sequence[DilatedPattern],
@@ -331,7 +324,7 @@ def step_on_ranks(
         once_more = stack.again * parts.rest_forward if recompute != "none" else 0.0
         work["rest"] += stack.depth * (parts.rest_forward + parts.rest_backward + once_more)
         for number in range(stack.depth):
-            layer = _layer(stack, cycle[number % len(cycle)], names[number % len(cycle)], tokens, setup)
+            layer = layer_on_ranks(stack, cycle[number % len(cycle)], names[number % len(cycle)], tokens, setup)
             first = first or layer.exchange
             for kind in layer.forward:
                 each[kind] = each[kind] + (1 + again) * layer.forward[kind] + layer.backward[kind]

@@ -21,7 +21,7 @@ from lightning_dilated.ext.planning.counting import dry_run
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.profiling.memory import profiler
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
@@ -144,6 +144,15 @@ def test_advice_amid_a_step():
     wanted = told(trainer(precision="bf16-mixed"), model, 1 << 24)
     with group._active.with_top(SimpleNamespace(ranks=2, name="other")), torch.no_grad():
         assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
+
+
+def test_the_gpu_of_a_run(monkeypatch):
+    """Its own memory and name; speeds of the data sheet."""
+    here = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=39 << 30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    gpu = advice._gpu(SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
+    assert (gpu.name, gpu.memory, gpu.capability) == (here.name, 39 << 30, (8, 0))
+    assert (gpu.flops, gpu.bandwidth) == (GPUS["A100-40GB"].flops, GPUS["A100-80GB"].bandwidth)
 
 
 def test_no_advice():

@@ -21,7 +21,7 @@ from lightning_dilated.ext.planning.estimate import (
     scaled,
 )
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.planner import DEFAULTS
@@ -42,19 +42,6 @@ MINE = facts()
 
 def seconds(of=MINE, tokens=1 << 18, gpu=H200, setup=ONE, away=0, **settings):
     return estimate(of, MemorySettings(**settings), tokens, setup, gpu, away).seconds
-
-
-@pytest.mark.parametrize("policy, tokens, ms", [
-    ("none", 131072, 262.0),
-    ("none", 262144, 509.7),
-    ("block", 262144, 635.4),
-    ("block", 1 << 20, 2529.7),
-    ("block", 1572864, 3750.4),
-    ("block", 1835008, 4383.1),
-])  # fmt: skip
-def test_measured(policy, tokens, ms):
-    """benchmarks/results/2026-11-22_h200_speed.md; wanted: within 25 %, and 10 % aimed at."""
-    assert seconds(tokens=tokens, policy=policy) * 1e3 == pytest.approx(ms, rel=0.1)
 
 
 def test_the_measured_model_is_not_scaled():

@@ -11,7 +11,8 @@ from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import find_gpu
-from lightning_dilated.ext.planning.memory import GIB, Setup
+from lightning_dilated.ext.planning.memory import GIB
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
 pytestmark = pytest.mark.gpu

@@ -30,6 +30,11 @@ def test_numbers_by_hand():
     assert GPUS["A100-80GB"].links.near == pytest.approx(259e9 * 600 / 900, abs=0.5e9)
 
 
+def test_found_by_name():
+    assert find_gpu("h200") is GPUS["H200"] and find_gpu("A100").name == "A100-80GB"
+    assert find_gpu("H200").usable(2) < find_gpu("H200").usable(1) < 0.97 * 139.8 * 2**30
+
+
 def test_more_memory_changes_no_links():
     gpu = find_gpu("rtx 4090", 48)
     assert gpu.memory == 48 * 2**30 and gpu.links == GPUS["RTX4090"].links and gpu.name == "RTX4090 with 48 GiB"

@@ -14,7 +14,8 @@ from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, 
 from lightning_dilated.ext.planning.counting.model_specs import UPDATE_BACKWARD, UPDATE_FORWARD, subject_of
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.memory import memory
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.pooled.pooled_model import add_lora
 from lightning_dilated.memory.settings import MemorySettings
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.step_parts import fit_line
 from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 
 from .machines import MS, machine, parts
@@ -26,7 +27,7 @@ PARTS = Path(__file__).parents[3] / "benchmarks" / "step_parts.py"
     ],
 )
 def test_fit(points, want):
-    found = Line.fit(points)
+    found = fit_line(points)
     if want is not None:
         assert (found.fixed, found.each) == pytest.approx((want.fixed, want.each))
     assert found.fixed >= 0 and found.each >= 0

@@ -16,8 +16,9 @@ from lightning_dilated.ext.planning.counting.footprint import footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import OPTIMIZER, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, last_true
-from lightning_dilated.ext.planning.gpus import GPUS, find_gpu
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.gpus import find_gpu
+from lightning_dilated.ext.planning.memory import memory
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 
@@ -79,6 +80,7 @@ SETTINGS = {
     "block": MemorySettings("block"),
     "groups": MemorySettings("block", 2),
     "tiles": MemorySettings("block", tile=1024),
+    "groups, heads": MemorySettings("block", 2, head_chunks=2),
     "groups, tiles, heads": MemorySettings("block", 2, tile=1024, head_chunks=2),
     "tiles, all kept": MemorySettings(tile=1024),
 }
@@ -99,34 +101,52 @@ def check(subject, depth, tokens):
         assert counted.held(moment, tokens) == piece.peak - piece.static, piece
 
 
-@pytest.mark.parametrize("name, depth", [
-    ("none", 5),
-    ("attention-kept", 5),
-    ("block", 5),
-    ("tiles", 4),
-    pytest.param("groups", 8, marks=pytest.mark.slow),
-    pytest.param("groups, tiles, heads", 8, marks=pytest.mark.slow),
-    pytest.param("tiles, all kept", 5, marks=pytest.mark.slow),
+@pytest.mark.parametrize("name, depth, precision, compiled", [
+    ("none", 5, "bf16-mixed", False),
+    ("attention-kept", 5, "bf16-mixed", False),
+    ("block", 5, "bf16-mixed", False),
+    ("tiles", 4, "bf16-mixed", False),
+    ("tiles", 4, "bf16-mixed", True),
+    pytest.param("none", 4, "bf16-mixed", True, marks=pytest.mark.slow),
+    pytest.param("groups", 8, "bf16-mixed", False, marks=pytest.mark.slow),
+    pytest.param("groups, heads", 4, "32-true", False, marks=pytest.mark.slow),
+    pytest.param("groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
+    pytest.param("tiles, all kept", 5, "bf16-mixed", False, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_length_is_exact(name, depth):
-    check(subject_of(lm(num_kv_heads=2), "bf16-mixed", SETTINGS[name]), depth, 5120)
+def test_length_is_exact(name, depth, precision, compiled):
+    check(subject_of(lm(num_kv_heads=2), precision, SETTINGS[name], compiled), depth, 5120)
 
 
-@pytest.mark.slow
-def test_groups_and_heads_are_exact_in_length():
-    subject = subject_of(lm(num_kv_heads=2), "32-true", MemorySettings("block", 2, head_chunks=2))
-    check(subject, 4, 5120)
+LINEAR = {"kind": "linear", "segment": 256}
+LAYERS = {
+    "all have positions": {"rotary_base": [1e4]},
+    "none has": {"rotary_base": ["none"]},
+    "half have": {"rotary_base": ["none", 1e4]},
+    "one of four has": {"rotary_base": ["none", 1e4, "none", "none"]},
+    "all recur": {"recurrence": LINEAR},
+    "every second recurs": {"recurrence": [None, LINEAR]},
+    "the first of four recurs": {"recurrence": [LINEAR, None, None, None]},
+    "both differ": {"recurrence": [LINEAR, None, None], "rotary_base": [1e4, "none"]},
+}
+QUICK = {
+    ("both differ", "none", False),
+    ("one of four has", "block", False),
+    ("half have", "none", False),
+    ("the first of four recurs", "block", False),
+    ("all recur", "attention-kept", False),
+}
+WAYS = [*((x, False) for x in ("none", "block", "attention-kept", "groups")), ("attention-kept", True)]
 
 
-@pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "tiles"])
-def test_exact_for_compiled_blocks(name):
-    check(subject_of(lm(), "bf16-mixed", SETTINGS[name], compile_blocks=True), 4, 5120)
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_exact_with_a_recurrence(compiled):
-    model = lm(num_kv_heads=2, recurrence={"kind": "linear", "segment": 256})
-    check(subject_of(model, "bf16-mixed", SETTINGS["attention-kept"], compile_blocks=compiled), 4, 5120)
+@pytest.mark.parametrize("layers, settings, compiled", [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in ((layers, *way) for layers in LAYERS for way in WAYS)
+])  # fmt: skip
+def test_exact_where_layers_differ(layers, settings, compiled):
+    """In positions and recurrences."""
+    model = lm(depth=6, num_kv_heads=2, **LAYERS[layers])
+    subject = subject_of(model, "bf16-mixed", SETTINGS[settings], compiled)
+    check(subject, 6, 5120)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -216,38 +236,28 @@ def test_candidates():
     assert all(x.head_chunks == 1 and x.every == 1 and not x.offload for x in candidates(1, 0.0, 1))
 
 
-def test_gpus():
-    assert find_gpu("h200") is GPUS["H200"] and find_gpu("A100").name == "A100-80GB"
-    assert find_gpu("L40S", 40).memory == 40 * GIB
-    assert find_gpu("H200").usable(2) < find_gpu("H200").usable(1) < 0.97 * 139.8 * GIB
-    with pytest.raises(ValueError, match="--gpu must be one of H200, H100"):
-        find_gpu("V100")
-    with pytest.raises(ValueError, match="--gpu-memory must be GiB"):
-        find_gpu("H200", 0)
+def frozen():
+    return ld.SlideEncoder(task="regression", freeze_encoder=True)
 
 
-@pytest.mark.parametrize("options, says", [
-    ({"strategy": "ddp"}, "strategy must be one of single, ring_dilated"),
-    ({"ranks": 2}, "2 GPUs need strategy ring_dilated"),
-    ({"optimizer": "sgd"}, "optimizer must be one of adamw"),
-    ({"cpu_offload": True}, "cpu_offload is an option of strategy ring_dilated_fsdp, not of single"),
-    ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of strategy ring_dilated, not of single"),
-    ({"strategy": "ring_dilated", "bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
+@pytest.mark.parametrize("call, says", [
+    (lambda: Setup("ddp"), "strategy must be one of single, ring_dilated"),
+    (lambda: Setup(ranks=2), "2 GPUs need strategy ring_dilated"),
+    (lambda: Setup(optimizer="sgd"), "optimizer must be one of adamw"),
+    (lambda: Setup(cpu_offload=True), "cpu_offload is an option of strategy ring_dilated_fsdp, not of single"),
+    (lambda: Setup(bucket_cap_mb=25), "bucket_cap_mb is an option of strategy ring_dilated, not of single"),
+    (lambda: Setup("ring_dilated", bucket_cap_mb=0), "bucket_cap_mb must be at least 1"),
+    (lambda: find_gpu("V100"), "--gpu must be one of H200, H100"),
+    (lambda: find_gpu("H200", 0), "--gpu-memory must be GiB"),
+    (lambda: subject_of(ld.SlideEncoder()), "this SlideEncoder has no task"),
+    (lambda: subject_of(frozen()), "the blocks of this SlideEncoder are frozen.* Leave freeze_encoder out"),
+    (lambda: subject_of(ld.DilatedModule()), r"DilatedModule must define example_batch\(tokens\)"),
 ])  # fmt: skip
-def test_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        Setup(**options)
+def test_refused(call, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        call()
 
 
 def test_not_within_a_device():
     with torch.device("cpu"), pytest.raises(RuntimeError, match="cannot be counted within"):
         footprint(subject_of(lm()))
-
-
-@pytest.mark.parametrize("model, error, says", [
-    (ld.SlideEncoder, ValueError, "has no task"),
-    (ld.DilatedModule, TypeError, r"must define example_batch\(tokens\)"),
-])  # fmt: skip
-def test_models_that_cannot_be_counted(model, error, says):
-    with pytest.raises(error, match=says):
-        subject_of(model())

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import exchanged, footprint
 from lightning_dilated.ext.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -18,21 +17,16 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup, _static, memory, moved_as_fit_ends
+from lightning_dilated.ext.planning.memory import _static, memory, moved_as_fit_ends
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import make_problem
 
+from .test_memory import lm
+
 pytestmark = pytest.mark.full
-
-GIB = 2**30
-FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
-SMALL = DilatedPattern.longnet([64, 128], [1, 2])
-
-
-def lm(pattern=SMALL, **sizes):
-    return ld.LongNetLM(pattern, **{"dim": 64, "depth": 3, "num_heads": 4, **sizes})
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +110,7 @@ def test_eight_bit_states(counted):
 @pytest.mark.parametrize("exchange", ["gather", "butterfly"])
 def test_kept_rows_are_the_plans(exchange):
     pattern, n = DilatedPattern.geometric(64, 1 << 12), 1 << 12
-    found = exchanged(pattern, n, (4, 4, 16), True, 4, 4, 2, exchange)
+    found = exchanged(pattern, n, (4, 4, 16), True, 2, Setup("ring_dilated", 4, 4, exchange=exchange))
     problem = make_problem(pattern, n, 4, ranks=4, causal=True)
     assert found.name == exchange
     assert found.kept == max(EXCHANGES[exchange].volume(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.ext.planning.machine import Line
-from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.ranks import attention_seconds, layer_on_ranks, step_on_ranks, work_of
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.profiling.planned import moved
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.sequence.exchange import EXCHANGES

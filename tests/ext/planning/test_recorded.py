@@ -1,10 +1,7 @@
 """The plan, and the step of many ranks, beside rows that GPUs have left in benchmarks/results."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -13,45 +10,15 @@ from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_o
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
 from lightning_dilated.ext.planning.machine import Machine
-from lightning_dilated.ext.planning.memory import Setup
 from lightning_dilated.ext.planning.ranks import step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.pattern import DilatedPattern
 
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
-
-#: number of benchmarks/memory_points.py: (GPUs, GiB, seconds) of 2026-11-22_h200_longest.md and 2026-11-23_h200_longest.md
-LONGEST = {13: (1, 129.2, 14.79)}
-LATER = {
-    **{15: (1, 120.1, 48.44), 16: (1, 130.9, 39.03), 18: (1, 132.1, 48.85), 20: (1, 81.2, 105.79)},
-    **{22: (2, 67.0, 60.12), 24: (2, 131.2, 53.06)},
-}
-
-
-def hidden(model, tokens, **options):
-    """`TokenModel._hidden` of the code that these rows were taken with: the embedding's wider output was held throughout."""
-    return model.transformer(model.dropout(model.embedding(tokens)), normed=False, **options)
-
-
-@mock.patch.object(TokenModel, "_hidden", hidden)
-@pytest.mark.parametrize("number", [*LONGEST, *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)])
-def test_longest(number, monkeypatch):
-    """Wanted: memory within 10 %, time within 25 %; told: within 0.2 and 17 %."""
-    gpus, gib, seconds = {**LONGEST, **LATER}[number]
-    script = ROOT / "benchmarks" / "memory_points.py"
-    monkeypatch.syspath_prepend(script.parent)
-    with mock.patch.object(sys, "argv", [script.name, "--gpus", str(gpus), "--host", "240"]):
-        points = runpy.run_path(str(script))
-        args = points["options"]()
-    point = points["POINTS"][number]
-    case, tokens = points["case_of"](point, args), points["tokens_of"](point, args)
-    assert case.memory(point.settings, tokens).peak / GIB == pytest.approx(gib, rel=0.005)
-    assert case.time(point.settings, tokens).seconds == pytest.approx(seconds, rel=0.2)
-
 
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 STREAM, KEPT = 1 << 20, "attention-kept"

@@ -7,13 +7,14 @@ import pytest
 
 import lightning_dilated as ld
 from lightning_dilated.ext.planning.counting.footprint import exchanged, footprint
-from lightning_dilated.ext.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE
+from lightning_dilated.ext.planning.counting.memory_tracker import EXCHANGE
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.counting.workspace import workspace
 from lightning_dilated.ext.planning.estimate import Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.memory import memory
 from lightning_dilated.ext.planning.ranks import step_on_ranks
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.planner import Links
@@ -34,7 +35,7 @@ def lm(depth=4, kind=ld.LongNetLM, **options):
 
 
 def kept(pattern):
-    return exchanged(pattern, TOKENS, (4, 4, 16), True, RANKS, RANKS, 2).kept
+    return exchanged(pattern, TOKENS, (4, 4, 16), True, 2, Setup("ring_dilated", RANKS, RANKS)).kept
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -124,13 +125,3 @@ def test_hybrid():
     base = estimate(Facts.of(plain, subject_of(plain)), MemorySettings(), TOKENS, SETUP, H200)
     local = DilatedPattern.dense(512).explain(TOKENS, 4, 1, True).pairs
     assert time.flops - base.flops == pytest.approx(14 * 16 * (sum(pairs) - 6 * local) / RANKS)
-
-
-def test_hybrid_is_counted_by_its_positions():
-    """Of a model half of whose layers have none, half save what layers with positions save."""
-    bases, sizes = (1e4, [1e4, "none"], "none"), (1024, 2048)
-    every, some, none = (
-        memory(footprint(subject_of(hybrid(rotary_base=base)), sizes), TOKENS, SETUP).kinds for base in bases
-    )
-    assert 2 * some[ACTIVATIONS] == every[ACTIVATIONS] + none[ACTIVATIONS] < 2 * every[ACTIVATIONS]
-    assert {**some, ACTIVATIONS: 0} == {**every, ACTIVATIONS: 0}

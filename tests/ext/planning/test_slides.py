@@ -13,9 +13,10 @@ from lightning_dilated.ext.planning.counting.footprint import _lengths, footprin
 from lightning_dilated.ext.planning.counting.memory_tracker import EXCHANGE, OPTIMIZER, PARAMETERS, Meter
 from lightning_dilated.ext.planning.counting.model_specs import subject_of
 from lightning_dilated.ext.planning.counting.workspace import workspace
-from lightning_dilated.ext.planning.estimate import Case, Facts, estimate, scaled
+from lightning_dilated.ext.planning.estimate import Facts, estimate, scaled
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup, _decoder_away, _exchange, memory
+from lightning_dilated.ext.planning.memory import _decoder_away, _exchange, memory
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 
@@ -278,23 +279,3 @@ def test_features_cost_their_projection():
     assert (few.vocab, many.vocab) == (48, 3072)
     few, many = (estimate(x, MemorySettings(), 1 << 17, Setup(), GPUS["H200"]) for x in (few, many))
     assert many.flops - few.flops == pytest.approx(6 * (1 << 17) * (3072 - 48) * 64) and many.seconds > few.seconds
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_longest_fits_and_no_more(kind):
-    model = MODELS[kind]()
-    subject = subject_of(model, "bf16-mixed")
-    case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 2, 2), GPUS["H200"])
-    longest = case.longest(MemorySettings("block"))
-    assert longest % 2048 == 0 and case.fits(MemorySettings("block"), longest)
-    assert not case.fits(MemorySettings("block"), longest + 2048)
-
-
-# -- refused -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("model, says", [
-    (lambda: encoder(task=None, num_classes=None), "this SlideEncoder has no task"),
-    (lambda: encoder(freeze_encoder=True), "the blocks of this SlideEncoder are frozen.* Leave freeze_encoder out"),
-])  # fmt: skip
-def test_models_that_cannot_be_counted(model, says):
-    with pytest.raises(ValueError, match=says):
-        subject_of(model())

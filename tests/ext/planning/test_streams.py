@@ -7,7 +7,7 @@ from lightning_dilated.ext.planning.candidates import in_words, recommended, str
 from lightning_dilated.ext.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.ext.planning.estimate import Case
 from lightning_dilated.ext.planning.gpus import find_gpu
-from lightning_dilated.ext.planning.memory import Setup
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.planning.streams import carried_rows
 from lightning_dilated.ext.streams.carried_rows import CarryPlan, chunk_problem
 from lightning_dilated.ext.streams.shard import ChunkShard

@@ -17,8 +17,9 @@ from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OP
 from lightning_dilated.ext.planning.counting.model_specs import example_of, subject_of
 from lightning_dilated.ext.planning.estimate import Case, Facts, estimate
 from lightning_dilated.ext.planning.gpus import GPUS
-from lightning_dilated.ext.planning.memory import Setup, memory
+from lightning_dilated.ext.planning.memory import memory
 from lightning_dilated.ext.planning.plan import run
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 

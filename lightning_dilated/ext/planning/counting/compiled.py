@@ -26,8 +26,6 @@ from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.recurrence import Recurrence
 
 #: operators that Inductor does not generate, in addition to all custom ones
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
@@ -106,6 +104,7 @@ class Kernels:
         return self._path(steps, a, b) or self._path(steps, b, a)
 
     def _path(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
+        """Return whether another step reads what `a` writes, and `b` reads what that step writes."""
         after: list[list[fx.Node]] = []
         reached = set(a)
         for _ in steps:
@@ -263,12 +262,6 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
-def of_layer(block: TransformerBlock) -> tuple[DilatedPattern, Recurrence | None]:
-    """What blocks of a stack differ in beside their weights."""
-    layer = block.attention
-    return layer.attention.pattern, None if layer.recurrence is None else layer.recurrence.description
-
-
 #: how many of a piece's first arguments need a gradient, if more than one
 LEADING = {"join": 2}
 
@@ -340,8 +333,9 @@ class Pieces:
     def _key(self, name: str, flat: list[Any]) -> tuple:
         """What a graph depends on."""
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
-        pattern, recurrence = of_layer(self.block)
-        pattern = pattern if name in ("whole", "attend", "attend_kept") else None
+        layer = self.block.attention
+        pattern = layer.attention.pattern if name in ("whole", "attend", "attend_kept") else None
+        recurrence = None if layer.recurrence is None else layer.recurrence.description
         return self.stack, name, self.policies[name], pattern, recurrence, shapes, torch.is_grad_enabled()
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:

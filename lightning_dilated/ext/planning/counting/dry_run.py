@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from lightning_dilated._device import ASSUMED
 from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.compiled import Graphs, Pieces
-from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
+from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OPS, PARAMETERS, Tape
 from lightning_dilated.ext.planning.counting.repeats import shorten
-from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.memory import chunked_loss, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
@@ -398,10 +397,7 @@ class WorkTape(Tape):
 
 def _is_kernel(func: Any) -> bool:
     """Whether an operator moves memory, and is not priced by itself."""
-    ops = torch.ops.lightning_dilated
-    if func in (ops.attention.default, ops.attention_backward.default) or func in NAMES:
-        return False
-    if "empty" in func.overloadpacket.__name__:
+    if func in OPS or "empty" in func.overloadpacket.__name__:
         return False
     return compat.changes_inputs(func) or not compat.returns_view(func)
 

@@ -20,6 +20,7 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Meter, Piece,
 from lightning_dilated.ext.planning.counting.repeats import BLOCKS
 from lightning_dilated.ext.planning.counting.workspace import NAMES, OpCall, recurrence_workspace, workspace
 from lightning_dilated.ext.planning.ranks import arriving, plan_of
+from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
@@ -29,7 +30,7 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
 from lightning_dilated.sequence.exchange.switch import Switched
-from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_problem, price
+from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
@@ -39,14 +40,7 @@ GRAIN = 2048
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks; the parts of its pieces begin with its name.
-
-    Attributes:
-        name: the model's attribute.
-        depth: its blocks.
-        call: a call of the op on one rank.
-        parameters: of one of its blocks.
-    """
+    """A second stack of blocks; the parts of its pieces begin with its name. `parameters`: of one of its blocks."""
 
     name: str
     depth: int
@@ -61,13 +55,9 @@ class Subject:
     Attributes:
         make: the model of a given depth, not yet built.
         batch: its batch of so many tokens, made under fake tensors.
-        precision: the Trainer's.
-        memory: settings.
-        compile_blocks: whether blocks are counted compiled.
         call: a call of the op on one rank.
         depth: blocks of the first stack.
-        decoder: its second stack, if it has one.
-        by_operator: whether the kernels of its blocks are those of its operators: layers of another library, not compiled.
+        by_operator: whether each operator of a block is a kernel: layers of another library, not compiled.
     """
 
     make: Callable[[int], DilatedModule]
@@ -101,12 +91,10 @@ class Moment:
 
     @property
     def part(self) -> tuple:
-        """The part of the step, such as ("forward", 0) for the first block's."""
         return self.piece.part
 
     @property
     def static(self) -> int:
-        """Bytes of parameters and gradients when it began."""
         return self.piece.static
 
     @property
@@ -289,36 +277,25 @@ class Exchanged:
 
 @functools.lru_cache(maxsize=4096)
 def exchanged(
-    pattern: DilatedPattern,
-    tokens: int,
-    heads: tuple[int, int, int],
-    causal: bool,
-    ranks: int,
-    per_node: int,
-    element_size: int,
-    exchange: str = "auto",
-    links: Links = DEFAULTS,
-    exchange_memory: int | None = None,
-    layout: str = "contiguous",
-    head_size: int | str = 1,
+    pattern: DilatedPattern, tokens: int, heads: tuple[int, int, int], causal: bool, element_size: int, setup: Setup
 ) -> Exchanged:
-    """Of N tokens on R ranks; `heads` = (H, K, D).
+    """Bytes that a call over N tokens exchanges; `heads` = (H, K, D).
 
     Raises:
-        ValueError: for an exchange that cannot run this pattern; where `exchange_memory` does not suffice.
+        ValueError: for an exchange that cannot run this pattern; if `setup.exchange_memory` does not suffice.
     """
-    if ranks == 1:
+    if setup.ranks == 1:
         return Exchanged()
-    single = make_problem(pattern, tokens, *heads[:2], ranks=ranks, causal=causal, layout=layout)
+    single = make_problem(pattern, tokens, *heads[:2], ranks=setup.ranks, causal=causal, layout=setup.layout)
     chosen = plan_of(
-        single, exchange, head_size, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links,
-        exchange_memory=exchange_memory,
+        single, setup.exchange, setup.head_size, ranks_per_node=setup.per_node, head_dim=heads[2],
+        element_size=element_size, links=setup.links, exchange_memory=setup.exchange_memory,
     )  # fmt: skip
     if chosen.exchange is None:
         return Exchanged(chosen)
-    per_node = max(1, per_node // chosen.head_size)
+    per_node = max(1, setup.per_node // chosen.head_size)
     if chosen.problem.shard.ranks > EXACT:
-        return _priced(chosen, chosen.exchange, per_node, heads[2], element_size, links)
+        return _priced(chosen, chosen.exchange, per_node, heads[2], element_size, setup.links)
     return _of(chosen, chosen.exchange, per_node, heads[2], element_size)
 
 
@@ -377,43 +354,22 @@ def _buffers(step: Round, rank: int) -> tuple[int, int]:
     return others(step.sends) + own, others(step.receives) + own
 
 
-def of_call(
-    call: OpCall,
-    tokens: int,
-    ranks: int,
-    per_node: int,
-    exchange: str = "auto",
-    links: Links = DEFAULTS,
-    exchange_memory: int | None = None,
-    layout: str = "contiguous",
-    head_size: int | str = 1,
-) -> Exchanged:
+def of_call(call: OpCall, tokens: int, setup: Setup) -> Exchanged:
     """`exchanged` of a model's calls over N tokens."""
-    call = lighter(call, ranks)
+    call = lighter(call, setup.ranks)
     heads = call.heads, call.kv_heads, call.head_dim
-    settings = call.dtype.itemsize, exchange, links, exchange_memory, layout, head_size
     first, *others = (
-        exchanged(pattern, tokens, heads, call.causal, ranks, per_node, *settings) for pattern in call.cycle
+        exchanged(pattern, tokens, heads, call.causal, call.dtype.itemsize, setup) for pattern in call.cycle
     )
     return replace(first, others=tuple(others))
 
 
-def of_subject(
-    subject: Subject,
-    tokens: int,
-    ranks: int,
-    per_node: int,
-    exchange: str = "auto",
-    links: Links = DEFAULTS,
-    exchange_memory: int | None = None,
-    layout: str = "contiguous",
-    head_size: int | str = 1,
-) -> Exchanged:
+def of_subject(subject: Subject, tokens: int, setup: Setup) -> Exchanged:
     """`exchanged` of the calls of both stacks of a model."""
-    settings = tokens, ranks, per_node, exchange, links, exchange_memory, layout, head_size
-    of = lambda call: of_call(call, *settings)  # noqa: E731
-    main = of(subject.call)
-    return main if subject.decoder is None else replace(main, decoder=of(subject.decoder.call))
+    main = of_call(subject.call, tokens, setup)
+    if subject.decoder is None:
+        return main
+    return replace(main, decoder=of_call(subject.decoder.call, tokens, setup))
 
 
 def lighter(call: OpCall, ranks: int) -> OpCall:

@@ -248,6 +248,12 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 CASTS = "casts"
 #: names of the op's two passes in a piece
 FORWARD, BACKWARD = "forward", "backward"
+#: names of operators that are a piece of their own
+OPS = {
+    torch.ops.lightning_dilated.attention.default: FORWARD,
+    torch.ops.lightning_dilated.attention_backward.default: BACKWARD,
+    **NAMES,
+}
 
 
 @dataclass(frozen=True)
@@ -320,17 +326,11 @@ class Tape(Meter):
         self._begin, self._casts = self.live, self.by_kind().get(CASTS, 0)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
-        ops = torch.ops.lightning_dilated
-        if func in (ops.attention.default, ops.attention_backward.default):
-            forward = func is ops.attention.default
+        if (op := OPS.get(func)) is not None:
             # before it at most as much as with its results, where they made the peak
             self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
-            self.peak, q = self.live, inputs[0 if forward else 1]
-            self._cut(FORWARD if forward else BACKWARD, q)
-        elif func in NAMES:
-            self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
-            self.peak, q = self.live, inputs[0 if func is RECURRENCE else 1]
-            self._cut(NAMES[func], q)
+            self.peak = self.live
+            self._cut(op, inputs[0 if op in (FORWARD, NAMES[RECURRENCE]) else 1])
         elif func is compat.CAST and isinstance(inputs[0], nn.Parameter):
             return [(results[0], CASTS)]
         return ()
@@ -347,7 +347,7 @@ class Tape(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, results are not counted; `count` counts them afterwards."""
+        """Within, results are not counted."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -356,9 +356,3 @@ class Tape(Meter):
 
     def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A kernel of compiled blocks ran; `func`: the operator that it is, None where Inductor wrote it."""
-
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were made while paused."""
-        with self._lock:
-            for x in tensors:
-                self._see(x, True)

@@ -5,10 +5,10 @@ Shape letters: E embedding dim, V vocabulary, L tokens of a rank, H query heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,36 +117,12 @@ def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCa
     )  # fmt: skip
 
 
-class _Kind(NamedTuple):
-    """What layers of a model save differently by.
-
-    Attributes:
-        positions: whether it has any, in a model of which some layers do; None of others.
-        recurrence: the layer's.
-    """
-
-    positions: bool | None
-    recurrence: Recurrence | None
-
-    def copy(self, model: DilatedModule, depth: int) -> DilatedModule:
-        """The model with another number of layers, all of this kind."""
-        shallow = model.planning_copy(depth)
-        if self.positions is not None:
-            usual = next(base for base in _bases(model) if base is not None) if self.positions else None
-            shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
-        if getattr(model, "recurrences", ()):
-            shallow.recurrences = (self.recurrence,) * depth
-        return shallow
-
-
-def _bases(model: DilatedModule) -> Sequence[Any]:
-    """The rotary base of each layer, None for one without positions."""
-    return getattr(model, "rotary_bases", None) or (None,)
-
-
-def _some_have_positions(model: DilatedModule) -> bool:
-    """Whether some layers have, and others have none."""
-    return 0 < _bases(model).count(None) < len(_bases(model))
+def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None) -> DilatedModule:
+    """The model with `depth` layers that all have this recurrence."""
+    shallow = model.planning_copy(depth)
+    if getattr(model, "recurrences", ()):
+        shallow.recurrences = (recurrence,) * depth
+    return shallow
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
@@ -202,9 +178,8 @@ class RecurrentLayer:
     """What a layer's recurrence adds to its block.
 
     Attributes:
-        description: of it.
         flops: of its rule, forward, a token.
-        head_dim, element_size: D, and bytes of an element of its rows.
+        element_size: bytes of an element of its rows.
         forward, backward: work of its convolution, gates and norms.
     """
 
@@ -245,10 +220,13 @@ def _compiled_work(
     model: DilatedModule, subject: Subject, recurrence: Recurrence | None = None, **changed: Any
 ) -> tuple:
     """Work of a compiled block, forward and backward, with other attributes of the model."""
-    positions = True if _some_have_positions(model) else None
+    bases = getattr(model, "rotary_bases", None) or ()
+    usual = next((base for base in bases if base is not None), None)
 
     def make(depth: int) -> DilatedModule:
-        shallow = _Kind(positions, recurrence).copy(model, depth)
+        shallow = _alike(model, depth, recurrence)
+        if usual is not None:  # all layers have positions if some have
+            shallow.rotary_bases = [base or usual for base in shallow.rotary_bases]
         shallow.__dict__.update(changed)
         return shallow
 
@@ -269,16 +247,12 @@ class Facts:
     """The numbers of a model that its time is computed from.
 
     Attributes:
-        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, and V: the model's `token_features`.
+        hidden, vocab: features of the feed-forward, and V: the model's `token_features`.
         block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
-        call: of the op.
-        precision: the Trainer's.
-        trained: what of it is trained.
         logits: whether the loss of a token reads V logits.
         windows: the most windows of heads: one a kv head; one in all with low-rank updates, or where there are none.
         tiles: whether feed-forwards can run in tiles.
-        decoder: of a second stack of blocks, if the model has one.
         work: of a block whose kernels are those of its operators; None of others.
         convolution: work of a block's short convolution, forward and backward; empty without one.
         recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
@@ -323,7 +297,7 @@ class Facts:
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
         """Of a model, which is made without memory; where its operators are counted, also one of two layers."""
-        built, alone = blank(subject.make, model.depth), blank(partial(_Kind(None, None).copy, model))
+        built, alone = blank(subject.make, model.depth), blank(partial(_alike, model))
         by_name, features = stacks(alone), built.token_features()
         depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}
         outside = [

@@ -43,15 +43,10 @@ class OpCall:
     """One call of the op on a GPU.
 
     Attributes:
-        heads, kv_heads, head_dim: H, K, D.
-        dtype: of q, k and v.
         tokens, batch: L and B of this rank.
         whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first.
         window: (first, stop) of the call's query heads; None: all H.
         final: whether nothing is merged into out afterwards, as rows of other ranks are if they reach many queries.
-        dropout: whether attention weights are dropped.
-        engine: as the models take it.
-        capability: of the GPU.
         others: the patterns of layers 1, 2, ..., where they differ; layers cycle through `pattern` and them.
     """
 

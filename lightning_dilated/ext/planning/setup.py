@@ -1,0 +1,56 @@
+"""Setup: the GPUs, strategy and exchange of a planned run.
+
+Shape letters: R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dilated._validation import integer, one_of
+from lightning_dilated.sequence.planner import DEFAULTS, Links
+
+OPTIMIZERS = ("adamw", "adamw8bit")
+STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is run.
+
+    Attributes:
+        strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
+        ranks, per_node: R GPUs, which all share each sequence; of a node.
+        links: speeds that "auto" decides by.
+        cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
+        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
+            as large as the gradients, so memory does not depend on it.
+        exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
+        data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
+            there is another GPU to average them with.
+    """
+
+    strategy: str = "single"
+    ranks: int = 1
+    per_node: int = 8
+    optimizer: str = "adamw"
+    exchange: str = "auto"
+    links: Links = DEFAULTS
+    cpu_offload: bool = False
+    bucket_cap_mb: int | None = None
+    exchange_memory: int | None = None
+    data_ranks: int = 1
+    layout: str = "contiguous"
+    head_size: int | str = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
+            one_of(getattr(self, name), name, allowed)
+        if self.strategy == "single" and self.ranks > 1:
+            raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
+        if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
+            raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
+        if self.bucket_cap_mb is not None:
+            integer(self.bucket_cap_mb, "bucket_cap_mb", 1)
+            if self.strategy != "ring_dilated":
+                raise ValueError(f"bucket_cap_mb is an option of strategy ring_dilated, not of {self.strategy}.")
