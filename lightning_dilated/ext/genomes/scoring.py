@@ -56,7 +56,7 @@ class AlleleScores(NamedTuple):
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
 def reads_bases(model: Any) -> bool:
-    """Whether a model's vocabulary may be that of a genome: A C G T N, and at most a few further tokens."""
+    """Return whether a model's vocabulary may be that of a genome: A C G T N, and at most a few further tokens."""
     return len(LETTERS) <= model.vocab_size <= MOST_GENOME_TOKENS
 
 
@@ -77,7 +77,6 @@ def read_sequences(model: Any, sequences: Any, strands: str) -> list[Tensor]:
 
 
 def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
-    """One sequence."""
     if isinstance(sequence, str):
         if not reads_bases(model):
             raise ValueError(
@@ -117,7 +116,7 @@ def in_batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 
 
 def read_by(strands: str) -> tuple[bool, ...]:
-    """Whether the other strand is read, for each reading."""
+    """Return whether the other strand is read, for each reading."""
     return {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
 
 

@@ -369,7 +369,7 @@ def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
 
 
 def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:
-    """(B, L) bool: rows that are not padding."""
+    """(B, L) bool: the rows inside the slides' lengths."""
     if lengths is None:
         return torch.ones(samples, positions.shape[0], dtype=torch.bool)
     return positions < lengths[:, None]

@@ -75,7 +75,7 @@ def coordinate_faults(
 
 
 def comparable(coords: np.ndarray) -> bool:
-    """Whether (N, 2) integer coordinates have enough neighbours to show a tile_size that is too small."""
+    """Return whether (N, 2) integer coordinates have enough neighbours to show a tile_size that is too small."""
     return len(_gaps(coords)) >= ENOUGH
 
 
