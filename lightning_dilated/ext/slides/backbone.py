@@ -24,6 +24,7 @@ from lightning_dilated.models.documents import Documents, check_documents, check
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern import DilatedPattern, Global
+from lightning_dilated.sequence import SequenceSpec
 
 #: coordinates of rows that are not tiles: the class token's and padding
 BLANK = -1
@@ -199,6 +200,9 @@ class SlideBackbone(TransformerModel):
         options: ffn_dim, dropout, attention_dropout, drop_path, engine and the options of training.
     """
 
+    sequence_spec = SequenceSpec(
+        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
+    )
     input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
 
     def __init__(

@@ -38,7 +38,7 @@ from lightning_dilated.ext.slides.weights import (
 from lightning_dilated.models.documents import Documents, mean_token
 from lightning_dilated.models.pretrained import file_arguments, made_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.sequence import SequenceSpec, active_sequence
+from lightning_dilated.sequence import active_sequence
 
 
 @torch.no_grad()
@@ -132,10 +132,6 @@ class SlideEncoder(SlideBackbone, PooledModule):
         FileNotFoundError: if there is no file `pretrained`.
         ValueError, TypeError: naming the argument.
     """
-
-    sequence_spec = SequenceSpec(
-        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
-    )
 
     def __init__(
         self,
