@@ -135,10 +135,7 @@ class GenomeDataModule(SequenceDataModule):
             self._all_test = "data.test_names holds all records"
         short = self._short_ones(genome)
         if short and self.short == "error":
-            raise ValueError(
-                f'{self._named(short)} shorter than {self._window}: {self._lower(short)}set data.short to "skip" to leave '
-                f"such {self._items}s out"
-            )
+            self._refuse_short(short)
         datasets = {split: self._windows(genome, split) for split in SPLITS}
         for split, windows in datasets.items():
             if self.wanted(split) is None:
@@ -211,46 +208,32 @@ class GenomeDataModule(SequenceDataModule):
         return [(name, length) for name, length in ones if length < self._shortest]
 
     def _windows(self, genome: Genome, split: str) -> GenomeWindows:
+        regions, ragged = self._regions(genome.records, split), self.pack_tokens is not None
         max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None
-        train = split == "train"
-        return GenomeWindows(
-            genome,
-            self._regions(genome.records, split),
-            self.seq_len,
-            max_n,
-            reverse_complement=self.reverse_complement if train else 0.0,
-            seed=self.seed,
-            limit=self.limit(split),
-            ragged=self.pack_tokens is not None,
-        )
+        share = self.reverse_complement if split == "train" else 0.0
+        return GenomeWindows(genome, regions, self.seq_len, max_n, share, self.seed, self.limit(split), ragged)
 
     @property
     def _shortest(self) -> int:
-        """Bases of the shortest record that is used."""
         return self.seq_len if self.pack_tokens is None else 2
 
-    @property
-    def _window(self) -> str:
-        """The shortest window, in words."""
-        return f"a window of data.seq_len = {self.seq_len}" if self.pack_tokens is None else "two bases"
+    def _named(self, short: list[tuple[str, int]]) -> str:
+        """Return the number of short records or regions, and up to 20 of their names and bases."""
+        names = ", ".join(f"{name} ({length:,})" for name, length in short[:20])
+        more = f" and {len(short) - 20:,} more" if len(short) > 20 else ""
+        several, verb = ("s", "are") if len(short) > 1 else ("", "is")
+        item = "record" if self.bed is None else "region"
+        return f"{len(short):,} {item}{several} ({names}{more}) {verb}"
 
-    @property
-    def _items(self) -> str:
-        """What windows are cut out of."""
-        return "record" if self.bed is None else "region"
-
-    def _named(self, ones: list[tuple[str, int]]) -> str:
-        """How many records or regions, and their names and bases (up to 20), for a message."""
-        names = ", ".join(f"{name} ({length:,})" for name, length in ones[:20])
-        more = f" and {len(ones) - 20:,} more" if len(ones) > 20 else ""
-        several, verb = ("s", "are") if len(ones) > 1 else ("", "is")
-        return f"{len(ones):,} {self._items}{several} ({names}{more}) {verb}"
-
-    def _lower(self, short: list[tuple[str, int]]) -> str:
-        """What else a user can do about short records."""
-        if self.pack_tokens is not None:
-            return ""
-        return f"lower data.seq_len to at most {min(length for _, length in short)}, or "
+    def _refuse_short(self, short: list[tuple[str, int]]) -> None:
+        window, lower = "two bases", ""
+        if self.pack_tokens is None:
+            window = f"a window of data.seq_len = {self.seq_len}"
+            lower = f"lower data.seq_len to at most {min(length for _, length in short)}, or "
+        raise ValueError(
+            f'{self._named(short)} shorter than {window}: {lower}set data.short to "skip" to leave such '
+            f"{'record' if self.bed is None else 'region'}s out"
+        )
 
     def _check_names(self, records: list[Record]) -> None:
         known = [record.name for record in records]
@@ -285,7 +268,6 @@ class GenomeDataModule(SequenceDataModule):
         )
 
     def _tell(self, short: list[tuple[str, int]]) -> None:
-        """What was changed or left out, as info lines."""
         rank_zero_info(f"data: {self.describe()}")
         if short:
             rank_zero_info(f"data: {self._named(short)} shorter than a window and left out (data.short)")
@@ -341,9 +323,8 @@ class GenomeWindows(Dataset):
         self.count = kept if limit is None else min(kept, limit)
         if ragged:
             #: bases of each window
-            self.lengths = (self._all_lengths() if self._kept is None else self._all_lengths()[self._kept])[
-                : self.count
-            ]
+            lengths = self._all_lengths()
+            self.lengths = (lengths if self._kept is None else lengths[self._kept])[: self.count]
 
     def _all_lengths(self) -> np.ndarray:
         """Bases of each window, those that are left out for their N included."""
@@ -399,7 +380,7 @@ class GenomeWindows(Dataset):
         return Region(number, first, last, int(self._strands[region]), self._names[region])
 
     def reversed(self, index: int) -> bool:
-        """Whether this epoch reads a window from the other strand: the same in every process and on every rank."""
+        """Return whether this epoch reads a window from the other strand: the same in every process and on every rank."""
         strand = self._strands[self._place(index)[3]]
         if strand:
             return bool(strand < 0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -82,7 +81,9 @@ def run(argv: list[str]) -> None:
     with out.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file, progress() as bar:
         writer, task = csv.writer(file), bar.add_task("variants", total=len(variants))
         writer.writerow(COLUMNS)
-        for batch in batches(variants, max(1, args.batch_size // 2) if model.causal else args.batch_size):
+        size = max(1, args.batch_size // 2) if model.causal else args.batch_size
+        for start in range(0, len(variants), size):
+            batch = variants[start : start + size]
             for row in scored(model, genome, numbers, batch, window, options):
                 writer.writerow(map(guarded_field, row))
                 notes[str(row[-1])] += 1
@@ -115,17 +116,9 @@ def window_of(model: TokenModel, asked: int | None) -> int:
     return model.max_seq_len
 
 
-def batches(variants: Iterable[Variant], size: int) -> Iterator[list[Variant]]:
-    """The variants in order, so many at a time."""
-    rest = iter(variants)
-    while batch := list(itertools.islice(rest, size)):
-        yield batch
-
-
 def scored(
     model: TokenModel, genome: Genome, numbers: dict[str, int], batch: list[Variant], window: int, options: dict
 ) -> Iterator[list[object]]:
-    """A row for each variant."""
     notes, windows = [], []
     for v in batch:
         note, found = v.note, None
@@ -157,6 +150,5 @@ def progress() -> Progress:
 
 
 def report(out: Path, notes: Counter[str]) -> str:
-    """What was written."""
     lines = [f"scores: {out} ({notes.total():,} alleles, {notes['']:,} of them scored)"]
     return "\n".join([*lines, *(f"not scored: {count:,}, {note}" for note, count in notes.items() if note)])

@@ -56,7 +56,7 @@ class AlleleScores(NamedTuple):
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
 def reads_bases(model: Any) -> bool:
-    """Whether a model's vocabulary may be that of a genome: A C G T N, and at most a few further tokens."""
+    """Return whether a model's vocabulary may be that of a genome: A C G T N, and at most a few further tokens."""
     return len(LETTERS) <= model.vocab_size <= MOST_GENOME_TOKENS
 
 
@@ -77,7 +77,6 @@ def read_sequences(model: Any, sequences: Any, strands: str) -> list[Tensor]:
 
 
 def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
-    """One sequence."""
     if isinstance(sequence, str):
         if not reads_bases(model):
             raise ValueError(
@@ -117,7 +116,7 @@ def in_batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 
 
 def read_by(strands: str) -> tuple[bool, ...]:
-    """Whether the other strand is read, for each reading."""
+    """Return whether the other strand is read, for each reading."""
     return {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
 
 
@@ -179,7 +178,6 @@ def _masked(
     model: Any, sequences: Sequence[Tensor], never: Sequence[int], passes: int | None, batch_size: int
 ) -> Tensor:
     """(B, 2) float64: nats of the tokens, each masked, by the others, and their number."""
-    out = torch.zeros(len(sequences), 2, dtype=torch.float64)
     rows = []
     for number, tokens in enumerate(sequences):
         scored, step = _scored(tokens, never), passes or len(tokens)
@@ -187,13 +185,25 @@ def _masked(
             sites = torch.arange(first, len(tokens), step)
             sites = sites[scored[sites]]
             if len(sites):
-                rows.append((number, sites))
-    for numbers in in_batches([len(sequences[number]) for number, _ in rows], batch_size):
+                rows.append(((number,), (tokens,), sites))
+    return _site_nats(model, rows, len(sequences), batch_size)
+
+
+#: numbers of the results that a row adds to, the tokens (N,) that each of them scores, and the sites (M,); a model
+#: reads the first tokens, with all sites masked
+MaskedRow = tuple[Sequence[int], Sequence[Tensor], Tensor]
+
+
+def _site_nats(model: Any, rows: Sequence[MaskedRow], results: int, batch_size: int) -> Tensor:
+    """(results, 2) float64: nats of the tokens at the sites, and their number."""
+    out = torch.zeros(results, 2, dtype=torch.float64)
+    for numbers in in_batches([len(texts[0]) for _, texts, _ in rows], batch_size):
         chosen = [rows[i] for i in numbers]
-        found = site_log_probabilities(model, [(sequences[number], sites) for number, sites in chosen])
-        for (number, sites), log_probabilities in zip(chosen, found, strict=True):
-            right = log_probabilities.gather(1, sequences[number][sites][:, None])
-            out[number] += torch.tensor([right.sum(), len(sites)], dtype=torch.float64)
+        predicted = site_log_probabilities(model, [(texts[0], sites) for _, texts, sites in chosen])
+        for (targets, texts, sites), log_probabilities in zip(chosen, predicted, strict=True):
+            for target, tokens in zip(targets, texts, strict=True):
+                right = log_probabilities.gather(1, tokens[sites][:, None])
+                out[target] += torch.tensor([right.sum(), len(sites)], dtype=torch.float64)
     return out
 
 
@@ -243,27 +253,19 @@ def _masked_alleles(
     model: Any, variants: Sequence[AlleleWindows], other: bool, flank: int, never: Sequence[int], batch_size: int
 ) -> Tensor:
     """(variants, 2 alleles, 2) float64: nats at the sites, and their number."""
-    out = torch.zeros(len(variants), 2, 2, dtype=torch.float64)
-    rows = []  # (variant, the alleles that are read off, tokens, sites)
+    rows: list[MaskedRow] = []
     for number, alleles in enumerate(variants):
         sites = compared_sites(alleles, flank)
         windows = [reverse_complement(x) if other else x for x in (alleles.reference, alleles.alternative)]
         sites = len(windows[0]) - 1 - sites if other else sites
         if alleles.substitution:
             sites = sites[_scored(windows[0][sites], never) & _scored(windows[1][sites], never)]
-            rows += [(number, (0, 1), windows, sites)] if len(sites) else []
+            rows += [((2 * number, 2 * number + 1), windows, sites)] if len(sites) else []
             continue
-        for allele in (0, 1):
-            for site in sites[_scored(windows[allele][sites], never)]:
-                rows.append((number, (allele,), windows, site[None]))
-    for numbers in in_batches([len(windows[0]) for _, _, windows, _ in rows], batch_size):
-        chosen = [rows[i] for i in numbers]
-        found = site_log_probabilities(model, [(windows[which[0]], sites) for _, which, windows, sites in chosen])
-        for (number, which, windows, sites), log_probabilities in zip(chosen, found, strict=True):
-            for allele in which:
-                right = log_probabilities.gather(1, windows[allele][sites][:, None])
-                out[number, allele] += torch.tensor([right.sum(), len(sites)], dtype=torch.float64)
-    return out
+        for allele, tokens in enumerate(windows):
+            for site in sites[_scored(tokens[sites], never)]:
+                rows.append(((2 * number + allele,), (tokens,), site[None]))
+    return _site_nats(model, rows, 2 * len(variants), batch_size).view(-1, 2, 2)
 
 
 # -- embeddings --------------------------------------------------------------------------------------------------------

@@ -40,29 +40,21 @@ class OtherStrand:
         Raises:
             ValueError: if ranks share a sequence.
         """
-        places = _backwards(tokens, options)
+        group = active_sequence()
+        if group is not None and group.ranks > 1:
+            raise ValueError(
+                f"strands='both' reads sequences backwards, which {group.ranks} ranks that share each do not offer: set "
+                "sequence_size=1 of the strategy, or strands='forward' and data.reverse_complement."
+            )
+        if options.get("positions") is not None:
+            raise ValueError("strands='both' takes no positions: those of the other strand would be others.")
+        bounds, lengths = options.get("cu_seqlens"), options.get("lengths")
+        if bounds is not None:
+            documents = Documents.of(bounds, tokens.shape[1])
+            first = documents.sizes.cumsum(0) - documents.sizes
+            places = ((first + documents.sizes - 1)[documents.number] - documents.position).expand(tokens.shape)
+        else:
+            sizes = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else torch.as_tensor(lengths)
+            places = backward_places(tokens.shape[1], sizes)
+        places = send(places, tokens.device)
         return complement(tokens.gather(1, places)), places
-
-
-def _backwards(tokens: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """(B, N) where each token is taken from to read every sample, or document, of tokens (B, N) backwards.
-
-    Raises:
-        ValueError: where ranks share a sequence.
-    """
-    group = active_sequence()
-    if group is not None and group.ranks > 1:
-        raise ValueError(
-            f"strands='both' reads sequences backwards, which {group.ranks} ranks that share each do not offer: set "
-            "sequence_size=1 of the strategy, or strands='forward' and data.reverse_complement."
-        )
-    if options.get("positions") is not None:
-        raise ValueError("strands='both' takes no positions: those of the other strand would be others.")
-    bounds, lengths = options.get("cu_seqlens"), options.get("lengths")
-    if bounds is not None:
-        documents = Documents.of(bounds, tokens.shape[1])
-        first = documents.sizes.cumsum(0) - documents.sizes
-        places = (first + documents.sizes - 1)[documents.number] - documents.position
-        return send(places, tokens.device).expand_as(tokens)
-    sizes = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else torch.as_tensor(lengths)
-    return send(backward_places(tokens.shape[1], sizes), tokens.device)

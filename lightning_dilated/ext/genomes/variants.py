@@ -82,13 +82,12 @@ def _alleles(where: str, number: int, fields: list[str]) -> list[Variant]:
 
 
 def _wrong(bases: str) -> bool:
-    """Whether a string holds what is no nucleotide."""
     raw = np.frombuffer(bases.encode("latin-1", errors="replace"), dtype=np.uint8)
     return bool((CODES[raw] == ILLEGAL).any())
 
 
 def _note(alt: str) -> str:
-    """Why an alternative allele has no bases."""
+    """Return why an alternative allele has no bases; "" where it has."""
     if alt in (".", ""):
         return "no alternative allele" if alt else ""
     if alt == "*":
@@ -204,5 +203,5 @@ def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, 
 
 
 def _common(a: str, b: str) -> int:
-    """How many letters two words begin with alike."""
+    """Return how many letters two words begin with alike."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -5,6 +5,8 @@ Shape letters: B batch, E embedding dim, C classes (or targets of a regression),
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc, multiclass_cohen_kappa
@@ -21,22 +23,36 @@ def unrounded(linear: nn.Linear, x: Tensor) -> Tensor:
         return linear(x.to(linear.weight.dtype))
 
 
-class ClassificationHead(nn.Module):
+class Head(nn.Module):
+    """Base of the heads: a linear layer over an embedding."""
+
+    name: str
+    classes: int
+    #: numbers of a sample's scores and of its label, None for one class
+    columns: int
+    label_columns: int | None = None
+    #: the loss of an epoch is not a sum over batches
+    of_epoch = False
+    linear: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs (B, C) from (B, E)."""
+        return unrounded(self.linear, x)
+
+    def count(self, label: Tensor) -> Any:
+        """Return the number that the sum of losses is divided by."""
+        return len(label)
+
+
+class ClassificationHead(Head):
     """C logits; cross-entropy."""
 
     name = "classification"
-    #: numbers of a label, None for one class; and whether a loss of an epoch is not a sum over batches
-    label_columns: int | None = None
-    of_epoch = False
 
     def __init__(self, dim: int, classes: int) -> None:
         super().__init__()
         self.classes = self.columns = integer(classes, "num_classes", 2)
         self.linear = nn.Linear(dim, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, C) from (B, E)."""
-        return unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
         """The labels (B,) int64. Raises for labels that are not classes."""
@@ -46,10 +62,6 @@ class ClassificationHead(nn.Module):
         """(B,) nats."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         return nn.functional.cross_entropy(logits.to(wide), label, reduction="none")
-
-    def count(self, label: Tensor) -> int:
-        """What the sum of losses is divided by."""
-        return len(label)
 
     def scores(self, logits: Tensor) -> Tensor:
         """(B, C) probabilities, fp64."""
@@ -108,21 +120,16 @@ class OrdinalHead(ClassificationHead):
         return logits.double().exp()
 
 
-class RegressionHead(nn.Module):
+class RegressionHead(Head):
     """C real targets (one by default); mean squared error, or smooth L1 (Huber with delta 1)."""
 
     name = "regression"
-    of_epoch = False
 
     def __init__(self, dim: int, targets: int, loss: str = "mse") -> None:
         super().__init__()
         self.classes = self.columns = self.label_columns = integer(targets, "num_classes", 1)
         one_of(loss, "regression_loss", REGRESSION_LOSSES)
         self.linear, self.loss = nn.Linear(dim, targets), loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C) from (B, E)."""
-        return unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
         """The labels (B, C). Raises for another shape, values that are not finite, or labels rounded to 16 bits."""
@@ -143,10 +150,6 @@ class RegressionHead(nn.Module):
         name = "mse_loss" if self.loss == "mse" else "smooth_l1_loss"
         wide = torch.promote_types(logits.dtype, torch.float32)  # bf16 would round the labels
         return getattr(nn.functional, name)(logits.to(wide), label.to(wide), reduction="none").mean(1)
-
-    def count(self, label: Tensor) -> int:
-        """What the sum of losses is divided by."""
-        return len(label)
 
     def scores(self, logits: Tensor) -> Tensor:
         """(B, C), fp64."""

@@ -157,7 +157,6 @@ class PooledModule(TransformerModel):
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
     def _exported(self, embedding: Tensor) -> dict[str, Tensor]:
-        """What an exported model returns."""
         return {"embeddings": embedding} | ({} if self.head is None else {"logits": self.head(embedding)})
 
     def example_label(self) -> dict[str, Tensor]:
@@ -219,9 +218,8 @@ class PooledModule(TransformerModel):
             raise ValueError(
                 "class_weights='balanced' and data.sampling='balanced' would correct for rare classes twice: leave out one."
             )
-        present = sum(
-            n > 0 for n in counts
-        )  # a class without samples is warned of by the data; its weight is of no effect
+        # the data warns of a class without samples; its weight has no effect
+        present = sum(n > 0 for n in counts)
         return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
     def _prepare_survival(self) -> None:

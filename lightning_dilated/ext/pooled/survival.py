@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer, one_of, real
-from lightning_dilated.ext.pooled.heads import unrounded
+from lightning_dilated.ext.pooled.heads import Head
 
 LOSSES = ("discrete", "cox")
 #: bins of time where num_classes does not say
@@ -25,25 +25,35 @@ BINS = 4
 ROWS = 1024
 
 
-def check_survival(label: Tensor) -> Tensor:
-    """Labels (B, 2) of times and events. Raises TypeError or ValueError for other shapes and values."""
-    if label.dtype in (torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"the times are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
-            "batch. Train with precision='bf16-mixed'."
-        )
-    if label.ndim != 2 or label.shape[1] != 2:
-        raise ValueError(
-            f"labels of survival must be (B, 2), time and event, got {tuple(label.shape)}: SlideDataModule gives them with "
-            "data.labels 'survival'."
-        )
-    time, event = label.unbind(1)
-    if not bool((time.isfinite() & (time >= 0)).all()) or not bool(((event == 0) | (event == 1)).all()):
-        raise ValueError("labels of survival must be finite times of at least 0, and events of 0 or 1.")
-    return label
+class SurvivalHead(Head):
+    """Base of the heads for times to an event; labels are (B, 2), times and events."""
+
+    name = "survival"
+    columns, label_columns = 1, 2
+
+    def check(self, label: Tensor) -> Tensor:
+        """Return the labels (B, 2). Raises TypeError or ValueError for other shapes and values."""
+        if label.dtype in (torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"the times are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
+                "batch. Train with precision='bf16-mixed'."
+            )
+        if label.ndim != 2 or label.shape[1] != 2:
+            raise ValueError(
+                f"labels of survival must be (B, 2), time and event, got {tuple(label.shape)}: SlideDataModule gives them "
+                "with data.labels 'survival'."
+            )
+        time, event = label.unbind(1)
+        if not bool((time.isfinite() & (time >= 0)).all()) or not bool(((event == 0) | (event == 1)).all()):
+            raise ValueError("labels of survival must be finite times of at least 0, and events of 0 or 1.")
+        return label
+
+    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Harrell's concordance of risks (S, 1) and labels (S, 2)."""
+        return {"concordance": concordance_index(scores[:, 0], *labels.unbind(1))}
 
 
-class HazardHead(nn.Module):
+class HazardHead(SurvivalHead):
     """Discrete-time survival: K logits of the hazard, the probability of the event in a bin of time if it did not happen
     before (Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257).
 
@@ -57,26 +67,19 @@ class HazardHead(nn.Module):
         edges: K - 1 rising times; None until they are known.
     """
 
-    name = "survival"
-    columns, label_columns, of_epoch = 1, 2, False
-
     def __init__(self, dim: int, bins: int, edges: Sequence[float] | None = None) -> None:
         super().__init__()
         self.classes = integer(bins, "num_classes", 2)
         self.linear, self.edges = nn.Linear(dim, bins), None if edges is None else list(edges)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, K) from (B, E)."""
-        return unrounded(self.linear, x)
-
     def check(self, label: Tensor) -> Tensor:
-        """The labels (B, 2) of times and events."""
+        """Return the labels (B, 2), checked; bins need their edges."""
         if self.edges is None:
             raise ValueError(
                 "the bins of time are not known: fit takes them from SlideDataModule's training slides, and a checkpoint "
                 "has them; else give time_bins, their edges."
             )
-        return check_survival(label)
+        return super().check(label)
 
     def bins(self, time: Tensor) -> Tensor:
         """(B,) int64, the bin of each time."""
@@ -91,10 +94,6 @@ class HazardHead(nn.Module):
         survived = torch.where(before, nn.functional.logsigmoid(-z), 0.0).sum(1)
         return -survived - label[:, 1].to(z) * nn.functional.logsigmoid(z).gather(1, bin_of)[:, 0]
 
-    def count(self, label: Tensor) -> int:
-        """What the sum of losses is divided by."""
-        return len(label)
-
     def survival(self, logits: Tensor) -> Tensor:
         """(B, K) fp64, the probability that the event did not happen by the end of each bin."""
         return nn.functional.logsigmoid(-logits.double()).cumsum(1).exp()
@@ -108,12 +107,8 @@ class HazardHead(nn.Module):
         survival, edges = self.survival(logits), self.edges or range(1, self.classes)
         return {"risk": self.scores(logits)[:, 0]} | {f"survival_at_{t:g}": survival[:, k] for k, t in enumerate(edges)}
 
-    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Harrell's concordance of risks (S, 1) and labels (S, 2)."""
-        return {"concordance": concordance_index(scores[:, 0], *labels.unbind(1))}
 
-
-class CoxHead(nn.Module):
+class CoxHead(SurvivalHead):
     """Proportional hazards: a log-risk without bias; Cox's partial likelihood, with Efron's rule for tied times.
 
     The loss compares a sample that had the event with all that were at risk then, as far as they are in the batch of this
@@ -124,21 +119,11 @@ class CoxHead(nn.Module):
         dim: E.
     """
 
-    name = "survival"
-    #: `of_epoch`: a loss of an epoch is not a sum over batches
-    columns, label_columns, of_epoch = 1, 2, True
+    of_epoch = True
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.classes, self.linear = 1, nn.Linear(dim, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Log-risks (B, 1) from (B, E)."""
-        return unrounded(self.linear, x)
-
-    def check(self, label: Tensor) -> Tensor:
-        """The labels (B, 2) of times and events."""
-        return check_survival(label)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
         """(B,) nats, 0 without an event."""
@@ -156,10 +141,6 @@ class CoxHead(nn.Module):
     def predictions(self, logits: Tensor) -> dict[str, Tensor]:
         """ "risk" (B,), its logarithm relative to the baseline."""
         return {"risk": logits[:, 0]}
-
-    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Harrell's concordance of risks (S, 1) and labels (S, 2)."""
-        return {"concordance": concordance_index(scores[:, 0], *labels.unbind(1))}
 
 
 def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lightning_dilated.models.documents import Documents, check_form, check_mapp
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern import DilatedPattern, Global
+from lightning_dilated.sequence import SequenceSpec
 
 #: coordinates of rows that are not tiles: the class token's and padding
 BLANK = -1
@@ -200,6 +201,9 @@ class SlideBackbone(TransformerModel):
         options: ffn_dim, dropout, attention_dropout, drop_path, engine and the options of training.
     """
 
+    sequence_spec = SequenceSpec(
+        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
+    )
     input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
 
     def __init__(
@@ -370,7 +374,7 @@ def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
 
 
 def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:
-    """(B, L) bool: rows that are not padding."""
+    """(B, L) bool: the rows inside the slides' lengths."""
     if lengths is None:
         return torch.ones(samples, positions.shape[0], dtype=torch.bool)
     return positions < lengths[:, None]

@@ -32,11 +32,15 @@ def check_coordinates(
     where: str = "coords",
     extent: tuple[int, int] | None = None,
 ) -> None:
-    """Raise where `coordinate_faults` finds something.
+    """Raise where coordinates look wrong for tiles of this size.
 
     Args:
-        coords, tile_size, grid, extent: as there.
+        coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real tiles
+            only: the rows of a class token and of padding (-1, -1) are not to be among them.
+        tile_size: side of a tile in the same pixels. TRIDENT's `patch_size_level0` is that for its level-0 coordinates.
+        grid: n, where positions exist for n x n cells only.
         where: begins the error; name the slide.
+        extent: (width, height) of the slide in the same pixels, where they are known.
 
     Raises:
         ValueError: with every fault and what to set.
@@ -49,18 +53,7 @@ def check_coordinates(
 def coordinate_faults(
     coords: Any, tile_size: int = 256, grid: int | None = None, extent: tuple[int, int] | None = None
 ) -> list[str]:
-    """What looks wrong about coordinates, a string for each fault.
-
-    Args:
-        coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real tiles
-            only: the rows of a class token and of padding (-1, -1) are not to be among them.
-        tile_size: side of a tile in the same pixels. TRIDENT's `patch_size_level0` is that for its level-0 coordinates.
-        grid: n, where positions exist for n x n cells only.
-        extent: (width, height) of the slide in the same pixels, where they are known.
-
-    Raises:
-        TypeError, ValueError: for a tile_size or grid that is no positive integer.
-    """
+    """Return a sentence for each fault that `check_coordinates` reports; its arguments are the same."""
     tile_size = integer(tile_size, "tile_size", 1)
     grid = None if grid is None else integer(grid, "grid", 1)
     values = coords.detach().cpu() if isinstance(coords, torch.Tensor) else np.asarray(coords)
@@ -68,23 +61,21 @@ def coordinate_faults(
         return [f"coordinates must be (N, 2), x and y of each tile; got shape {tuple(values.shape)}."]
     if isinstance(values, torch.Tensor):
         values = (values.double() if values.is_floating_point() else values.long()).numpy()
-    faults = _not_integers(values, getattr(coords, "dtype", values.dtype))
-    if faults or not len(values):
-        return faults
+    fault = _not_integers(values, getattr(coords, "dtype", values.dtype))
+    if fault or not len(values):
+        return [fault] if fault else []
     values = values.astype(np.int64)
-    below = _negative(values)
-    if below:
-        return below
-    outside = _outside(values, extent)
-    if outside:
-        return outside
-    shared = _shared_cells(values, tile_size) or _same_place(values)
-    beyond = [] if grid is None else grid_faults(values, tile_size, grid, tile_size_known=False)
-    return [*shared, *_far_apart(values, tile_size), *beyond]
+    fault = _negative(values) or _outside(values, extent)
+    if fault:
+        return [fault]
+    faults = [_shared_cells(values, tile_size) or _same_place(values), _far_apart(values, tile_size)]
+    if grid is not None:
+        faults.append(grid_fault(values, tile_size, grid, tile_size_known=False))
+    return [fault for fault in faults if fault]
 
 
 def comparable(coords: np.ndarray) -> bool:
-    """Whether (N, 2) integer coordinates have enough neighbours to show a tile_size that is too small."""
+    """Return whether (N, 2) integer coordinates have enough neighbours to show a tile_size that is too small."""
     return len(_gaps(coords)) >= ENOUGH
 
 
@@ -112,137 +103,132 @@ def _gaps(coords: np.ndarray) -> np.ndarray:
     return np.concatenate(gaps)
 
 
-def _not_integers(values: np.ndarray, dtype: Any) -> list[str]:
+def _not_integers(values: np.ndarray, dtype: Any) -> str:
     if np.issubdtype(values.dtype, np.integer):
-        return []
+        return ""
     name = str(dtype).removeprefix("torch.")
     if not np.issubdtype(values.dtype, np.floating):
-        return [f"coordinates must be integers (pixels), got {name}."]
+        return f"coordinates must be integers (pixels), got {name}."
     text = f"coordinates must be integers (pixels), but these are {name}"
     broken = np.flatnonzero(~np.isfinite(values).all(1))
     if len(broken):
-        return [f"{text} and not finite at tile {broken[0]} (float16 ends at 65504): write them as int64."]
+        return f"{text} and not finite at tile {broken[0]} (float16 ends at 65504): write them as int64."
     if len(values) and values.min() >= 0 and values.max() <= 1:
-        return [f"{text} from 0 to 1, as if they were normalised: multiply them by the slide's size in pixels."]
+        return f"{text} from 0 to 1, as if they were normalised: multiply them by the slide's size in pixels."
     split = np.flatnonzero((values != np.floor(values)).any(1))
     if len(split):
         point = tuple(float(x) for x in values[split[0]])
-        return [
+        return (
             f"{text} with fractions, such as {point} at tile {split[0]}. They look like micrometres: divide by the slide's "
             "micrometres per pixel, round, and write them as int64."
-        ]
-    return [f"{text}: these are whole, so write them as int64 (above 2^11 float16, above 2^24 float32 loses pixels)."]
+        )
+    return f"{text}: these are whole, so write them as int64 (above 2^11 float16, above 2^24 float32 loses pixels)."
 
 
-def _negative(values: np.ndarray) -> list[str]:
+def _negative(values: np.ndarray) -> str:
     negative = np.flatnonzero((values < 0).any(1))
     if not len(negative):
-        return []
-    return [
+        return ""
+    return (
         f"{len(negative):,} of {len(values):,} tiles have a negative coordinate, the first is tile {negative[0]} at "
         f"{tuple(values[negative[0]].tolist())}. Count pixels from the slide's upper left corner (rows of a class token or "
         "of padding are not tiles: leave them out)."
-    ]
+    )
 
 
-def _shared_cells(values: np.ndarray, tile_size: int) -> list[str]:
+def _shared_cells(values: np.ndarray, tile_size: int) -> str:
     cells, tiles = len(np.unique(tile_cells(values, tile_size), axis=0)), len(values)
     if cells >= UNIQUE * tiles:
-        return []
+        return ""
     text = f"{tiles:,} tiles lie in only {cells:,} cells of tile_size={tile_size}, so tiles would share positions."
     places, step = len(np.unique(values, axis=0)), tile_step(values)
     if places < UNIQUE * tiles:
-        return [f"{text} Only {places:,} of the coordinates differ: are tiles listed twice, or coordinates cut short?"]
+        return f"{text} Only {places:,} of the coordinates differ: are tiles listed twice, or coordinates cut short?"
     if step is None or step >= tile_size:
-        return [f"{text} No regular grid of tiles is seen: are these x and y in pixels, of this slide?"]
+        return f"{text} No regular grid of tiles is seen: are these x and y in pixels, of this slide?"
     if step == 1:
-        return [
+        return (
             f"{text} Neighbours are 1 apart, so these look like tile numbers, not pixels: multiply them by the tile's side "
             "in pixels, or set tile_size=1."
-        ]
-    return [
+        )
+    return (
         f"{text} Neighbours are {step} apart, {step / tile_size:.3g} of the tile_size, so these look like coordinates of "
         f"another magnification, of overlapping tiles, or in micrometres: set tile_size={step}."
-    ]
+    )
 
 
-def _same_place(values: np.ndarray) -> list[str]:
-    """Several tiles at one place; of a regular grid none are."""
+def _same_place(values: np.ndarray) -> str:
     order = np.lexsort(values.T)
     repeated = np.flatnonzero((np.diff(values[order], axis=0) == 0).all(1))
     if not len(repeated):
-        return []
+        return ""
     first, second = sorted(int(x) for x in order[repeated[0] : repeated[0] + 2])
     place = tuple(values[first].tolist())
-    return [
+    return (
         f"tiles {first} and {second} both lie at {place}, and {len(repeated):,} of {len(values):,} tiles lie where another "
         "one does: remove those that are listed twice, or extract this slide again."
-    ]
+    )
 
 
-def _outside(values: np.ndarray, extent: tuple[int, int] | None) -> list[str]:
-    """Tiles that begin beyond the slide."""
+def _outside(values: np.ndarray, extent: tuple[int, int] | None) -> str:
     if extent is None:
-        return []
+        return ""
     beyond = np.flatnonzero((values >= np.array(extent)).any(1))
     if not len(beyond):
-        return []
+        return ""
     tile = int(beyond[0])
     text = (
         f"{len(beyond):,} of {len(values):,} tiles begin outside of the slide, which is {extent[0]:,} pixels wide and "
         f"{extent[1]:,} high; the first is tile {tile} at {tuple(values[tile].tolist())}."
     )
     if (values < np.array(extent[::-1])).all():
-        return [
-            f"{text} With x and y swapped all tiles lie on it: write the coordinates as (x, y), as coords[:, ::-1]."
-        ]
-    return [f"{text} Are these coordinates of this slide, in pixels of its level 0?"]
+        return f"{text} With x and y swapped all tiles lie on it: write the coordinates as (x, y), as coords[:, ::-1]."
+    return f"{text} Are these coordinates of this slide, in pixels of its level 0?"
 
 
-def _far_apart(values: np.ndarray, tile_size: int) -> list[str]:
+def _far_apart(values: np.ndarray, tile_size: int) -> str:
     gaps = _gaps(values)
     if len(gaps) < ENOUGH or gaps.min() < 1.5 * tile_size:
-        return []
+        return ""
     step = tile_step(values)
-    return [
+    return (
         f"no two neighbours are closer than {gaps.min()}, with tile_size={tile_size}, so positions would be stretched by "
         f"{step / tile_size:.3g}. These look like coordinates of a finer level than the tile_size counts in (level 0 of a "
         f"slide that was read at a lower magnification): set tile_size={step}."
-    ]
+    )
 
 
-def overlap_faults(coords: np.ndarray, tile_size: int, slide: Slide) -> list[str]:
-    """Tiles of a file that states their side but no overlap, if most neighbours are at another distance than `tile_size`.
+def overlap_fault(coords: np.ndarray, tile_size: int, slide: Slide) -> str:
+    """Return a fault where a file states a side but no overlap, and most neighbours are not `tile_size` apart.
 
     CLAM writes such files for a step_size below the patch_size: cells of the side would hold several tiles.
     """
     gaps = _gaps(coords)
     if slide.tile_size is None or slide.overlap_known or len(gaps) < ENOUGH:
-        return []
+        return ""
     step = tile_step(coords)
     regular = 2 * np.count_nonzero(gaps == step) >= len(gaps)
     if step is None or not regular or step == tile_size or min(step, tile_size) >= slide.tile_size:
-        return []
-    return [
+        return ""
+    return (
         f"neighbours are {step} apart, but tile_size={tile_size}. The tiles are {slide.tile_size} wide, and the file does "
         f"not state by how much they overlap: set data.tile_size and the model's tile_size to {step}."
-    ]
+    )
 
 
-def grid_faults(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: bool = True) -> list[str]:
-    """What lies beyond n x n cells, worded as in `coordinate_faults`."""
+def grid_fault(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: bool = True) -> str:
     cells = tile_cells(coords, tile_size)
     largest = cells.max(0)
     if largest.max() < grid:
-        return []
+        return ""
     tile = int(np.flatnonzero((cells >= grid).any(1))[0])
     remedy = f"set a grid (model.grid) of at least {largest.max() + 1}"
     if not tile_size_known:
         remedy += ", or a larger tile_size if these are pixels of a finer level"
-    return [
+    return (
         f"the largest cell is (column {largest[0]}, row {largest[1]}), but positions exist for {grid} x {grid} cells of "
         f"{tile_size} pixels; tile {tile} at {tuple(coords[tile].tolist())} is the first beyond: {remedy}."
-    ]
+    )
 
 
 # -- files, the csv and sizes ------------------------------------------------------------------------------------------
@@ -334,7 +320,7 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
     """The side of a tile on which option and slides agree; None if none states it. Raises ValueError if they differ."""
     stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
     if tile_size is not None:
-        # a smaller one is the distance of overlapping tiles, which `overlap_faults` compares with the coordinates
+        # a smaller one is the distance of overlapping tiles, which `overlap_fault` compares with the coordinates
         others = [s for s in slides if s.tile_size not in (None, tile_size)]
         other = next((s for s in others if s.overlap_known or tile_size > (s.tile_size or 0)), None)
         if other is not None:
@@ -378,6 +364,5 @@ def each(what: str, function: Any, items: list[Any]) -> list[Any]:
 
 
 def _listed(what: str, faults: list[str]) -> str:
-    """A count, and the first few."""
     more = f"\nand {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return f"{len(faults)} {what}:\n" + "\n".join(faults[:SHOWN]) + more

@@ -7,6 +7,7 @@ Shape letters: B batch, N tokens, Q chosen queries, H query heads, E embedding d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from lightning_dilated.ext.slides.weights import (
 from lightning_dilated.models.documents import Documents, mean_token
 from lightning_dilated.models.pretrained import file_arguments, made_values
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.sequence import SequenceSpec, active_sequence
+from lightning_dilated.sequence import active_sequence
 
 
 @torch.no_grad()
@@ -131,10 +132,6 @@ class SlideEncoder(SlideBackbone, PooledModule):
         FileNotFoundError: if there is no file `pretrained`.
         ValueError, TypeError: naming the argument.
     """
-
-    sequence_spec = SequenceSpec(
-        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
-    )
 
     def __init__(
         self,
@@ -265,7 +262,11 @@ class SlideEncoder(SlideBackbone, PooledModule):
         """
         _one_rank("tiles alone are encoded on one rank; on several give batches with a blank row to `embed`.")
         x, rows = self._tiles(features, coords, lengths)
-        return self._pooled(x, torch.arange(x.shape[1]), rows, all_layers)
+        layers: list[Tensor] = []  # the stack's own last norm is no part of them
+        pool = partial(self._pool, positions=torch.arange(x.shape[1]), lengths=rows)
+        watch = (lambda y: layers.append(pool(y))) if all_layers else None
+        out = self.transformer(self.dropout(x), lengths=rows, watch=watch)
+        return layers if all_layers else pool(out)
 
     @torch.no_grad()
     def attention_map(
@@ -336,16 +337,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
             return self.norm(first_token(x, positions, documents))
         return self.norm(mean_token(x, positions, lengths, start=1, documents=documents))
 
-    def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: bool) -> Tensor | list[Tensor]:
-        """Hidden states pooled and normalised; with `all_layers` each layer's, before the stack's own last norm."""
-        layers: list[Tensor] = []
-        watch = (lambda y: layers.append(self._pool(y, positions, lengths))) if all_layers else None
-        out = self.transformer(self.dropout(x), lengths=lengths, watch=watch)
-        return layers if all_layers else self._pool(out, positions, lengths)
-
 
 def _one_rank(message: str) -> None:
-    """Raise ValueError while several ranks share a sequence."""
     group = active_sequence()
     if group is not None and group.ranks > 1:
         raise ValueError(message)

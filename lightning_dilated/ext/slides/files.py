@@ -36,7 +36,7 @@ _LARGEST = 1 << 31
 
 
 def states_overlap(attributes: Mapping[str, Any]) -> bool:
-    """Whether `tile_size_of` knows what tiles share. CLAM (step_size below patch_size) does not write it."""
+    """Return whether `tile_size_of` knows what tiles share. CLAM (step_size below patch_size) does not write it."""
     return all(name in attributes for name in ("patch_size_level0", "overlap", "patch_size"))
 
 
@@ -176,17 +176,18 @@ def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
         raise of_store from error  # HDF5 hides it behind one of its own
 
 
+#: {words of an error of HDF5: the cause and what to do}
+_REASONS = {
+    "signature not found": "it is not an HDF5 file, or empty: write it again",
+    "truncated": "it is truncated, as by a copy that was cut short: copy or write it again",
+    "lock": "another program has it open for writing: close that first",
+}
+
+
 def _unreadable(path: str, error: OSError) -> ValueError:
-    message = str(error)
-    if "signature not found" in message:
-        why = "it is not an HDF5 file, or empty: write it again"
-    elif "truncated" in message:
-        why = "it is truncated, as by a copy that was cut short: copy or write it again"
-    elif "lock" in message:
-        why = "another program has it open for writing: close that first"
-    else:
-        why = "it is damaged or cut short: copy or write it again"
-    return ValueError(f"{path} cannot be read: {why} ({message})")
+    reasons = [reason for words, reason in _REASONS.items() if words in str(error)]
+    why = reasons[0] if reasons else "it is damaged or cut short: copy or write it again"
+    return ValueError(f"{path} cannot be read: {why} ({error})")
 
 
 def own_dataset(path: str, file: Any, name: str) -> Any:
@@ -226,7 +227,7 @@ def check_declared_size(path: str, array: Any, name: str, size: int) -> None:
 
 
 def _is_there(path: str, file: Any, name: str) -> bool:
-    """Whether the file has an object of this name; ValueError for a link that leaves the file."""
+    """Return whether the file has an object of this name; ValueError for a link that leaves the file."""
     h5py = import_h5py()
     group, parts, links = file, _parts(name), 0
     while parts:
@@ -404,7 +405,7 @@ class SlideReader:
         return digest.digest()
 
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
-        """The values of these tiles in the reader's dtype."""
+        """Return the values of these tiles in the reader's dtype, checked."""
         out = values.to(self.dtype)
         # one pass without a mask: in float64 the sum of finite terms of these types is finite
         if out.sum(dtype=torch.float64).isfinite():
@@ -489,7 +490,6 @@ def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _array(path: str, arrays: Any, name: str, option: str) -> Any:
-    """The array of that name in an h5 file or a mapping."""
     array = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
     if array is None:
         names = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from lightning_dilated._validation import one_of, refuse_special
+from lightning_dilated._validation import one_of
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.opener import Opener, is_url
 from lightning_dilated.ext.slides.files import slide_name
@@ -67,30 +67,26 @@ def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list
         ValueError: for a missing column (with those there are), a ragged line, an empty value, an unknown split word, a
             slide named twice; with the line.
     """
-    refuse_special(path)
+    try:
+        with io.TextIOWrapper((opener or Opener()).open(path), encoding="utf-8-sig", newline="") as file:
+            return _rows(path, csv.reader(_lines(path, file), strict=True), columns)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet") from error
+    except OSError as error:
+        if is_url(path) and not isinstance(error, FileNotFoundError):
+            raise
+        raise _unopened(path, error) from error
+
+
+def _unopened(path: str, error: OSError) -> OSError:
     if is_url(path):
-        return _rows_of_url(path, columns, opener or Opener())
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            return _rows(path, csv.reader(_lines(path, file), strict=True), columns)
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise FileNotFoundError(f"data.labels_csv {path} is not a file: pass the path of a csv file") from error
-    except PermissionError as error:
-        raise PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions") from error
-    except UnicodeDecodeError as error:
-        raise _no_text(path, error) from error
-    except OSError as error:  # such as a link to itself
-        raise OSError(f"data.labels_csv {path} cannot be read ({error}): pass the path of a csv file") from error
-
-
-def _rows_of_url(path: str, columns: Columns, opener: Opener) -> list[Row]:
-    try:
-        with io.TextIOWrapper(opener.open(path), encoding="utf-8-sig", newline="") as file:
-            return _rows(path, csv.reader(_lines(path, file), strict=True), columns)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"data.labels_csv: {error}") from error
-    except UnicodeDecodeError as error:
-        raise _no_text(path, error) from error
+        return FileNotFoundError(f"data.labels_csv: {error}")
+    if isinstance(error, (FileNotFoundError, IsADirectoryError)):
+        return FileNotFoundError(f"data.labels_csv {path} is not a file: pass the path of a csv file")
+    if isinstance(error, PermissionError):
+        return PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions")
+    # such as a link to itself
+    return OSError(f"data.labels_csv {path} cannot be read ({error}): pass the path of a csv file")
 
 
 def _lines(path: str, file: TextIO) -> Iterator[str]:
@@ -100,10 +96,6 @@ def _lines(path: str, file: TextIO) -> Iterator[str]:
         if len(line) > LONGEST:
             raise ValueError(f"{path}, line {number:,} has more than {LONGEST:,} characters: is it the right file?")
         yield line
-
-
-def _no_text(path: str, error: UnicodeDecodeError) -> ValueError:
-    return ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet")
 
 
 def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:

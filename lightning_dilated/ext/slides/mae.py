@@ -22,7 +22,6 @@ from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern.rows import in_turns
-from lightning_dilated.sequence import SequenceSpec
 
 
 class SlidePretrainer(SlideBackbone):
@@ -47,10 +46,6 @@ class SlidePretrainer(SlideBackbone):
     Raises:
         ValueError, TypeError: naming the argument.
     """
-
-    sequence_spec = SequenceSpec(
-        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
-    )
 
     def __init__(
         self,

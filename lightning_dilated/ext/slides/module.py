@@ -5,6 +5,8 @@ Shape letters: B batch, N positions, T tiles, F features.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,11 @@ from lightning_dilated.ext.slides.coordinates import (
     comparable,
     coordinate_faults,
     each,
-    grid_faults,
+    grid_fault,
     inspected,
     matched,
     one_tile_size,
-    overlap_faults,
+    overlap_fault,
     tile_step,
 )
 from lightning_dilated.ext.slides.files import BLOCK, H5, PT, Slide, SlideReader
@@ -291,7 +293,7 @@ class SlideDataModule(SplitDataModule):
         read = slides if self.check_values == "all" else first
         each("slides hold values that cannot be used", self._check_values, read)
         if self.reader.coords is not None:
-            inventory.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
+            inventory.largest = each("slides have coordinates that cannot be used", self._largest, slides)
         if "train" in splits:
             self.check_batch(len(self._samples("train", inventory)), 1)
         self._inventory = inventory
@@ -324,7 +326,6 @@ class SlideDataModule(SplitDataModule):
         self._log_unchecked(None)
         indices = [i for members in samples.values() for i in members]
         slides = [inventory.slides[i] for i in indices]
-        labels = None if inventory.labels is None else [inventory.labels[members[0]] for members in samples.values()]
         options: dict[str, Any] = {}
         if self.merge_groups:
             place = {i: at for at, i in enumerate(indices)}
@@ -332,7 +333,12 @@ class SlideDataModule(SplitDataModule):
             if self.reader.coords is not None:
                 options["shifts"] = np.concatenate([self._shifts(members) for members in samples.values()] or [_NONE])
         settings = self.class_token, self.max_tiles, self.order, self.seed
-        return SlideSequences(self.reader, slides, labels, *settings, **options)
+        return SlideSequences(self.reader, slides, self._labels(split), *settings, **options)
+
+    def _labels(self, split: str) -> list[Any] | None:
+        """Return the label of each sample of a split; None without labels."""
+        labels = self.inventory.labels
+        return None if labels is None else [labels[members[0]] for members in self._samples(split).values()]
 
     def _samples(self, split: str, inventory: Inventory | None = None) -> dict[str, list[int]]:
         """{name: slides} of each sample of a split: a slide by itself, or those of a group."""
@@ -359,21 +365,17 @@ class SlideDataModule(SplitDataModule):
         """Training samples of each class; None without classes."""
         if self.classes is None:
             return None
-        labels = self.inventory.labels or []
-        numbers = [labels[members[0]] for members in self._samples("train").values()]
+        numbers = self._labels("train") or []
         return [numbers.count(c) for c in range(len(self.classes))]
 
     @property
     def training_survival(self) -> list[tuple[float, float]] | None:
         """(time, event) of each training sample; None for other labels."""
-        if self.labels != "survival":
-            return None
-        labels = self.inventory.labels or []
-        return [labels[members[0]] for members in self._samples("train").values()]
+        return self._labels("train") if self.labels == "survival" else None
 
     def balanced_classes(self) -> list[int] | None:
         """The class of each training sample, where all classes are drawn equally often."""
-        return self.dataset("train").labels if self.sampling == "balanced" else None
+        return self._labels("train") if self.sampling == "balanced" else None
 
     def describe(self) -> str:
         """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
@@ -427,13 +429,14 @@ class SlideDataModule(SplitDataModule):
             )
         what, few = "slides do not fit the model", 0
         if self.tile_size is None:
-            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), inventory.slides)
-            few = enough.count(False)
+            note = f" (the model has tile_size={tile_size}; neither the file nor data.tile_size states one)"
+            faults = partial(coordinate_faults, tile_size=tile_size, grid=grid)
+            few = each(what, lambda s: comparable(self._coords(s, faults, note)), inventory.slides).count(False)
         elif grid is not None:
             beyond = [
                 s for s, most in zip(inventory.slides, inventory.largest, strict=True) if max(most) // tile_size >= grid
             ]
-            each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
+            each(what, lambda s: self._coords(s, lambda coords: [grid_fault(coords, tile_size, grid)]), beyond)
         if self.merge_groups and grid is not None:
             self._check_merged(tile_size, grid)
         self._log_unchecked(tile_size, few)
@@ -505,21 +508,23 @@ class SlideDataModule(SplitDataModule):
         for start in range(0, slide.tiles, BLOCK):
             self.reader.read(slide.path, np.arange(start, min(start + BLOCK, slide.tiles)))
 
-    def _check_coords(self, slide: Slide) -> tuple[int, int]:
-        """The largest coordinates (x, y) of a slide; raise ValueError where they look wrong."""
+    def _coords(self, slide: Slide, faults_of: Callable[[np.ndarray], Sequence[str]], note: str = "") -> np.ndarray:
+        """Return all coordinates of a slide; raise ValueError for its faults, followed by the note."""
         coords = self.reader.read_coords(slide.path)
-        size = self.tile_size or tile_step(coords) or 1
-        faults = coordinate_faults(coords, size, extent=slide.extent) or overlap_faults(coords, size, slide)
+        faults = [fault for fault in faults_of(coords) if fault]
         if faults:
-            raise ValueError(f"{slide.path}: {' '.join(faults)} (data.tile_size)")
-        x, y = coords.max(0).tolist()
-        return x, y
+            raise ValueError(f"{slide.path}: {' '.join(faults)}{note}")
+        return coords
 
-    def _check_grid(self, slide: Slide, tile_size: int, grid: int) -> None:
-        """Raise ValueError for a slide that reaches beyond the grid."""
-        faults = grid_faults(self.reader.read_coords(slide.path), tile_size, grid)
-        if faults:
-            raise ValueError(f"{slide.path}: {' '.join(faults)}")
+    def _largest(self, slide: Slide) -> tuple[int, int]:
+        """Return the largest coordinates (x, y) of a slide, after a check of all of them."""
+
+        def faults(coords: np.ndarray) -> list[str]:
+            size = self.tile_size or tile_step(coords) or 1
+            return coordinate_faults(coords, size, extent=slide.extent) or [overlap_fault(coords, size, slide)]
+
+        x, y = self._coords(slide, faults, " (data.tile_size)").max(0).tolist()
+        return x, y
 
     def _log_unchecked(self, tile_size: int | None, few: int = 0) -> None:
         """One line for all slides, once, about what the coordinates could not be compared with."""
@@ -541,14 +546,3 @@ class SlideDataModule(SplitDataModule):
             )
         if parts:
             rank_zero_info(f"data: not checked of the coordinates: {'; '.join(parts)}")
-
-    def _compared(self, slide: Slide, tile_size: int, grid: int | None) -> bool:
-        """Whether the tiles' distances could show that the model's tile_size is too small; ValueError where they do."""
-        coords = self.reader.read_coords(slide.path)
-        faults = coordinate_faults(coords, tile_size, grid)
-        if faults:
-            raise ValueError(
-                f"{slide.path}: {' '.join(faults)} (the model has tile_size={tile_size}; neither the file nor "
-                "data.tile_size states one)"
-            )
-        return comparable(coords)

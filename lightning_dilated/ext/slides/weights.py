@@ -77,11 +77,18 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return dict(stored)
 
 
-def released_names(depth: int) -> list[str]:
-    """The names of a released encoder of `depth` layers."""
-    layer = [*QKV, *LAYER]
-    modules = [*OUTER, *(f"encoder.layers.{i}.{x}" for i in range(depth) for x in layer)]
-    return ["cls_token", *(f"{m}.{x}" for m in modules for x in ("weight", "bias"))]
+def released_parameters(depth: int) -> dict[str, tuple[str, ...]]:
+    """{ours: the names in a release} of an encoder of `depth` layers; a parameter of several names is joined from them."""
+    modules = {ours: (theirs,) for theirs, ours in OUTER.items()}
+    for i in range(depth):
+        old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
+        modules |= {f"{new}.{ours}": (f"{old}.{theirs}",) for theirs, ours in LAYER.items()}
+    names = {f"{ours}.{kind}": (f"{x}.{kind}",) for ours, (x,) in modules.items() for kind in ("weight", "bias")}
+    for i in range(depth):
+        for kind in ("weight", "bias"):
+            theirs = tuple(f"encoder.layers.{i}.{x}.{kind}" for x in QKV)
+            names[f"transformer.blocks.{i}.attention.in_proj_{kind}"] = theirs
+    return {"cls_token": ("cls_token",), **names}
 
 
 def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: bool = False) -> dict[str, Tensor]:
@@ -108,9 +115,18 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
     extra = [name for name in stored if not name.startswith(prefix)]
     layers = [m[1] for m in map(_LAYERS.match, inside) if m]
     if layers or not any(name.startswith("transformer.") for name in inside):
-        expected = released_names(layers_of(layers, len(inside), where))
+        names = released_parameters(layers_of(layers, len(inside), where))
         check_layer_shapes(inside, where)
-        encoder = _converted(inside, expected, where)
+        expected = [name for theirs in names.values() for name in theirs]
+        missing = [name for name in expected if name not in inside]
+        if missing:
+            raise ValueError(
+                f"{where} lacks {len(missing)} of {len(expected)} parameters of a slide encoder: {few(missing)}."
+            )
+        encoder = {
+            ours: torch.cat([inside[x] for x in theirs]) if len(theirs) > 1 else inside[theirs[0]]
+            for ours, theirs in names.items()
+        }
         if "pos_embed" in inside:
             _check_table(inside["pos_embed"], grid, where)
             expected = [*expected, "pos_embed"]
@@ -124,39 +140,17 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
     return encoder
 
 
-def _converted(inside: Mapping[str, Tensor], expected: list[str], where: str) -> dict[str, Tensor]:
-    """A release's tensors by this package's names."""
-    missing = [name for name in expected if name not in inside]
-    if missing:
-        raise ValueError(
-            f"{where} lacks {len(missing)} of {len(expected)} parameters of a slide encoder: {few(missing)}."
-        )
-    ours = {"cls_token": inside["cls_token"]}
-    for kind in ("weight", "bias"):
-        ours |= {f"{to}.{kind}": inside[f"{name}.{kind}"] for name, to in OUTER.items()}
-        for i in range(sum(name.endswith("ffn.fc1.weight") for name in expected)):
-            old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
-            ours |= {f"{new}.{to}.{kind}": inside[f"{old}.{name}.{kind}"] for name, to in LAYER.items()}
-            ours[f"{new}.attention.in_proj_{kind}"] = torch.cat([inside[f"{old}.{x}.{kind}"] for x in QKV])
-    return ours
-
-
 def to_released(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
-    back = {ours: theirs for theirs, ours in LAYER.items()}
-    outer = {ours: theirs for theirs, ours in OUTER.items()}
-    released = {}
+    names, released = released_parameters(_own_depth(own)), {}
     for name, x in own.items():
-        module, _, kind = name.rpartition(".")
-        block = re.match(r"transformer\.blocks\.(\d+)\.(.*)", module)
-        if name == "cls_token" or module in outer:
-            released[f"{outer[module]}.{kind}" if module else name] = x
-        elif block and kind.startswith("in_proj_"):
-            for part, theirs in zip(x.chunk(3), QKV, strict=True):
-                released[f"encoder.layers.{block[1]}.{theirs}.{kind.removeprefix('in_proj_')}"] = part
-        elif block:
-            released[f"encoder.layers.{block[1]}.{back[block[2]]}.{kind}"] = x
+        if OWN.match(name):
+            released |= zip(names[name], x.chunk(len(names[name])) if x.ndim else (x,), strict=True)
     return released
+
+
+def _own_depth(own: Mapping[str, Tensor]) -> int:
+    return 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, own) if m), default=-1)
 
 
 def _check_own(own: Mapping[str, Tensor], where: str) -> None:
@@ -174,7 +168,7 @@ def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str,
     Raises:
         ValueError: naming `where`, for weights that are not those of an encoder.
     """
-    depth = 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, own) if m), default=-1)
+    depth = _own_depth(own)
     embed, first = own.get("patch_embed.weight"), own.get("transformer.blocks.0.ffn.fc1.weight")
     if (
         depth < 1

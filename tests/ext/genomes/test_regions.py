@@ -173,18 +173,6 @@ def test_predictions_of_both_strands(folder: Path, kind, packed: bool) -> None:
     assert any(int(row["tokens"]) < int(row["stop"]) - int(row["start"]) for row in rows)
 
 
-@pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
-def test_embeddings_of_windows(folder: Path, kind) -> None:
-    rows = predicted(folder, data(folder, test_fraction=1, batch_size=3), kind, predict_embeddings=True)
-    first = [float(rows[0][f"e{i}"]) for i in range(16)]
-    want = model(kind).embed([ONE[5:15], other_strand(TWO[17:27])])
-    torch.testing.assert_close(torch.tensor(first), want[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        torch.tensor([float(rows[2][f"e{i}"]) for i in range(16)]), want[1], rtol=1e-5, atol=1e-6
-    )
-    assert rows[2]["strand"] == "-" and "bits_per_byte" not in rows[0]
-
-
 def test_equal_windows_have_equal_masks(tmp_path: Path) -> None:
     """Whatever their number in the file: predictions of equal bases are equal."""
     write(tmp_path, one=ONE[:40], two=ONE[20:40] + ONE[:20])

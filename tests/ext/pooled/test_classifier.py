@@ -27,8 +27,6 @@ TASKS = {
     "classification": {"task": "classification", "num_classes": 3},
     "ordinal": {"task": "ordinal", "num_classes": 3},
     "regression": {"task": "regression"},
-    "smooth": {"task": "regression", "regression_loss": "smooth_l1"},
-    "two targets": {"task": "regression", "num_classes": 2},
 }
 
 
@@ -44,8 +42,6 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i):
         made, cls = torch.Generator().manual_seed(i), i % 3
         label = torch.tensor(cls) if "num_classes" in TASKS[self.task] else torch.tensor(float(cls))
-        if self.task == "two targets":
-            label = torch.tensor([cls / 2, 1 - cls / 2])
         x = {"tokens": torch.randint(3, (20,), generator=made) + 3 * cls}
         if not self.tokens:
             x = {"features": torch.randn(20, 3, generator=made) + cls - 1}

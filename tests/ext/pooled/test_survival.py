@@ -214,12 +214,6 @@ def test_predictions_of_slides(folder):
     assert found["embedding"].shape == (4, 16)
 
 
-def test_packed_slides(folder):
-    model = SlideEncoder(**SIZES, num_classes=2)
-    trainer(max_steps=2).fit(model, data(folder, batch_size=1, pack_tokens=64))
-    assert len(model.time_bins) == 1
-
-
 REFUSED = {
     "cox one by one": ({"survival_loss": "cox"}, {"batch_size": 1}, "compares the samples of a batch.*batch_size is 1"),
     "bins": ({"num_classes": 12}, {}, "12 bins of time need as many groups of events"),

@@ -80,15 +80,12 @@ def test_pictures_on_thumbnails(slides, tmp_path):
             assert found.shape[:2] == tuple(round(x / 16) for x in slide.extent[::-1])
 
 
-def test_one_thumbnail_for_one_slide(slides, tmp_path):
+def test_one_thumbnail_for_one_slide_and_no_pictures(slides, tmp_path):
     one = SlideDataModule(str(slides / "in" / "slide_000.h5"), val_fraction=0, test_fraction=1)
     draw(slides, tmp_path, one, thumbnails=str(slides / "thumbs" / "slide_000.jpg"))
     assert (tmp_path / "slide_000.png").is_file()
-
-
-def test_without_pictures(slides, tmp_path):
-    draw(slides, tmp_path, pictures=False)
-    assert {x.suffix for x in tmp_path.iterdir()} == {".npz"}
+    draw(slides, tmp_path / "none", one, pictures=False)
+    assert [x.name for x in (tmp_path / "none").iterdir()] == ["slide_000.npz"]
 
 
 def test_thumbnails_that_cannot_be_used(slides, tmp_path):

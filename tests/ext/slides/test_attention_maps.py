@@ -2,12 +2,9 @@
 
 from types import SimpleNamespace
 
-import h5py
-import numpy as np
 import pytest
 import torch
 
-from lightning_dilated.data import SlideDataModule, heat_map, write_attention, write_synthetic_slides
 from lightning_dilated.pattern.rows import counts, pads
 
 from .slides import encoder, slides
@@ -107,22 +104,6 @@ def test_half_precision(precision):
     torch.testing.assert_close(got, want, rtol=0.1, atol=2e-3)
 
 
-def test_from_a_file_to_a_picture_and_back_into_the_file(tmp_path):
-    write_synthetic_slides(tmp_path, slides=3, tiles=(9, 30), features=12)
-    data = SlideDataModule(str(tmp_path), class_token=False, val_fraction=0, test_fraction=1, batch_size=3)
-    batch = next(iter(data.test_dataloader()))
-    model = encoder(dtype=torch.float32, grid=100).eval()
-    found = model.attention_map(batch["features"], batch["coords"], batch["lengths"])
-    for b, (name, n) in enumerate(zip(batch["slide_id"], batch["lengths"].tolist(), strict=True)):
-        weights, coords = found[b, :n], batch["coords"][b, :n]
-        picture = heat_map(weights, coords, data.tile_size)
-        column, row = coords[n - 1] // data.tile_size
-        assert picture[row, column] == weights[n - 1] and np.nansum(picture) == pytest.approx(float(weights.sum()))
-        write_attention(tmp_path / f"{name}.h5", weights)
-        with h5py.File(tmp_path / f"{name}.h5") as file:
-            assert file["attention"][:].tolist() == weights.tolist()
-
-
 REFUSED = {
     "layer beyond": ({"layer": 2}, ValueError, "layer must be 'all' or a number from -2 to 1 .* got 2"),
     "layer below": ({"layer": -3}, ValueError, "got -3"),
@@ -132,13 +113,6 @@ REFUSED = {
     "tile beyond": ({"queries": [0, 9]}, ValueError, r"queries holds tile 9, but there are 9 tiles \(0\.\.8\)"),
     "negative tile": ({"queries": [-1]}, ValueError, r"queries\[0\] must be at least 0"),
     "one tile": ({"queries": 3}, TypeError, "queries must be a list of tiles such as"),
-    "padding": ({"lengths": None}, ValueError, "negative for a tile, got -5"),
-    "lengths": ({"lengths": torch.tensor([9, 0])}, ValueError, r"lengths\[1\] is 0"),
-    "no tile": (
-        {"features": torch.zeros(2, 0, 12), "coords": torch.zeros(2, 0, 2).long()},
-        ValueError,
-        "at least one tile",
-    ),
 }
 
 

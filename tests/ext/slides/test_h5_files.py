@@ -135,13 +135,6 @@ def test_nor_is_it_read_or_written(tmp_path, name):
         write_attention(tmp_path / "a.h5", np.ones(30), C)
 
 
-def test_a_fifo_in_a_directory(tmp_path):
-    write(tmp_path / "a.h5", X, C)
-    os.mkfifo(tmp_path / "b.h5")
-    with pytest.raises(ValueError, match=r"b\.h5 is neither a regular file"):
-        SlideDataModule(str(tmp_path)).check()
-
-
 GOOD = {
     "contiguous": {},
     "a chunk a row": {"chunks": (1, 4)},

@@ -168,7 +168,8 @@ def given(change=lambda f, c, n: (f, c, n)):
 
 
 def rows(**changes):
-    return lambda: encoder(**TASK).loss_terms({**batch(9, 5), **changes})
+    data = {name: x for name, x in {**batch(9, 5), **changes}.items() if x is not None}
+    return lambda: encoder(**TASK).loss_terms(data)
 
 
 def made(**options):
@@ -183,9 +184,11 @@ REFUSED = {
     "other features": (given(lambda f, c, n: (f[..., :7], c, n)), ValueError, "the features are 7 wide.*feature_dim=12"),
     "integer features": (given(lambda f, c, n: (f.long(), c, n)), TypeError, "features must be floating"),
     "padding without lengths": (given(lambda f, c, n: (f, c, None)), ValueError, "negative for a tile, got -5"),
+    "no tiles": (given(lambda f, c, n: (f[:, :0], c[:, :0], None)), ValueError, "at least one tile"),
     "no tile": (given(lambda f, c, n: (f, c, torch.tensor([9, 0]))), ValueError, r"lengths\[1\] is 0.*1 to 9"),
     "more than there are": (given(lambda f, c, n: (f, c, n + 1)), ValueError, r"lengths\[0\] is 10"),
     "float lengths": (given(lambda f, c, n: (f, c, n.float())), TypeError, "lengths must be integers"),
+    "batch without coords": (rows(coords=None), ValueError, "no coords, which a slide encoder needs"),
     "no blank row": (rows(coords=batch(9, 5)["coords"].clamp(min=0)), ValueError, "carry one blank row in front"),
     "length of the blank row only": (rows(lengths=torch.tensor([10, 1])), ValueError, r"lengths\[1\] is 1; it counts"),
     "label of no class": (rows(label=torch.tensor([0, 2])), ValueError, r"labels must lie in 0 to 1 .*found 2"),
@@ -225,13 +228,6 @@ def test_refused(name):
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
-def test_batches_without_coordinates_are_refused():
-    data = batch(20)
-    del data["coords"]
-    with pytest.raises(ValueError, match="no coords, which a slide encoder needs"):
-        encoder().embed(data)
-
-
 @pytest.mark.parametrize("change", [{"num_heads": 2}, {"tile_size": 512}, {"grid": 9}])
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path, change):
     run = trainer(max_steps=1)
@@ -261,12 +257,6 @@ def test_loaded_encoders_train_in_training_mode():
         model, loader({k: v.float() if v.is_floating_point() else v for k, v in batch(20).items()})
     )
     assert seen == [True]
-
-
-def test_a_slide_without_tiles_is_refused():
-    model = encoder().eval()
-    with pytest.raises(ValueError, match="at least one tile"):
-        model(torch.zeros(1, 0, SIZES["feature_dim"], dtype=torch.float64), torch.zeros(1, 0, 2, dtype=torch.int64))
 
 
 RELEASED = {name: value for name, value in SIZES.items() if name not in ("segment_lengths", "dilation_rates")}

@@ -42,16 +42,6 @@ def test_split_column(folder, tmp_path, column):
     assert {k: len(v) for k, v in dealt.items()} == {"train": 10, "val": 1, "test": 1}
 
 
-@pytest.mark.parametrize("file", ["a.h5", "a.svs.h5", "TCGA-A1.DX1.B34C.h5"])
-@pytest.mark.parametrize("ending", ["", ".svs", ".h5", ".NDPI"])
-def test_endings_do_not_count(tmp_path, file, ending):
-    write(tmp_path / file, np.ones((3, 2), np.float32), grid(3))
-    name = file.removesuffix(".h5").removesuffix(".svs")
-    path = table(tmp_path / "l.csv", "slide_id,label", f"{name}{ending},0.5")
-    data = SlideDataModule(str(tmp_path), path, "numbers", val_fraction=0, test_fraction=0)
-    assert [s.name for s in data.dataset("train").slides] == [name]
-
-
 def test_split_column_without_a_test_split(folder, tmp_path):
     lines = [f"slide_{i:03d},{i % 2},{'val' if i > 8 else 'train'}" for i in range(12)]
     data = module(folder, labels_csv=table(tmp_path / "labels.csv", "slide_id,label,split", *lines))

@@ -1,7 +1,6 @@
 """write_synthetic_slides: the shape of real slides, the same for the same seed, and features that know the label."""
 
 import csv
-import sys
 from pathlib import Path
 
 import h5py
@@ -87,10 +86,3 @@ def test_pt_holds_the_same(tmp_path):
 def test_wrong_values(tmp_path, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         write_synthetic_slides(tmp_path, **options)
-
-
-def test_without_h5py(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "h5py", None)
-    with pytest.raises(ImportError, match=r"lightning-dilated\[slides\]"):
-        write_synthetic_slides(tmp_path)
-    write_synthetic_slides(tmp_path, kind="pt")
