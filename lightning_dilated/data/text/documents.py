@@ -1,38 +1,22 @@
-"""RangedSamples, read by ranges of positions, and Documents: those of a stream of bytes or tokens, long ones in pieces.
-
-Shape letters: n tokens of a sample.
-"""
+"""RangedSamples, read by ranges of positions, and Documents: those of a stream of bytes or tokens, long ones in pieces."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.files import MARK
+from lightning_dilated.data.files import MARK, ByteStream
 
-
-class Readable(Protocol):
-    """A stream of bytes or tokens."""
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Items [start, stop)."""
-        ...
-
-    def where(self, position: int) -> tuple[str, int]:
-        """(file, position in the file) of an item."""
-        ...
-
-    def fingerprint(self) -> str: ...
-
-    def content(self) -> str: ...
+if TYPE_CHECKING:
+    from lightning_dilated.data.text.tokens import TokenStream
 
 
 class RangedSamples(Dataset):
-    """Samples of unequal length with a label a token; a subclass defines `lengths`, `what` and `piece`."""
+    """Samples of unequal length, of n tokens and as many labels; a subclass defines `piece`."""
 
     #: tokens of each sample, (samples,) int64
     lengths: np.ndarray
@@ -41,7 +25,7 @@ class RangedSamples(Dataset):
 
     def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens, labels) of the positions [start, stop) of a sample, int64; reads these and one token more."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define piece(index, start, stop).")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -83,7 +67,9 @@ class Documents(RangedSamples):
 
     what = "document"
 
-    def __init__(self, stream: Readable, bounds: np.ndarray, seq_len: int, limit: int | None = None) -> None:
+    def __init__(
+        self, stream: ByteStream | TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None = None
+    ) -> None:
         self.stream, self.seq_len = stream, seq_len
         starts, ends = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
         pieces = np.maximum(0, -(-(ends - starts - 1) // seq_len))
