@@ -143,15 +143,7 @@ class SplitDataModule(pl.LightningDataModule):
         order = {"shuffle": self.shuffles, "seed": self.seed, "drop_last": True, "classes": self.balanced_classes()}
         dataset, sampler = self._sampled(self.dataset("train"), rank, replicas, **order)
         self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
-        loader = ResumableLoader(
-            dataset,
-            batch_size=self.per_rank(replicas),
-            collate_fn=SendableCollate(self._collate),
-            sampler=sampler,
-            num_workers=self.num_workers,
-            pin_memory=self._pins(),
-            drop_last=True,
-        )
+        loader = ResumableLoader(dataset, sampler=sampler, drop_last=True, **self._loading(replicas))
         loader.trainer = self.trainer
         if isinstance(sampler, PackingSampler):
             self._check_packs(sampler)
@@ -202,9 +194,11 @@ class SplitDataModule(pl.LightningDataModule):
         if count < needed:
             raise ValueError(self.too_few(count, needed, replicas))
 
-    @property
-    def _collate(self) -> Callable[[list[Any]], Any] | None:
-        return self.collate if self.pack_tokens is None else collate_pack
+    def _loading(self, replicas: int) -> dict[str, Any]:
+        """Arguments of every loader."""
+        collate = SendableCollate(self.collate if self.pack_tokens is None else collate_pack)
+        options = {"num_workers": self.num_workers, "pin_memory": self._pins()}
+        return {"batch_size": self.per_rank(replicas), "collate_fn": collate, **options}
 
     def _check_trains(self) -> None:
         """Raise ValueError where the settings leave no training data."""
@@ -257,14 +251,7 @@ class SplitDataModule(pl.LightningDataModule):
         rank, replicas = self._replica()
         samples = self.dataset(split) if make is None else make()
         dataset, sampler = self._sampled(samples, rank, replicas, shuffle=False)
-        return DataLoader(
-            dataset,
-            batch_size=self.per_rank(replicas),
-            collate_fn=SendableCollate(self._collate),
-            sampler=sampler,
-            num_workers=self.num_workers,
-            pin_memory=self._pins(),
-        )
+        return DataLoader(dataset, sampler=sampler, **self._loading(replicas))
 
 
 class SequenceDataModule(SplitDataModule):
@@ -307,10 +294,16 @@ class SequenceDataModule(SplitDataModule):
         """What the samples are, in words."""
         return f"sequences of {self.seq_len:,}" if self.pack_tokens is None else f"documents of up to {self.seq_len:,}"
 
-    def check_length(self, split: str, size: int, total: int, items: str, change: str, samples: Sized) -> None:
+    def check_length(
+        self, split: str, size: int, total: int, items: str, samples: Sized, change: str | None = None
+    ) -> None:
         """Raise ValueError where the `size` items of a split, such as bytes, make no sample and its label."""
         if len(samples):
             return
+        if change is None:
+            change = f"raise data.{split}_fraction, or set it to 0 to do without"
+            if split == "train":
+                change = "lower data.val_fraction or data.test_fraction"
         if self.pack_tokens is not None:
             raise ValueError(
                 f"the {split} split has {size} of the {total} {items}, and no document of two or more: pass more data, or "

@@ -107,110 +107,80 @@ def negative(folder: Path) -> Path:
 
 
 LLMC = np.array([20240520, 1, 400, *[0] * 253], dtype=np.int32).tobytes()
-BAD = {
-    "truncated npy": (
+NO_HEADER = "a.npy has no readable .npy header"
+#: what a .npy file is made of, and what is said of it
+NPY = {
+    "truncated": (
         lambda d: cut(npy(d, TOKENS), 1000),
-        {},
         "a.npy was cut off: its header states 400 .* but it has 109 .*again",
     ),
-    "cut in its header": (lambda d: cut(npy(d, TOKENS), 20), {}, "a.npy has no readable .npy header .* write it again"),
+    "cut in its header": (lambda d: cut(npy(d, TOKENS), 20), f"{NO_HEADER} .* write it again"),
     "longer than its header": (
         lambda d: raw(d, npy(d, TOKENS).read_bytes() + b"more", "a.npy"),
-        {},
         "a.npy goes on after its array: its header states 400 tokens, but it has 400 .and 4 bytes",
     ),
-    "npy that is none": (
-        lambda d: raw(d, b"x" * 900, "a.npy"),
-        {},
-        "a.npy has no readable .npy header.* rename it to .bin",
+    "negative": (negative, "a.npy holds token -1 at position 30 "),
+}
+#: an array, and what is said of it
+ARRAYS = {
+    "2-D": (TOKENS.reshape(4, 100), r"a.npy holds an array of shape \(4, 100\).* save array.resh"),
+    "0-D": (np.array(3), r"a.npy holds an array of shape \(\)"),
+    "floats": (TOKENS / 2, "a.npy holds float64; tokens are one of uint16, .* save array.astype"),
+    "bytes": (TOKENS.astype(np.uint8), "a.npy holds uint8; tokens are one of"),
+    "objects": (np.array([{}, 1], dtype=object), "a.npy holds object"),
+    "no tokens": (TOKENS[:0].astype(np.uint16), "a.npy is empty .an array of 0 tokens"),
+}
+#: the content of a .npy file, and what is said of it
+HEADERS = {
+    "none": (b"x" * 900, f"{NO_HEADER}.* rename it to .bin"),
+    "a negative shape": (
+        header("{'descr': '<u2', 'fortran_order': False, 'shape': (-5,)}"),
+        "its header states -5 tokens",
     ),
-    **{
-        f"npy header: {name}": (lambda d, given=given: raw(d, header(*given), "a.npy"), {}, message)
-        for name, given, message in [
-            (
-                "a negative shape",
-                ("{'descr': '<u2', 'fortran_order': False, 'shape': (-5,)}",),
-                "its header states -5 tokens",
-            ),
-            (
-                "10^12 tokens",
-                (TWELVE,),
-                "a.npy was cut off: its header states 1,000,000,000,000 tokens, but it has 50",
-            ),
-            (
-                "4 GiB of header",
-                (TWELVE, 2**32 - 1),
-                "a.npy has no readable .npy header .4,294,967,295 bytes of header in a",
-            ),
-            ("open brackets", ("[" * 9000,), "a.npy has no readable .npy header .* rename it to .bin"),
-            ("an expression", ("__import__('os')",), "a.npy has no readable .npy header .* rename it to .bin"),
-            ("nothing", ("",), "a.npy has no readable .npy header .* rename it to .bin"),
-        ]
-    },
-    "2-D npy": (
-        lambda d: npy(d, TOKENS.reshape(4, 100)),
-        {},
-        r"a.npy holds an array of shape \(4, 100\).* save array.resh",
-    ),
-    "0-D npy": (lambda d: npy(d, np.array(3)), {}, r"a.npy holds an array of shape \(\)"),
-    "floats": (lambda d: npy(d, TOKENS / 2), {}, "a.npy holds float64; tokens are one of uint16, .* save array.astype"),
-    "bytes": (lambda d: npy(d, TOKENS.astype(np.uint8)), {}, "a.npy holds uint8; tokens are one of"),
-    "objects": (lambda d: npy(d, np.array([{}, 1], dtype=object)), {}, "a.npy holds object"),
-    "no tokens": (lambda d: npy(d, TOKENS[:0].astype(np.uint16)), {}, "a.npy is empty .an array of 0 tokens"),
-    "empty": (lambda d: raw(d, b""), {}, "a.bin is empty: write it again or leave it out"),
-    "odd size": (
-        lambda d: raw(d, b"x" * 801),
-        {},
-        "a.bin has 801 bytes, .* whole number .* uint16 tokens of 2 bytes.* cut off",
-    ),
-    "not a multiple of 4": (
-        lambda d: raw(d, b"x" * 802),
-        {"dtype": "uint32"},
-        "802 bytes, .* uint32 tokens of 4 bytes",
-    ),
-    "shorter than its header": (
-        lambda d: raw(d, b"x" * 800),
-        {"header": 1024},
-        "after a header of 1024: .*data.header is wrong",
-    ),
+    "10^12 tokens": (header(TWELVE), "a.npy was cut off: its header states 1,000,000,000,000 tokens, but it has 50"),
+    "4 GiB of header": (header(TWELVE, 2**32 - 1), f"{NO_HEADER} .4,294,967,295 bytes of header in a"),
+    "open brackets": (header("[" * 9000), f"{NO_HEADER} .* rename it to .bin"),
+    "an expression": (header("__import__('os')"), f"{NO_HEADER} .* rename it to .bin"),
+    "nothing": (header(""), f"{NO_HEADER} .* rename it to .bin"),
+}
+SHORT = TOKENS.astype(np.uint16).tobytes()
+#: the content of a .bin file, options of the DataModule, and what is said
+RAW = {
+    "empty": (b"", {}, "a.bin is empty: write it again or leave it out"),
+    "odd size": (b"x" * 801, {}, "a.bin has 801 bytes, .* whole number .* uint16 tokens of 2 bytes.* cut off"),
+    "not a multiple of 4": (b"x" * 802, {"dtype": "uint32"}, "802 bytes, .* uint32 tokens of 4 bytes"),
+    "shorter than its header": (b"x" * 800, {"header": 1024}, "after a header of 1024: .*data.header is wrong"),
     "uint32 unasked": (
-        lambda d: raw(d, TOKENS.astype(np.uint32).tobytes()),
+        TOKENS.astype(np.uint32).tobytes(),
         {},
         "a.bin reads as uint16 with tokens of at most 0 in every second place.* set data.dtype to uint32",
     ),
     "uint16 read as uint32": (
-        lambda d: raw(d, TOKENS.astype(np.uint16).tobytes()),
+        SHORT,
         {"dtype": "uint32"},
         r"a.bin holds token \d+ at position 0 .* data.dtype to that of the file",
     ),
-    "llm.c": (
-        lambda d: raw(d, LLMC + TOKENS.astype(np.uint16).tobytes()),
-        {},
-        "header of llm.c: set data.header to 1024 and data.dtype to uint16",
-    ),
-    "lit-gpt": (
-        lambda d: raw(d, b"LITPKDS" + b"\1" * 99),
-        {},
-        "24-byte header of lit-gpt's packed data: set data.header to 24",
-    ),
+    "llm.c": (LLMC + SHORT, {}, "header of llm.c: set data.header to 1024 and data.dtype to uint16"),
+    "lit-gpt": (b"LITPKDS" + b"\1" * 99, {}, "24-byte header of lit-gpt's packed data: set data.header to 24"),
+    "gzip": (gzip.compress(b"x" * 99), {}, "a.bin is compressed by gzip: decompress it"),
+}
+BAD = {
+    **{f"npy: {name}": (make, {}, says) for name, (make, says) in NPY.items()},
+    **{f"array: {name}": (lambda d, x=x: npy(d, x), {}, says) for name, (x, says) in ARRAYS.items()},
+    **{f"npy header: {name}": (lambda d, x=x: raw(d, x, "a.npy"), {}, says) for name, (x, says) in HEADERS.items()},
+    **{f"raw: {name}": (lambda d, x=x: raw(d, x), *more) for name, (x, *more) in RAW.items()},
     "npy called bin": (
         lambda d: npy(d, TOKENS).rename(d / "a.bin"),
         {},
         "a.bin is a .npy file by its content: rename it",
     ),
-    "gzip": (lambda d: raw(d, gzip.compress(b"x" * 99)), {}, "a.bin is compressed by gzip: decompress it"),
-    "text": (
-        lambda d: raw(d, b"once upon a time", "a.txt"),
-        {},
-        "a.txt ends neither in .npy nor in .bin.*ByteDataModule",
-    ),
+    "text": (lambda d: raw(d, b"once upon", "a.txt"), {}, "a.txt ends neither in .npy nor in .bin.*ByteDataModule"),
     "out of vocabulary": (
         lambda d: npy(d, TOKENS),
         {"vocab_size": 49_000},
         rf"a.npy holds token \d+ at position {np.argmax(TOKENS >= 49_000)} \(counted from 0\), but data.vocab_size = 49000 "
         rf"allows 0 to 48999; the largest token of all is {TOKENS.max()}: set data.vocab_size",
     ),
-    "negative": (negative, {}, "a.npy holds token -1 at position 30 "),
     "missing": (lambda d: d / "a.bin", {}, r"a.bin does not exist; pass existing .* in data.paths$"),
     "no such files": (
         lambda d: raw(d, b"x", "a.txt").parent,

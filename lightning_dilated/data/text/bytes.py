@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
-from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.data.text.documents import Documents
 
@@ -127,11 +127,7 @@ class ByteDataModule(SequenceDataModule):
         self.paths = path_list(paths)
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, below=1)
-        if self.val_fraction + self.test_fraction >= 1:
-            raise ValueError(
-                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} add up to 1 or more, "
-                "which leaves nothing to train on: lower one of them"
-            )
+        split_fractions({"val": val_fraction, "test": test_fraction}, {"val": False, "test": False}, "paths")
         self.suffixes = file_suffixes(suffixes, "data.suffixes")
         self._stream: ByteStream | None = None
         self._bigram: dict[str, Any] = {}
@@ -148,7 +144,7 @@ class ByteDataModule(SequenceDataModule):
             raise ValueError(f"all files of data.paths are empty; {HINT}")
         for split, (start, stop) in self._bounds(len(stream)).items():
             if self.wanted(split) is None:
-                self._check_split(split, stop - start, len(stream), self._sequences(stream, split))
+                self.check_length(split, stop - start, len(stream), "bytes", self._sequences(stream, split))
         self.check_batch(len(self._sequences(stream, "train")), 1)
         self._stream = stream
 
@@ -189,11 +185,8 @@ class ByteDataModule(SequenceDataModule):
         return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; {self.kind}: {counts}"
 
     def wanted(self, split: str) -> str | None:
-        return (
-            None
-            if split == "train" or getattr(self, f"{split}_fraction") > 0
-            else f"data.{split}_fraction is 0; set it above 0"
-        )
+        present = split == "train" or getattr(self, f"{split}_fraction") > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0"
 
     def _bounds(self, total: int) -> dict[str, tuple[int, int]]:
         return split_bounds(total, {"val": self.val_fraction, "test": self.test_fraction})
@@ -204,12 +197,6 @@ class ByteDataModule(SequenceDataModule):
             return ByteSequences(stream, start, stop, self.seq_len, self.limit(split))
         files = np.clip(np.cumsum([0, *stream.sizes]), start, stop)
         return Documents(stream, np.unique(files), self.seq_len, self.limit(split))
-
-    def _check_split(self, split: str, size: int, total: int, samples: ByteSequences | Documents) -> None:
-        change = f"raise data.{split}_fraction, or set it to 0 to do without"
-        if split == "train":
-            change = "lower data.val_fraction or data.test_fraction"
-        self.check_length(split, size, total, "bytes", change, samples)
 
 
 # -- the bigram baseline ----------------------------------------------------------------------------------------------

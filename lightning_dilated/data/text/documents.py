@@ -1,34 +1,58 @@
-"""Documents, a dataset whose samples are the documents of a stream of bytes or tokens, long ones in pieces."""
+"""RangedSamples, read by ranges of positions, and Documents: those of a stream of bytes or tokens, long ones in pieces."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.files import MARK
+from lightning_dilated.data.files import MARK, ByteStream
+
+if TYPE_CHECKING:
+    from lightning_dilated.data.text.tokens import TokenStream
 
 
-class Readable(Protocol):
-    """A stream of bytes or tokens."""
+class RangedSamples(Dataset):
+    """Samples of unequal length, of n tokens and as many labels; a subclass defines `piece`."""
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Items [start, stop)."""
-        ...
+    #: tokens of each sample, (samples,) int64
+    lengths: np.ndarray
+    #: the name of a sample in errors
+    what: str
 
-    def where(self, position: int) -> tuple[str, int]:
-        """(file, position in the file) of an item."""
-        ...
+    def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, labels) of the positions [start, stop) of a sample, int64; reads these and one token more."""
+        raise TypeError(f"{type(self).__name__} must define piece(index, start, stop).")
 
-    def fingerprint(self) -> str: ...
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-    def content(self) -> str: ...
+    def length_of(self, index: int) -> int:
+        """Tokens of a sample; nothing is read. Raises: IndexError if there is none."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.what} {index} was asked for, but there are {len(self)}")
+        return int(self.lengths[index])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"tokens": (n,) int64, "labels": (n,) int64 the next token or -100, "index": the sample's number}."""
+        return self.read_ranges(index, (range(self.length_of(index)),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample at some positions only: of each range its tokens are read, and one more for the last label."""
+        length = self.length_of(index)
+        tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for x in filter(None, ranges):
+            if not 0 <= x[0] <= x[-1] < length:
+                raise IndexError(f"positions {x} were asked for, but {self.what} {index} has 0 to {length - 1}")
+            for parts, values in zip((tokens, labels), self.piece(index, x[0], x[-1] + 1), strict=True):
+                parts.append(values[:: x.step])
+        return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}
 
 
-class Documents(Dataset):
+class Documents(RangedSamples):
     """Documents of a stream, as samples of unequal length; one of more than `seq_len` tokens is cut into pieces of so many.
 
     A piece's last label is the next token of its document; a document's last token has the label -100. A document of one
@@ -41,29 +65,23 @@ class Documents(Dataset):
         limit: use at most this many samples.
     """
 
-    def __init__(self, stream: Readable, bounds: np.ndarray, seq_len: int, limit: int | None = None) -> None:
+    what = "document"
+
+    def __init__(
+        self, stream: ByteStream | TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None = None
+    ) -> None:
         self.stream, self.seq_len = stream, seq_len
         starts, ends = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
         pieces = np.maximum(0, -(-(ends - starts - 1) // seq_len))
         number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         self.begins = (np.repeat(starts, pieces) + number * seq_len)[:limit]
         self.ends = np.repeat(ends, pieces)[:limit]  # of the document
-        #: tokens of each sample
         self.lengths = np.minimum(seq_len, self.ends - self.begins)
-
-    def __len__(self) -> int:
-        return len(self.begins)
 
     def fingerprint(self) -> str:
         """Depends on names, sizes and some blocks of the files, and on where the samples lie."""
         places = hashlib.blake2b(self.begins.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{self.stream.fingerprint()}, {len(self)} documents {places}{MARK}{self.stream.content()}"
-
-    def length_of(self, index: int) -> int:
-        """Tokens of a sample; nothing is read. Raises: IndexError if there is none."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} was asked for, but there are {len(self)}")
-        return int(self.lengths[index])
 
     def place_of(self, index: int) -> tuple[str, int]:
         """(file, position in the file) of a sample's first token."""
@@ -73,23 +91,9 @@ class Documents(Dataset):
         """Tokens [start, stop) of the stream, int64."""
         return torch.from_numpy(self.stream.read(start, stop)).long()
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"tokens": (n,) int64, "labels": (n,) int64 the next token of the document, "index": the sample's number}."""
-        return self.read_ranges(index, (range(self.length_of(index)),))
-
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only: of each range its tokens are read, and one more for the last label."""
-        length = self.length_of(index)
-        begin, end = int(self.begins[index]), int(self.ends[index])
-        tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
-        for x in ranges:
-            if x and not 0 <= x[0] <= x[-1] < length:
-                raise IndexError(f"positions {x} were asked for, but document {index} has 0 to {length - 1}")
-            if x:
-                values = self.read(begin + x.start, min(begin + x[-1] + 2, end))
-                count = x[-1] + 1 - x.start
-                after = torch.full((count,), -100, dtype=torch.int64)
-                after[: len(values) - 1] = values[1:]
-                tokens.append(values[:count][:: x.step])
-                labels.append(after[:: x.step])
-        return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}
+    def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = int(self.begins[index])
+        values = self.read(begin + start, min(begin + stop + 1, int(self.ends[index])))
+        labels = torch.full((stop - start,), -100, dtype=torch.int64)
+        labels[: len(values) - 1] = values[1:]
+        return values[: stop - start], labels

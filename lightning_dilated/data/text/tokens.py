@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import struct
 import tokenize
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
@@ -238,7 +238,7 @@ def out_of_range(token: int, path: str, position: int, vocab_size: int, more: st
     )
 
 
-def checked(tokens: torch.Tensor, vocab_size: int, stream: TokenStream, begin: int) -> torch.Tensor:
+def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStream, begin: int) -> torch.Tensor:
     """Tokens from position `begin` of a stream on; ValueError for one out of range, as in files that were not scanned."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
@@ -257,7 +257,7 @@ class TokenDocuments(Documents):
         self.vocab_size = vocab_size
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return checked(super().read(start, stop), self.vocab_size, self.stream, start)  # type: ignore[arg-type]
+        return checked(super().read(start, stop), self.vocab_size, self.stream, start)
 
 
 class TokenSequences(ByteSequences):
@@ -291,7 +291,7 @@ class TokenSequences(ByteSequences):
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""
         tokens, begin = super().read(index, start, stop), self.start + index * self.seq_len + start
-        return checked(tokens, self.vocab_size, self.stream, begin)  # type: ignore[arg-type]
+        return checked(tokens, self.vocab_size, self.stream, begin)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """The sample at some positions only, and of documents the bounds in the whole sequence.
@@ -458,13 +458,13 @@ class TokenDataModule(SequenceDataModule):
         ends = self._scanned(streams)
         parts = {}
         for split, (start, stop) in split_bounds(len(streams["paths"]), self.fractions).items():
-            option = f"{split}_paths"
-            name = option if option in streams else "paths"
-            start, stop = (0, len(streams[option])) if option in streams else (start, stop)
+            name, change = "paths", None
+            if (option := f"{split}_paths") in streams:
+                name, start, stop, change = option, 0, len(streams[option]), f"pass more data in data.{option}"
             parts[split] = _Part(streams[name], start, stop, ends[name])
             if self.wanted(split) is None:
                 samples = self._sequences(parts[split], split)
-                self._check_split(split, stop - start, len(streams[name]), samples)
+                self.check_length(split, stop - start, len(streams[name]), "tokens", samples, change)
         self.check_batch(len(self._sequences(parts["train"], "train")), 1)
         self._parts = parts
 
@@ -514,14 +514,6 @@ class TokenDataModule(SequenceDataModule):
         return TokenSequences(
             part.stream, part.start, part.stop, self.seq_len, self.vocab_size, self.limit(split), **documents
         )
-
-    def _check_split(self, split: str, size: int, total: int, samples: Sized) -> None:
-        change = f"raise data.{split}_fraction, or set it to 0 to do without"
-        if f"{split}_paths" in self.paths:
-            change = f"pass more data in data.{split}_paths"
-        elif split == "train":
-            change = "lower data.val_fraction or data.test_fraction"
-        self.check_length(split, size, total, "tokens", change, samples)
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:

@@ -5,7 +5,6 @@ Shape letters: B batch, L tokens of this rank, E features, V vocabulary.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_dilated.data import LongContextDataModule
+from lightning_dilated.ext.evaluation.counting import CountsAnswers, Report, append_rows, check_model, datamodule
 from lightning_dilated.memory.chunked_loss import IGNORE
 
 NAME = "accuracy_by_depth"
@@ -27,7 +27,7 @@ FIELDS = (
 )
 
 
-class AccuracyByDepth(pl.Callback):
+class AccuracyByDepth(CountsAnswers):
     """Share of right answers in validation and test by length and depth, for a LongNetLM or HFCausalLM on a
     `LongContextDataModule`.
 
@@ -55,20 +55,15 @@ class AccuracyByDepth(pl.Callback):
     """
 
     def __init__(self, folder: str | Path | None = None, table: bool = True, picture: bool = True) -> None:
+        super().__init__()
         self.folder = None if folder is None else Path(folder)
         self.table, self.picture = table, picture
-        self.rows: list[dict[str, Any]] = []
-        self._counts: Tensor | None = None
         self._where = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check model and data; find the folder, which takes all ranks."""
-        data = _data(trainer)
-        if not hasattr(pl_module, "watch_predictions"):
-            raise TypeError(
-                "AccuracyByDepth needs a causal language model, a LongNetLM or HFCausalLM; got "
-                f"{type(pl_module).__name__}. Remove the callback."
-            )
+        data = datamodule(trainer)
+        check_model(self, pl_module, "watch_predictions")
         if not isinstance(data, LongContextDataModule):
             kind = "loaders alone" if data is None else type(data).__name__
             raise TypeError(
@@ -78,11 +73,9 @@ class AccuracyByDepth(pl.Callback):
         check_fits(pl_module, data)
         self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module, "val")
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module, "test")
+    def counters(self, trainer: pl.Trainer, split: str) -> int:
+        """One for each sample: ranks that share a sample, or have samples of their own, need only be summed."""
+        return datamodule(trainer).sizes[split]
 
     def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
         """Add a batch's predictions (B, L) at this rank's positions."""
@@ -95,61 +88,19 @@ class AccuracyByDepth(pl.Callback):
         for row, values in zip(self._counts, (right, counted), strict=True):
             row.index_add_(0, index, values.sum(1).to(self._counts.device))
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer, pl_module, "val")
+    def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
+        rows = rows_of(datamodule(trainer), split, trainer.global_step, right, labels)
+        chosen = {"": rows, **{f"_{n}": _of(rows, n) for n in _lengths(rows)}}
+        return rows, {x: sum(r["right"] for r in y) / sum(r["samples"] for r in y) for x, y in chosen.items()}
 
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer, pl_module, "test")
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Detach from the model."""
-        self._end(pl_module)
-
-    def _begin(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
-        # one number for each sample: ranks that share a sample, or have samples of their own, need only be summed
-        samples = _data(trainer).sizes[split]
-        self._counts = torch.zeros(2, samples, dtype=torch.int64, device=pl_module.device)
-        pl_module.watch_predictions = self.add
-
-    def _end(self, pl_module: Any) -> Tensor | None:
-        """Detach from the model and return the counts."""
-        pl_module.watch_predictions = None
-        counts, self._counts = self._counts, None
-        return counts
-
-    def _report(self, trainer: pl.Trainer, pl_module: Any, split: str) -> None:
-        counts = self._end(pl_module)
-        if counts is None:
-            return
-        right, labels = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum")).tolist()
-        if trainer.sanity_checking or not any(labels):
-            return
-        self.rows = rows_of(_data(trainer), split, trainer.global_step, right, labels)
-        for name, chosen in {"": self.rows, **{f"_{n}": _of(self.rows, n) for n in _lengths(self.rows)}}.items():
-            share = sum(r["right"] for r in chosen) / sum(r["samples"] for r in chosen)
-            pl_module._log_of_all(f"{split}_accuracy{name}", share, prog_bar=split == "val" and not name)
-        if trainer.is_global_zero:
-            self._write()
-
-    def _write(self) -> None:
-        self._where.mkdir(parents=True, exist_ok=True)
-        path = self._where / f"{NAME}.csv"
-        fresh = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if fresh:
-                writer.writeheader()
-            writer.writerows(self.rows)
+    def write(self) -> None:
+        append_rows(self._where / f"{NAME}.csv", FIELDS, self.rows)
         if self.table:
             console = Console()
             console.print(headline(self.rows), soft_wrap=True)
             console.print(table_of(self.rows))
         if self.picture:
             draw(self.rows, self._where / f"{NAME}_{self.rows[0]['task']}.png")
-
-
-def _data(trainer: pl.Trainer) -> Any:
-    return getattr(trainer, "datamodule", None)
 
 
 def check_fits(model: Any, data: LongContextDataModule) -> None:

@@ -5,7 +5,6 @@ Shape letters: B batch, N tokens, L tokens of this rank.
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.ext.evaluation.counting import CountsAnswers, Report, append_rows, check_model, datamodule
 from lightning_dilated.sequence import active_sequence
 
 #: octaves of positions up to 2^48 tokens
@@ -55,11 +55,7 @@ class LossByPosition(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that each token has a loss and a position in its sequence; find the folder, which takes all ranks."""
-        if not hasattr(pl_module, "watch_losses"):
-            raise TypeError(
-                "LossByPosition needs a causal language model, a LongNetLM or HFCausalLM, whose tokens each have a loss; "
-                f"got {type(pl_module).__name__}. Remove the callback."
-            )
+        check_model(self, pl_module, "watch_losses", ", whose tokens each have a loss")
         if stage in ("fit", "validate"):
             _refuse_streams(trainer, "LossByPosition")
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
@@ -100,14 +96,7 @@ class LossByPosition(pl.Callback):
         self._sums = None
 
     def _write(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "loss_by_position.csv"
-        fresh = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if fresh:
-                writer.writeheader()
-            writer.writerows(self.rows)
+        append_rows(self._folder / "loss_by_position.csv", FIELDS, self.rows)
         if self.table:
             Console().print(_table(self.rows))
         if self.picture:
@@ -167,7 +156,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-class RecallByDistance(pl.Callback):
+class RecallByDistance(CountsAnswers):
     """Share of right answers in validation and test, in all and by octave of the distance, summed over all ranks.
 
     For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and
@@ -186,18 +175,13 @@ class RecallByDistance(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._counts: Tensor | None = None
+        super().__init__()
         self._distances: Callable[[int], Tensor] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that the model gives answers and the data their distances."""
-        if not hasattr(pl_module, "watch_predictions"):
-            raise TypeError(
-                "RecallByDistance needs a causal language model, a LongNetLM or HFCausalLM, whose labels each have an "
-                f"answer; got {type(pl_module).__name__}. Remove the callback."
-            )
-        data = _datamodule(trainer)
+        check_model(self, pl_module, "watch_predictions", ", whose labels each have an answer")
+        data = datamodule(trainer)
         if not callable(getattr(data, "distances", None)):
             kind = "loaders alone" if data is None else type(data).__name__
             raise TypeError(
@@ -206,11 +190,9 @@ class RecallByDistance(pl.Callback):
             )
         _refuse_streams(trainer, "RecallByDistance")
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module, "val")
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(trainer, pl_module, "test")
+    def counters(self, trainer: pl.Trainer, split: str) -> int:
+        self._distances = functools.partial(datamodule(trainer).distances, split)
+        return OCTAVES
 
     def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
         """Add a batch's predictions (B, L) at this rank's positions; only labels that have a distance count."""
@@ -228,53 +210,19 @@ class RecallByDistance(pl.Callback):
         self._counts[0].index_add_(0, octaves, right.long())
         self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer, pl_module, "val")
-
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._report(trainer, pl_module, "test")
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Detach from the model."""
-        self._end(pl_module)
-
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, split: str) -> None:
-        self._counts = torch.zeros(2, OCTAVES, dtype=torch.int64, device=pl_module.device)
-        self._distances = functools.partial(_datamodule(trainer).distances, split)
-        pl_module.watch_predictions = self.add  # type: ignore[assignment]  # a language model, by `setup`
-
-    def _end(self, pl_module: pl.LightningModule) -> Tensor | None:
-        """Detach from the model and return the counts."""
-        pl_module.watch_predictions = None  # type: ignore[assignment]
-        counts, self._counts, self._distances = self._counts, None, None
-        return counts
-
-    def _report(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        counts = self._end(pl_module)
-        if counts is None:
-            return
-        right, labels = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum")).tolist()
-        if trainer.sanity_checking or not sum(labels):
-            return
-        self.rows = [_recall_row(i, right[i], labels[i]) for i in range(OCTAVES) if labels[i]]
-        shares = {"": sum(right) / sum(labels), **{f"_{row['first']}": row["accuracy"] for row in self.rows}}
-        for name, share in shares.items():
-            shown = stage == "val" and not name
-            pl_module._log_of_all(f"{stage}_accuracy{name}", share, prog_bar=shown)  # type: ignore[operator]
+    def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
+        rows = [_recall_row(i, right[i], labels[i]) for i in range(OCTAVES) if labels[i]]
+        return rows, {"": sum(right) / sum(labels), **{f"_{row['first']}": row["accuracy"] for row in rows}}
 
 
 def _refuse_streams(trainer: pl.Trainer, callback: str) -> None:
     """Raise ValueError for a DataModule whose batches are steps of streams, by its `sequence_spec`."""
-    data = _datamodule(trainer)
+    data = datamodule(trainer)
     if "stream" in getattr(getattr(data, "sequence_spec", None), "whole", ()):
         raise ValueError(
             f"{callback} looks at positions in a sequence, and batches of {type(data).__name__} are steps of streams: "
             "remove the callback, or take a DataModule of separate sequences, such as ByteDataModule."
         )
-
-
-def _datamodule(trainer: pl.Trainer) -> Any:
-    return getattr(trainer, "datamodule", None)
 
 
 def _recall_row(i: int, right: int, labels: int) -> dict[str, Any]:

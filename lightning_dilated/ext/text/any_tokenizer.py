@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lightning_dilated.data.opener import refuse_url
 from lightning_dilated.data.text.tokenizer_files import MAIN, is_known
@@ -21,6 +22,31 @@ from lightning_dilated.ext.text.tokenizer import (
     vocabulary_size,
     whole_text,
 )
+
+Loaded = TypeVar("Loaded", bound="TextTokenizer")
+
+
+class LoadsTokenizer(ABC, Generic[Loaded]):
+    """A DataModule's tokenizer, loaded when it is first asked for."""
+
+    tokenizer_source: str
+
+    @abstractmethod
+    def _load_tokenizer(self) -> Loaded: ...
+
+    @functools.cached_property
+    def tokenizer(self) -> Loaded:
+        """The tokenizer, loaded when it is first asked for."""
+        return self._load_tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the tokenizer, with which models compare their own."""
+        return self.tokenizer.vocab_size
+
+    def tokenizer_files(self) -> dict[str, str]:
+        """The tokenizer's files by name, which checkpoints keep."""
+        return self.tokenizer.files()
 
 
 class TextTokenizer(ABC):

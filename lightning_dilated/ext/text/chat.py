@@ -9,15 +9,27 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.module import SPLITS, SplitDataModule, split_bounds, split_fractions
-from lightning_dilated.ext.text.any_tokenizer import checked_source
+from lightning_dilated.ext.text.any_tokenizer import LoadsTokenizer, checked_source
 from lightning_dilated.ext.text.rows import checked_sources, open_rows
 from lightning_dilated.ext.text.store import Conversations, TokenStore, encoded
 from lightning_dilated.ext.text.template import ChatTokenizer, load_chat_tokenizer
 
-TOO_LONG = ("error", "skip", "cut")
+
+class ReadsConversations(LoadsTokenizer[ChatTokenizer]):
+    """Options of a DataModule by which conversations become tokens."""
+
+    def _take_conversations(
+        self, tokenizer: str, template: str | None, train_on: str, too_long: str, column: str
+    ) -> None:
+        self.tokenizer_source, self.template, self.column = checked_source(tokenizer), template, column
+        self.train_on = one_of(train_on, "data.train_on", ("assistant", "all"))
+        self.too_long = one_of(too_long, "data.too_long", ("error", "skip", "cut"))
+
+    def _load_tokenizer(self) -> ChatTokenizer:
+        return load_chat_tokenizer(self.tokenizer_source, self.template)
 
 
-class ChatDataModule(SplitDataModule):
+class ChatDataModule(ReadsConversations, SplitDataModule):
     """Conversations, several in a row: batches of {"tokens", "labels", "index", "cu_seqlens"} for any causal language model.
 
     tokens and labels are (1, N), labels the next token where the assistant writes it and -100 elsewhere; cu_seqlens (D + 1,)
@@ -71,32 +83,13 @@ class ChatDataModule(SplitDataModule):
         super().__init__(1, seed, num_workers, pin_memory, self.seq_len if pack_tokens is None else pack_tokens)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: checked_sources(p, x) for x, p in options.items() if x == "paths" or p is not None}
-        self.tokenizer_source, self.template = checked_source(tokenizer), template
-        self.train_on = one_of(train_on, "data.train_on", ("assistant", "all"))
-        self.too_long = one_of(too_long, "data.too_long", TOO_LONG)
+        self._take_conversations(tokenizer, template, train_on, too_long, column)
         separate = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "paths")
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
-        self.column, self.cache_dir = column, cache_dir
-        self._tokenizer: ChatTokenizer | None = None
+        self.cache_dir = cache_dir
         self._samples: dict[str, Conversations] | None = None
         self._about = ""
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer, loaded when it is first asked for."""
-        if self._tokenizer is None:
-            self._tokenizer = load_chat_tokenizer(self.tokenizer_source, self.template)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the tokenizer, with which models compare their own."""
-        return self.tokenizer.vocab_size
-
-    def tokenizer_files(self) -> dict[str, str]:
-        """The tokenizer's files by name, which checkpoints keep."""
-        return self.tokenizer.files()
 
     def check(self) -> None:
         """Encode all conversations, unless this machine has them, and check that each requested split has one.

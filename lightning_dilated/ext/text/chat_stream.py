@@ -8,13 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated._validation import integer, one_of
-from lightning_dilated.ext.text.any_tokenizer import checked_source
-from lightning_dilated.ext.text.chat import TOO_LONG
+from lightning_dilated._validation import integer
+from lightning_dilated.ext.text.chat import ReadsConversations
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, packed
 from lightning_dilated.ext.text.store import VERSION
-from lightning_dilated.ext.text.template import ChatTokenizer, load_chat_tokenizer
+from lightning_dilated.ext.text.template import ChatTokenizer
 
 
 @dataclass
@@ -48,7 +47,7 @@ class ChatEncoder:
         return (ids, learn) if self.too_long == "cut" and learn[1:].any() else None
 
 
-class ChatStreamDataModule(StreamedDataModule):
+class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
     """Conversations as of `ChatDataModule`, encoded while training: nothing is written before, and lengths are not known.
 
     Each of the readers packs its own conversations into rows, in their order; rows are the same on any number of ranks and
@@ -97,26 +96,7 @@ class ChatStreamDataModule(StreamedDataModule):
             pin_memory,
             cache_dir,
         )
-        self.tokenizer_source, self.template, self.column = checked_source(tokenizer), template, column
-        self.train_on = one_of(train_on, "data.train_on", ("assistant", "all"))
-        self.too_long = one_of(too_long, "data.too_long", TOO_LONG)
-        self._tokenizer: ChatTokenizer | None = None
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer, loaded when it is first asked for."""
-        if self._tokenizer is None:
-            self._tokenizer = load_chat_tokenizer(self.tokenizer_source, self.template)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the tokenizer, with which models compare their own."""
-        return self.tokenizer.vocab_size
-
-    def tokenizer_files(self) -> dict[str, str]:
-        """The tokenizer's files by name, which checkpoints keep."""
-        return self.tokenizer.files()
+        self._take_conversations(tokenizer, template, train_on, too_long, column)
 
     def encoder(self) -> Encode:
         return ChatEncoder(self.tokenizer, self.column, self.train_on, self.seq_len, self.too_long)

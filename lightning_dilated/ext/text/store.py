@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import Dataset
 
 from lightning_dilated.data.files import MARK
 from lightning_dilated.data.packing import IGNORE
+from lightning_dilated.data.text.documents import RangedSamples
 from lightning_dilated.ext.text.block_cache import cache_root, locked, opened, private_folder, read_bytes, within
 from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.rows import Rows, each
@@ -133,7 +133,7 @@ def _write(folder: Path, samples: Iterator[tuple[np.ndarray, np.ndarray]]) -> No
     (folder / "about.json").write_text(json.dumps({"digest": digest.hexdigest(), "learned": learned, "sizes": sizes}))
 
 
-class Conversations(Dataset):
+class Conversations(RangedSamples):
     """Conversations of a store, as samples of unequal length: tokens, and the next token of each that is to be learned.
 
     Args:
@@ -142,43 +142,23 @@ class Conversations(Dataset):
         seq_len: the most tokens of a sample; longer ones end there.
     """
 
+    what = "conversation"
+
     def __init__(self, store: TokenStore, numbers: np.ndarray, seq_len: int) -> None:
         self.store, self.numbers, self.seq_len = store, numbers, seq_len
-        #: tokens of each sample, (S,) int64
         self.lengths = np.minimum(np.diff(store.bounds)[numbers], seq_len)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     def fingerprint(self) -> str:
         """Depends on all tokens, and on which are samples."""
         places = hashlib.blake2b(self.numbers.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{len(self)} conversations {places}{MARK}{self.store.digest}"
 
-    def length_of(self, index: int) -> int:
-        """Tokens of a sample; nothing is read. Raises: IndexError if there is none."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"conversation {index} was asked for, but there are {len(self)}")
-        return int(self.lengths[index])
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"tokens": (n,) int64, "labels": (n,) int64, -100 where nothing is learned, "index": the sample's number}."""
-        return self.read_ranges(index, (range(self.length_of(index)),))
-
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only: of each range its tokens are read, and one more for the last label."""
-        length, begin = self.length_of(index), int(self.store.bounds[self.numbers[index]])
-        tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
-        for x in ranges:
-            if x and not 0 <= x[0] <= x[-1] < length:
-                raise IndexError(f"positions {x} were asked for, but conversation {index} has 0 to {length - 1}")
-            if x:
-                span = begin + x.start, begin + min(x[-1] + 2, length)
-                values, learn = (self.store.read(name, *span) for name in ("tokens", "learn"))
-                both = next_tokens(values.astype(np.int64), learn.astype(bool), x[-1] + 1 - x.start)
-                tokens.append(torch.from_numpy(both[0][:: x.step].copy()))
-                labels.append(torch.from_numpy(both[1][:: x.step].copy()))
-        return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}
+    def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = int(self.store.bounds[self.numbers[index]])
+        span = begin + start, begin + min(stop + 1, self.length_of(index))
+        values, learn = (self.store.read(name, *span) for name in ("tokens", "learn"))
+        tokens, labels = next_tokens(values.astype(np.int64), learn.astype(bool), stop - start)
+        return torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
 def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

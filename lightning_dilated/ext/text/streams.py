@@ -14,7 +14,7 @@ from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, files_of, required_paths
 from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.opener import CACHE_GIB, Opener
-from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, token_file
+from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, checked, token_file
 from lightning_dilated.sequence.shard import SequenceSpec
 
 
@@ -83,12 +83,7 @@ class StreamSequences(Dataset):
     def _read(self, start: int, stop: int) -> torch.Tensor:
         """(stop - start,) int64 tokens."""
         values = torch.from_numpy(self.text.read(start, stop)).long()
-        if self.vocab_size is not None:
-            wrong = ((values < 0) | (values >= self.vocab_size)).nonzero()
-            if len(wrong):
-                path, position = self.text.where(start + int(wrong[0]))  # type: ignore[union-attr]
-                raise ValueError(out_of_range(int(values[wrong[0]]), path, position, self.vocab_size))
-        return values
+        return values if self.vocab_size is None else checked(values, self.vocab_size, self.text, start)
 
 
 class StreamDataModule(SequenceDataModule):

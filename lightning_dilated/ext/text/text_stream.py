@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated._validation import integer
-from lightning_dilated.ext.text.any_tokenizer import TextTokenizer, checked_source, load_text_tokenizer
+from lightning_dilated.ext.text.any_tokenizer import LoadsTokenizer, TextTokenizer, checked_source, load_text_tokenizer
 from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, filled
 
 
@@ -34,7 +34,7 @@ class TextEncoder:
         return (tokens, np.ones(len(tokens), dtype=bool)) if ids else None
 
 
-class TextStreamDataModule(StreamedDataModule):
+class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
     """Texts of a `datasets` dataset or of JSON Lines, encoded while training, in rows of N tokens.
 
     Batches are {"tokens": (1, N), "labels": (1, N) the next token, "index": (1,)}, all int64, and "cu_seqlens" (D + 1,)
@@ -78,23 +78,9 @@ class TextStreamDataModule(StreamedDataModule):
             paths, size, size, readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir
         )
         self.tokenizer_source, self.column, self.eos_token = checked_source(tokenizer), column, eos_token
-        self._tokenizer: TextTokenizer | None = None
 
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """The tokenizer, loaded when it is first asked for."""
-        if self._tokenizer is None:
-            self._tokenizer = load_text_tokenizer(self.tokenizer_source)
-        return self._tokenizer
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the tokenizer, with which models compare their own."""
-        return self.tokenizer.vocab_size
-
-    def tokenizer_files(self) -> dict[str, str]:
-        """The tokenizer's files by name, which checkpoints keep."""
-        return self.tokenizer.files()
+    def _load_tokenizer(self) -> TextTokenizer:
+        return load_text_tokenizer(self.tokenizer_source)
 
     def encoder(self) -> Encode:
         return TextEncoder(self.tokenizer, self.column, self._end())

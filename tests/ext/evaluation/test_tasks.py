@@ -11,18 +11,17 @@ from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 SIZES = {"train_size": 40, "val_size": 8, "test_size": 6, "batch_size": 4}
-TASKS = {
-    "far recall": lambda **options: FarRecallDataModule(**{"seq_len": 64, **SIZES, **options}),
-}
-each = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+
+
+def task(**options) -> FarRecallDataModule:
+    return FarRecallDataModule(**{"seq_len": 64, **SIZES, **options})
 
 
 def flat(sample: dict) -> tuple:
     return tuple(tuple(value.tolist()) if torch.is_tensor(value) else value for value in sample.values())
 
 
-@each
-def test_a_sample_is_a_function_of_seed_split_and_index(task) -> None:
+def test_a_sample_is_a_function_of_seed_split_and_index() -> None:
     samples = {}
     for seed, split in itertools.product((0, 1), ("train", "val", "test")):
         data = task(seed=seed).dataset(split)
@@ -34,8 +33,7 @@ def test_a_sample_is_a_function_of_seed_split_and_index(task) -> None:
     assert len(set(samples.values())) == len(samples) == 12
 
 
-@each
-def test_splits_and_batches(task) -> None:
+def test_splits_and_batches() -> None:
     data = task()
     data.check()
     assert data.describe().endswith(": 40 train, 8 val, 6 test")
@@ -53,9 +51,8 @@ def test_splits_and_batches(task) -> None:
     assert task(seed=1).dataset("val").fingerprint() != task().dataset("val").fingerprint()
 
 
-@each
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_rank_gets_its_slice(task, layout: str) -> None:
+def test_a_rank_gets_its_slice(layout: str) -> None:
     data = task().dataset("train")
     whole, places = data[7], [Place(4, rank, layout) for rank in range(4)]
     parts = [RankDataset(data, place)[7] for place in places]
@@ -144,41 +141,25 @@ def test_distances_of_no_sample() -> None:
 
 
 WRONG = [
-    (
-        FarRecallDataModule,
-        {"num_queries": 33},
-        ValueError,
-        "data.seq_len is 128, but 33 pairs or queries .* need 132: raise",
-    ),
-    (FarRecallDataModule, {"num_queries": 3}, ValueError, "data.num_queries must be at least 4, got 3"),
-    (FarRecallDataModule, {"num_pairs": 0}, ValueError, "data.num_pairs must be .*got .*0"),
-    (FarRecallDataModule, {"pair_tokens": 3}, ValueError, "data.pair_tokens must be 1 or 2, got 3"),
-    (
-        FarRecallDataModule,
-        {"num_pairs": 9},
-        ValueError,
-        "data.num_pairs is 9, .* data.vocabulary has 8: raise data.voc",
-    ),
-    (
-        FarRecallDataModule,
-        {"seq_len": 15},
-        ValueError,
-        "data.seq_len is 15, but 4 pairs .* need 16: raise data.seq_len",
-    ),
-    (FarRecallDataModule, {"vocabulary": 1}, ValueError, "data.vocabulary must be .*got .*1"),
-    (FarRecallDataModule, {"train_size": 0}, ValueError, "data.train_size must be .*got .*0"),
-    (FarRecallDataModule, {"val_size": "9"}, TypeError, "data.val_size must be .*got .*'9'"),
+    ({"num_queries": 33}, ValueError, "data.seq_len is 128, but 33 pairs or queries .* need 132: raise"),
+    ({"num_queries": 3}, ValueError, "data.num_queries must be at least 4, got 3"),
+    ({"num_pairs": 0}, ValueError, "data.num_pairs must be .*got .*0"),
+    ({"pair_tokens": 3}, ValueError, "data.pair_tokens must be 1 or 2, got 3"),
+    ({"num_pairs": 9}, ValueError, "data.num_pairs is 9, .* data.vocabulary has 8: raise data.voc"),
+    ({"seq_len": 15}, ValueError, "data.seq_len is 15, but 4 pairs .* need 16: raise data.seq_len"),
+    ({"vocabulary": 1}, ValueError, "data.vocabulary must be .*got .*1"),
+    ({"train_size": 0}, ValueError, "data.train_size must be .*got .*0"),
+    ({"val_size": "9"}, TypeError, "data.val_size must be .*got .*'9'"),
 ]
 
 
-@pytest.mark.parametrize(("task", "options", "error", "message"), WRONG)
-def test_wrong_values(task, options: dict, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_wrong_values(options: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        task(**options)
+        FarRecallDataModule(**options)
 
 
-@each
-def test_too_few(task) -> None:
+def test_too_few() -> None:
     with pytest.raises(ValueError, match="train split has 40 samples, but one batch takes 41"):
         task(batch_size=41).check()
     with pytest.raises(ValueError, match=r"split must be one of .*; got 'dev'"):
