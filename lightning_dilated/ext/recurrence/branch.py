@@ -159,8 +159,7 @@ class RecurrentBranch(Mixer):
         kind, segment = self.description.kind, self.description.segment
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
         rows = q, k, v, *self._controls(x)
-        before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
-        counts = [b - a for a, b in zip(before, after, strict=True)]
+        counts = cache.clock.added(cache.length, new, len(x))
         limits = {} if min(counts) == new else {"lengths": counts}
         with no_sequence():
             memory, state = recurrent_attention(*rows, **options, **limits, state=cache.kept.get(STATE))
