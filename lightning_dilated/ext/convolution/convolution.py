@@ -122,10 +122,10 @@ class ShortConvolution(Mixer):
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
-        left = self.taps - 1 - self.right
-        same = None
+        n, left, same = x.shape[1], self.taps - 1 - self.right, None
         if lengths is not None or cu_seqlens is not None:  # the number of tokens may be a symbol otherwise
-            same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
+            seen = Seen.of(range(-left, n + self.right), lengths, cu_seqlens, x.device)
+            same = seen.table(n, left, self.right, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
 
     def mix(self, query: Tensor, lengths: Any, cu_seqlens: Any, place: LayerPlace | None) -> Callable[[Tensor], Tensor]:
@@ -156,24 +156,6 @@ class ShortConvolution(Mixer):
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[1]}, taps={self.taps}, causal={self.causal}"
-
-
-def _same_document(
-    positions: range, left: int, right: int, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """(B or 1, n, W) bool: whether the neighbour is in the token's document or sample; None where all are."""
-    if lengths is None and cu_seqlens is None:
-        return None
-    at = torch.arange(positions.start, positions.stop, device=device)
-    offset = torch.arange(-left, right + 1, device=device)
-    seen = at[:, None] + offset
-    if cu_seqlens is None:
-        end = send(lengths, device)[:, None, None]
-        return (at[:, None] >= end) | (seen < end)
-    bounds = send(cu_seqlens, device).to(torch.int64)
-    # the attention that follows rejects wrong bounds; here they must not lead to an index out of range
-    document = torch.searchsorted(bounds, at, right=True).clamp(max=len(bounds) - 1)[:, None]
-    return ((seen >= bounds[document - 1]) & (seen < bounds[document]))[None]
 
 
 def _convolved(rows: Tensor, weight: Tensor, left: int, same: Tensor | None) -> Tensor:

@@ -139,15 +139,14 @@ class Places:
         self.total = sum(sizes)
         self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
 
-    def indices(self, spans: Sequence[tuple[int, int]], starts: Sequence[int], shape: tuple[int, ...], device):
+    def indices(self, spans: Sequence[tuple[int, int]], shape: tuple[int, ...], device: torch.device):
         """(rows of the flat buffer, rows of new keys (B, n, K, D) seen as (B n K, D)) to copy, int64 on the device.
 
         Args:
             spans: the positions [start, stop) of each sample's new tokens.
-            starts: where the first of them stands among the sample's n.
             shape: (B, n, K).
         """
-        key = tuple(spans), tuple(starts), shape, device
+        key = tuple(spans), shape, device
         if self._latest is None or self._latest[0] != key:
             self._latest = key, self._indices(*key)
         return self._latest[1]
@@ -156,15 +155,16 @@ class Places:
         """Free the indices of the latest call."""
         self._latest = None
 
-    def _indices(self, spans: Sequence[tuple[int, int]], starts: Sequence[int], shape: tuple[int, ...], device):
+    def _indices(self, spans: Sequence[tuple[int, int]], shape: tuple[int, ...], device: torch.device):
         _, new, kv_heads = shape
-        to, source = [], []
-        for sample, ((start, stop), at) in enumerate(zip(spans, starts, strict=True)):
-            if sample and spans[sample] == spans[sample - 1] and starts[sample] == starts[sample - 1]:
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        for sample, (start, stop) in enumerate(spans):
+            if sample and spans[sample] == spans[sample - 1]:
                 rows, token = to[-1] + self.total, source[-1] + new * kv_heads
             else:
                 rows, token = self._of_sample(start, stop, kv_heads)
-                rows, token = rows + sample * self.total, token + (sample * new + at) * kv_heads
+                rows, token = rows + sample * self.total, token + sample * new * kv_heads
             to.append(rows)
             source.append(token)
         return send(torch.cat(to), device), send(torch.cat(source), device)
@@ -218,6 +218,10 @@ class Clock:
         if self.lengths is None:
             return [columns] * batch
         return [min(columns, x) + max(0, columns - self.longest) for x in self.lengths]
+
+    def added(self, columns: int, new: int, batch: int) -> list[int]:
+        """How many of `new` tokens after `columns` are kept of each sample."""
+        return [b - a for a, b in zip(self.kept(columns, batch), self.kept(columns + new, batch), strict=True)]
 
     def positions(self, columns: int, batch: int, device: torch.device) -> Tensor:
         """(B,) int64 on the device: where the token after `columns` goes, once prompts are read.

@@ -37,9 +37,14 @@ def checked_prompt(
     Raises:
         TypeError, ValueError: for what is no prompt.
     """
-    _check_integers(tokens)
+    got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+    wrong_shape = f"the prompt must be (B, N) with at least one token, got {got}."
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        raise ValueError(wrong_shape)
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
     if 0 in tokens.shape:
-        raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
+        raise ValueError(wrong_shape)
     sizes, tokens = prompt_lengths(lengths, tokens), tokens.long()
     if sizes is not None:
         number = torch.arange(tokens.shape[1], device=tokens.device)
@@ -52,14 +57,6 @@ def checked_prompt(
             f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
         )
     return tokens, sizes
-
-
-def _check_integers(tokens: Tensor) -> None:
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
-        got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"the prompt must be (B, N) with at least one token, got {got}.")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
 
 
 def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
@@ -104,34 +101,6 @@ class _Request:
         return self.tokens.gather(1, at)[:, 0]
 
 
-def _request(
-    model: CausalModel,
-    tokens: Tensor,
-    max_new_tokens: int,
-    options: dict[str, Any],
-    generator: torch.Generator | None,
-    stop: int | Sequence[int] | None,
-    prompt_chunk: int,
-    lengths: Tensor | Sequence[int] | None,
-    max_length: int | None,
-) -> _Request:
-    """The arguments of `generate_stream`, checked."""
-    count = integer(max_new_tokens, "max_new_tokens", 0)
-    chunk = integer(prompt_chunk, "prompt_chunk", 1)
-    sampling = Sampling(**options)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
-    tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
-    ends = stop_tokens(stop, model.vocab_size)
-    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length)
-    if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
-        raise ValueError(
-            f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
-            f"Set it to {request.longest + count} at least, or leave it out."
-        )
-    return request
-
-
 def generate_stream(
     model: CausalModel,
     tokens: Tensor,
@@ -171,15 +140,25 @@ def generate_stream(
     """
     for name in unknown:
         raise TypeError(removed(name) or f"generate_stream() got an unexpected keyword argument {name!r}")
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    others = options, generator, stop, prompt_chunk, lengths, max_length
     group = active_sequence()
     if group is not None and group.ranks > 1:
         raise ValueError(
             "ranks share the active sequence, and each rank generates from whole prompts. Gather them by "
             "lightning_dilated.sequence.sequence_gather(tokens), and call generate within sequence.no_sequence()."
         )
-    return Continuation(model, _request(model, tokens, max_new_tokens, *others))
+    count, chunk = integer(max_new_tokens, "max_new_tokens", 0), integer(prompt_chunk, "prompt_chunk", 1)
+    sampling = Sampling(temperature, top_k, top_p)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
+    tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
+    ends = stop_tokens(stop, model.vocab_size)
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length)
+    if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
+        raise ValueError(
+            f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
+            f"Set it to {request.longest + count} at least, or leave it out."
+        )
+    return Continuation(model, request)
 
 
 class Continuation(Iterator[Tensor]):

@@ -101,7 +101,7 @@ class KVCache:
         if end > self.length:
             self._make_room(k, after)
             spans = list(zip(before, after, strict=True))
-            to, source = self._places.indices(spans, [0] * batch, tuple(k.shape[:3]), k.device)
+            to, source = self._places.indices(spans, tuple(k.shape[:3]), k.device)
             for buffer, rows in ((self._k, k), (self._v, v)):
                 new_rows = rows.reshape(-1, rows.shape[3]).index_select(0, source)
                 buffer.flatten(0, 1).index_copy_(0, to, new_rows.to(buffer.dtype))
@@ -160,23 +160,17 @@ class KVCache:
     def remember(self, name: str, rows: Tensor, new: int) -> None:
         """Keep the last W - 1 rows of (B, W - 1 + n, C), the rows before n new tokens and theirs, for the next call.
 
-        In place, so that a captured graph finds them.
+        Padding of prompts is left out. In place, so that a captured graph finds them.
         """
-        last = self.latest(rows, new)
+        last = rows[:, new:]
+        if self.clock.ragged and self.length < self.clock.longest:
+            added = torch.tensor(self.clock.added(self.length, new, len(rows)))
+            at = send(added[:, None] + torch.arange(rows.shape[1] - new), rows.device)
+            last = rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
         if name in self.kept:
             self.kept[name].copy_(last)
         else:
             self.kept[name] = last.clone()
-
-    def latest(self, rows: Tensor, new: int) -> Tensor:
-        """(B, W - 1, C): the last rows of (B, W - 1 + n, C) with those of n new tokens, without padding of prompts."""
-        taps, batch = rows.shape[1] - new, rows.shape[0]
-        if not (self.clock.ragged and self.length < self.clock.longest):
-            return rows[:, new:]
-        before, after = (self.clock.kept(x, batch) for x in (self.length, self.length + new))
-        kept = torch.tensor([b - a for a, b in zip(before, after, strict=True)])
-        at = send(kept[:, None] + torch.arange(taps), rows.device)
-        return rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
 
     # -- attending -----------------------------------------------------------------------------------------------------
     def attend(
@@ -197,55 +191,43 @@ class KVCache:
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,
         engine: Engine | None,
     ) -> None:  # fmt: skip
-        """`attend` of one branch, for samples that have `stop` tokens."""
+        """`attend` of one branch, for samples that have `stop` tokens.
+
+        In a window query a of a residue sees the last `window` - 1 - a rows from before the call.
+        """
         branch = self._branches[number]
-        if branch.window is not None and stop <= start:  # tokens before, of which each query sees others
-            self._attend_window(number, samples, q.to(out.dtype) * scale, out, lse, stop)
-            return
+        slides = branch.window is not None and stop <= start
         first = branch.first(stop - 1)
         end = q.shape[1] if branch.width is None else min(q.shape[1], first + branch.width - start)
         for skip in range(min(end, branch.rate)):
             residue = (start + skip - first) % branch.rate
-            lane = branch.lanes.get(residue)
-            count = 0 if lane is None else branch.count(residue, first, stop)
-            if lane is None or count == 0:
+            lane, count = branch.lanes.get(residue), branch.count(residue, first, stop)
+            queries = range(skip, end, branch.rate)[: branch.window - 1 if slides else None]
+            if lane is None or count == 0 or not queries:
                 continue
-            heads, rows = _index(lane.heads, q.device), slice(skip, end, branch.rate)
-            keys, values = (x[samples, lane.slots, :count] for x in self._views[number])
-            if engine is not None and min(len(range(skip, end, branch.rate)), count) >= engine.min_rows:
+            heads = _index(lane.heads, q.device)
+            keys, values = (x[samples, lane.slots] for x in self._views[number])
+            if slides:
+                known = len(branch.positions(residue, first, stop))
+                latest = (torch.arange(known - count, known) % branch.window).to(q.device)
+                keys, values = keys.index_select(2, latest), values.index_select(2, latest)
+            else:
+                keys, values = keys[:, :, :count], values[:, :, :count]
+            if not slides and engine is not None and min(len(queries), count) >= engine.min_rows:
+                rows = slice(skip, end, branch.rate)
                 part = _by_engine(engine, q[:, rows][:, :, heads], keys.to(q.dtype), values.to(q.dtype), scale)
                 _merge(out[:, rows], lse[:, rows], heads, *part)
                 continue
             keys, values = keys.to(out.dtype), values.to(out.dtype)
-            tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0])) * branch.rate
-            for at in range(skip, end, tile):
-                rows = slice(at, min(at + tile, end), branch.rate)
-                queries = q[:, rows][:, :, heads].to(out.dtype) * scale
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(queries, keys, values))
-
-    def _attend_window(self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int) -> None:
-        """`attend` of a window for queries that follow `stop` cached tokens.
-
-        Query a of a residue sees the last `window` - 1 - a cached rows.
-        """
-        branch = self._branches[number]
-        for skip in range(min(q.shape[1], branch.rate)):
-            residue = (stop + skip) % branch.rate
-            lane = branch.lanes.get(residue)
-            known, count = len(branch.positions(residue, 0, stop)), branch.count(residue, 0, stop)
-            queries = range(skip, q.shape[1], branch.rate)[: branch.window - 1]
-            if lane is None or count == 0 or not queries:
-                continue
-            latest = (torch.arange(known - count, known) % branch.window).to(q.device)
-            keys, values = (x[samples, lane.slots].index_select(2, latest).to(q.dtype) for x in self._views[number])
-            heads = _index(lane.heads, q.device)
             tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0]))
             for at in range(0, len(queries), tile):
-                some = queries[at : at + tile]
+                some, seen = queries[at : at + tile], None
                 rows = slice(some.start, some.stop, some.step)
-                distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
-                seen = distance - torch.arange(count, device=q.device) < branch.window
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, seen))
+                if slides:
+                    distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
+                    seen = distance - torch.arange(count, device=q.device) < branch.window
+                scaled = q[:, rows][:, :, heads].to(out.dtype) * scale
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(scaled, keys, values, seen))
 
     def kernel_serves(self, q: Tensor) -> bool:
         """Whether `step` takes a token with these queries (B, 1, H, D)."""

@@ -17,7 +17,7 @@ from lightning_dilated.attention.context import LayerPlace
 from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.attention.mixer import Mixer
 from lightning_dilated.ext.convolution.convolution import ShortConvolution
-from lightning_dilated.ext.recurrence.chunk_op import chunk_recurrence
+from lightning_dilated.ext.recurrence.chunk_op import CHUNK
 from lightning_dilated.ext.recurrence.op import RECURRENCE, encode
 from lightning_dilated.recurrence import Recurrence, recurrent_attention
 from lightning_dilated.sequence.group import active_sequence, no_sequence
@@ -135,7 +135,8 @@ class RecurrentBranch(Mixer):
         rows = q, k, v, *self._controls(x)
         kind, segment = self.description.kind, self.description.segment
         if chunk is not None:
-            memory = chunk_recurrence(rows, lengths, cu_seqlens, chunk, kind, segment)
+            spec = encode(kind, segment, True)
+            memory = CHUNK(*rows, lengths, cu_seqlens, chunk.place, chunk.context, spec)
         else:
             name = "" if group is None else group.name
             memory = RECURRENCE(*rows, lengths, cu_seqlens, encode(kind, segment, self.causal, name))
@@ -151,15 +152,14 @@ class RecurrentBranch(Mixer):
         """As `Mixer`; the cache keeps the state after the tokens."""
         (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
-            joint, sizes = self._joint(q, k, v)
-            joint, rows = self.conv.continued(joint, cache.kept.get(ROWS))
+            parts = [y.flatten(2) for y in rows]
+            joint, rows = self.conv.continued(torch.cat(parts, -1), cache.kept.get(ROWS))
             cache.remember(ROWS, rows, new)
-            q, k, v = self._split(joint, sizes)
+            q, k, v = self._by_heads(joint.split([y.shape[-1] for y in parts], -1))
         kind, segment = self.description.kind, self.description.segment
         options: dict[str, Any] = {"kind": kind, "segment": segment, "return_state": True}
         rows = q, k, v, *self._controls(x)
-        before, after = (cache.clock.kept(columns, len(x)) for columns in (cache.length, cache.length + new))
-        counts = [b - a for a, b in zip(before, after, strict=True)]
+        counts = cache.clock.added(cache.length, new, len(x))
         limits = {} if min(counts) == new else {"lengths": counts}
         with no_sequence():
             memory, state = recurrent_attention(*rows, **options, **limits, state=cache.kept.get(STATE))
@@ -167,13 +167,8 @@ class RecurrentBranch(Mixer):
         return self._gated(memory, x)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
-    def _joint(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[int]]:
-        """(q, k and v side by side (B, N, (H + 2 K) D), their sizes)."""
-        parts = [y.flatten(2) for y in (q, k, v)]
-        return torch.cat(parts, -1), [y.shape[-1] for y in parts]
-
-    def _split(self, joint: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in joint.split(sizes, -1))
+    def _by_heads(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in parts)
 
     def _convolved(
         self,
@@ -187,8 +182,7 @@ class RecurrentBranch(Mixer):
         if self.conv is None:
             return q, k, v
         place = None if chunk is None else chunk.of_recurrence()
-        parts = self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place)
-        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in parts)
+        return self._by_heads(self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place))
 
     def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(log_decay, beta), (B, N, K) each; None where the kind has none."""

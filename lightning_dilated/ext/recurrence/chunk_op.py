@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_dilated._ops import Op
-from lightning_dilated.attention.context import LayerPlace, find_context
+from lightning_dilated.attention.context import find_context
 from lightning_dilated.ext.recurrence.op import (
     CALLER,
     GRADIENTS,
     REMEDY,
     ROWS,
     RecurrenceSpec,
-    encode,
     fake_backward,
     fake_forward,
     part_backward,
@@ -35,18 +34,6 @@ from lightning_dilated.sequence.group import no_sequence
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.streams.stream import Stream
-
-
-def chunk_recurrence(
-    rows: Sequence[Tensor | None],
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk: LayerPlace,
-    kind: str,
-    segment: int | None,
-) -> Tensor:
-    """(B, L, H, D) of q, k, v, log_decay and beta of a chunk."""
-    return CHUNK(*rows, lengths, cu_seqlens, chunk.place, chunk.context, encode(kind, segment, True))
 
 
 class _Chunk:

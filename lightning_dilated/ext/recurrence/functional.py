@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -126,42 +127,23 @@ def recurrent_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed; on every rank, if they differ.
     """
-    arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, return_state, lengths, cu_seqlens)
-    out, after = _call(arguments, sequence, Output.READ)
+    settings = {"kind": kind, "segment": segment, "causal": causal, "state": state, "return_state": return_state}
+    limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "sequence": sequence}
+    out, after = recur(q, k, v, log_decay, beta, **settings, **limits)
     return out if after is None else (out, after)
 
 
 def recur(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    *,
-    output: Output,
-    kind: str,
-    segment: int | None,
-    state: RecurrentState | None,
-    causal: bool = True,
-    lengths: Tensor | Sequence[int] | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    sequence: SequenceGroup | None = None,
+    *rows: Any, output: Output = Output.READ, return_state: bool = False, sequence: Any = None, **settings: Any
 ) -> tuple[Tensor, RecurrentState | None]:
-    """(out as `output` says, the state after it if there is one before): kernels need not compute what is not asked for."""
-    asked = state is not None
-    arguments = (q, k, v, log_decay, beta, kind, segment, causal, state, asked, lengths, cu_seqlens)
-    return _call(arguments, sequence, output)
-
-
-def _call(arguments: tuple[Any, ...], sequence: Any, output: Output) -> tuple[Tensor, RecurrentState | None]:
-    """(out, the state if asked for) of the arguments of `_checked` but the group."""
+    """Return (out, None or the state after it) as `recurrent_attention` does; kernels compute of out what `output` says."""
     group = group_of(sequence)
-    arguments = (*arguments, group)
-    checked = _checked(*arguments) if group is None else group.guard(_checked, *arguments)
-    if _without_values(arguments[0]) and not is_traced():
-        return _shapes(checked, arguments[9])
-    with torch.autocast(arguments[0].device.type, enabled=False):
-        return _compute(checked, group, arguments[9], output)
+    check = partial(_checked, return_state=return_state, group=group, **settings)
+    checked = check(*rows) if group is None else group.guard(check, *rows)
+    if _without_values(checked.inputs.q) and not is_traced():
+        return _shapes(checked, return_state)
+    with torch.autocast(checked.inputs.q.device.type, enabled=False):
+        return _compute(checked, group, return_state, output)
 
 
 def _without_values(x: Tensor) -> bool:
@@ -189,22 +171,18 @@ def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentSta
     return out, replace(after, tokens=state.tokens + torch.tensor(counts, dtype=torch.int64))
 
 
+@dataclass(frozen=True)
 class _Checked:
-    """The arguments of a call that was found right."""
+    """The arguments of a call that was found right; `bounds` are its `cu_seqlens`, `dtype` that of the state."""
 
-    def __init__(
-        self,
-        kind: str,
-        segment: int | None,
-        causal: bool,
-        inputs: Inputs,
-        dtype: torch.dtype,
-        state: RecurrentState | None,
-        lengths: tuple[int, ...] | None,
-        bounds: tuple[int, ...] | None,
-    ) -> None:
-        self.kind, self.segment, self.causal, self.inputs, self.dtype = kind, segment, causal, inputs, dtype
-        self.state, self.lengths, self.bounds = state, lengths, bounds
+    kind: str
+    segment: int | None
+    causal: bool
+    inputs: Inputs
+    dtype: torch.dtype
+    state: RecurrentState | None
+    lengths: tuple[int, ...] | None
+    bounds: tuple[int, ...] | None
 
     def facts(self, return_state: bool) -> dict[str, Any]:
         """What has to be equal on all ranks."""
@@ -276,10 +254,7 @@ def _widened(checked: _Checked) -> _Checked:
     served = triton_chunks.serves(checked.kind, x.q, x.k, x.v)
     q, k, v = (row if served else row.to(dtype) for row in (x.q, x.k, x.v))
     inputs = Inputs(q, k, v, log_decay, beta, kernels=served)
-    if state is not None:
-        state = state.to(device, dtype)
-    settings = checked.kind, checked.segment, checked.causal
-    return _Checked(*settings, inputs, dtype, state, checked.lengths, checked.bounds)
+    return replace(checked, inputs=inputs, state=None if state is None else state.to(device, dtype))
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -289,13 +264,14 @@ def _checked(
     v: Any,
     log_decay: Any,
     beta: Any,
+    *,
     kind: Any,
     segment: Any,
-    causal: Any,
-    state: Any,
+    causal: Any = True,
+    state: Any = None,
     return_state: Any,
-    lengths: Any,
-    cu_seqlens: Any,
+    lengths: Any = None,
+    cu_seqlens: Any = None,
     group: SequenceGroup | None,
 ) -> _Checked:
     one_of(kind, "kind", KINDS)

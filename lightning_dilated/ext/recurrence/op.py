@@ -171,7 +171,6 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
         part = _long(tensors, *rest)
         if part is None:
             return recurrent_attention(*tensors, **settings, lengths=rest[0], cu_seqlens=rest[1])
-        del settings["causal"]
         return part_forward(part, tensors, part.before(None, tensors, settings), settings)[0]
 
 
@@ -182,11 +181,10 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     with no_sequence():
         part = _long(tensors, *rest)
         if part is not None:
-            del settings["causal"]
             return part_backward(part, tensors, part.before(None, tensors, settings), settings, grad, None)[0]
         with differentiated(tensors) as inputs:
             limits = {"lengths": rest[0], "cu_seqlens": rest[1]}
-            out, _ = recur(*inputs, **settings, **limits, state=None, output=Output.UNREAD)
+            out, _ = recur(*inputs, **settings, **limits, output=Output.UNREAD)
             return tuple(x.contiguous() for x in gradients([out], inputs, [grad]))
 
 

@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens of the sequence, n tokens of the part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,6 @@ from lightning_dilated.ext.recurrence.state import RecurrentState, empty_state
 
 #: q, k, v, log_decay and beta
 Tensors = Sequence[Tensor | None]
-#: recurrent_attention's arguments -> (rows, the state after them)
-Call = Callable[..., tuple[Tensor, RecurrentState]]
 
 
 class Part(NamedTuple):
@@ -51,46 +50,25 @@ class Part(NamedTuple):
     def run(
         self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any], output: Output = Output.READ
     ) -> tuple[Tensor, RecurrentState]:
-        """(out as `output` says, the state after the part) of the part's tensors; `settings` are those of
-        `recurrent_attention`."""
+        """(out as `output` says, the state after the part) of the part's tensors.
 
-        def call(*rows: Any, **options: Any) -> tuple[Tensor, RecurrentState]:
-            out, after = recur(*rows, **options, output=output)
-            assert after is not None
-            return out, after
-
-        return self._run(call, tensors, state, settings)
+        Samples are computed one by one where documents begin within the part.
+        """
+        call: Callable[..., Any] = partial(recur, **settings, return_state=True, output=output)
+        begins = [[x for x in starts if self.span.start < x < self.span.stop] for starts in self.starts]
+        if not any(begins):
+            lengths = self.lengths and [min(max(n - self.span.start, 0), len(self.span)) for n in self.lengths]
+            return call(*tensors, lengths=lengths, state=state)
+        results = []
+        for sample, documents in enumerate(begins):
+            rows = [None if x is None else x[sample : sample + 1] for x in tensors]
+            cuts = [0, *(x - self.span.start for x in documents), len(self.span)]
+            before = state.select([sample])
+            every = RecurrentState.join([before, *[before.detach().zeros()] * len(documents)])
+            out, after = call(*rows, cu_seqlens=cuts, state=every)
+            results.append((out, after.select([len(documents)])))
+        return torch.cat([out for out, _ in results]), RecurrentState.join([after for _, after in results])
 
     def after(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> RecurrentState:
         """The state after the part alone."""
         return self.run(tensors, state, settings, Output.NONE)[1]
-
-    def _run(
-        self, call: Call, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]
-    ) -> tuple[Tensor, RecurrentState]:
-        """(rows, the state after the part) of a call, sample by sample where documents begin within the part."""
-        within = [[x for x in starts if x in self.span and x > self.span.start] for starts in self.starts]
-        if any(within):
-            each = [self._of_sample(call, i, tensors, state.select([i]), x, settings) for i, x in enumerate(within)]
-            return torch.cat([rows for rows, _ in each]), RecurrentState.join([x for _, x in each])
-        limits: dict[str, Any] = {}
-        if self.lengths is not None:
-            limits["lengths"] = [min(max(n - self.span.start, 0), len(self.span)) for n in self.lengths]
-        return call(*tensors, **settings, **limits, state=state)
-
-    def _of_sample(
-        self,
-        call: Call,
-        sample: int,
-        tensors: Tensors,
-        state: RecurrentState,
-        begins: list[int],
-        settings: dict[str, Any],
-    ) -> tuple[Tensor, RecurrentState]:
-        """Of one sample, in which documents begin."""
-        rows = [None if x is None else x[sample : sample + 1] for x in tensors]
-        cuts = [0, *(x - self.span.start for x in begins), len(self.span)]
-        fresh = state.detach().zeros()
-        every = RecurrentState.join([state, *[fresh] * len(begins)])
-        out, after = call(*rows, **settings, cu_seqlens=cuts, state=every)
-        return out, after.select([len(begins)])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dilated.sequence.exchange.transport import Traffic, Wire
+from lightning_dilated.ext.convolution.halo import halo_wire
 from lightning_dilated.sequence.group import SequenceGroup
 
 #: (piece whose map is sent, piece that takes it)
@@ -172,18 +172,15 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, group: SequenceGroup, route: Route, number: int) -> Tensor:
         ctx.group, ctx.route, ctx.number, ctx.pieces = group, route, number, len(rows)
-        return (
-            _wire(group, group.forward_traffic)
-            .post(rows[list(route.leaving)], route.sends, route.receives, what="recurrent state")
-            .wait()
-        )
+        wire = halo_wire(group, group.forward_traffic)
+        return wire.post(rows[list(route.leaving)], route.sends, route.receives, what="recurrent state").wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         route = ctx.route
         ctx.group.agree({"call": f"backward of recurrent_attention, call {ctx.number}"})
-        wire = _wire(ctx.group, ctx.group.backward_traffic)
+        wire = halo_wire(ctx.group, ctx.group.backward_traffic)
         back = wire.post(grad, route.receives, route.sends, what="recurrent state").wait()
         total = grad.new_zeros(ctx.pieces, grad.shape[1])
         index = torch.tensor(route.leaving, dtype=torch.int64, device=grad.device)
@@ -199,7 +196,3 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad, *(torch.zeros(s, dtype=t, device=d) for s, t, d in ctx.others)
-
-
-def _wire(group: SequenceGroup, traffic: Traffic) -> Wire:
-    return Wire(group.group, tuple(range(group.ranks)), group.rank, traffic)

@@ -5,7 +5,7 @@ Shape letters: S samples (or packed documents), K kv heads, D head dim, E value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,8 +52,7 @@ class RecurrentState:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> RecurrentState:
         """The same with other tensors in place of `floating`'s, in their order."""
-        replaced = iter(tensors)
-        return self._each(lambda _: next(replaced))
+        return self._made(tensors, self.tokens)
 
     def zeros(self) -> RecurrentState:
         """The state before the first token, of the same shapes."""
@@ -78,9 +77,8 @@ class RecurrentState:
     @classmethod
     def join(cls, states: Sequence[RecurrentState]) -> RecurrentState:
         """The samples of several states in their order."""
-        parts = iter([torch.cat(x) for x in zip(*(s.floating() for s in states), strict=True)])
-        joined = states[0]._each(lambda _: next(parts))
-        return replace(joined, tokens=torch.cat([s.tokens for s in states]))
+        joined = map(torch.cat, zip(*(s.floating() for s in states), strict=True))
+        return cls._made(joined, torch.cat([s.tokens for s in states]))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors only, for checkpoints."""
@@ -89,14 +87,16 @@ class RecurrentState:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RecurrentState:
         """From a `state_dict`."""
-        matrix, *others = state["tensors"]
+        return cls._made(state["tensors"], state["tokens"])
+
+    @classmethod
+    def _made(cls, floating: Iterable[Tensor], tokens: Tensor) -> RecurrentState:
+        matrix, *others = floating
         normalizer, *pending = others or (None,)
-        return cls(matrix, state["tokens"], normalizer, (pending[0], pending[1]) if pending else None)
+        return cls(matrix, tokens, normalizer, (pending[0], pending[1]) if pending else None)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RecurrentState:
-        matrix, *others = map(change, self.floating())
-        normalizer, *pending = others or (None,)
-        return RecurrentState(matrix, self.tokens, normalizer, (pending[0], pending[1]) if pending else None)
+        return self._made(map(change, self.floating()), self.tokens)
 
 
 def empty_state(

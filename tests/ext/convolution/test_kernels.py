@@ -59,10 +59,6 @@ def weights_are_rounded(rank, group):
     assert module(torch.ones(1, 2, 1, dtype=torch.bfloat16))[0, 1] == 0
 
 
-def test_weights_are_rounded_as_by_torch(interpreter):
-    interpreter.run(1, weights_are_rounded)
-
-
 def padding_is_not_seen(rank, group):
     """By real tokens, whatever it holds."""
     case = Case(20, (4,), causal=False, batch=2, lengths=(20, 7))
@@ -74,10 +70,6 @@ def padding_is_not_seen(rank, group):
     grad[1, :7] = 1
     x = x.nan_to_num().requires_grad_()
     assert not torch.autograd.grad(module(x, **case.documents()), x, grad)[0][1, 7:].any()
-
-
-def test_padding_is_not_seen(interpreter):
-    interpreter.run(1, padding_is_not_seen)
 
 
 # -- the op ------------------------------------------------------------------------------------------------------------
@@ -122,10 +114,6 @@ def is_an_op(rank, group):
     torch.library.opcheck(op, (parts, module.weight, None, cu_seqlens, 0), test_utils=checks)
 
 
-def test_is_an_op(interpreter):
-    interpreter.run(1, is_an_op)
-
-
 def grads_of_any_kind(rank, group):
     """An output that nothing reads, and a gradient that is one number seen often; twice the same bits."""
     module, parts, _ = module_and_parts()
@@ -142,19 +130,11 @@ def grads_of_any_kind(rank, group):
     assert not got[1][:, :3].any()
 
 
-def test_gradients_of_any_kind(interpreter):
-    interpreter.run(1, grads_of_any_kind)
-
-
 def double_backward(rank, group):
     module, parts, cu_seqlens = module_and_parts()
     grads = torch.autograd.grad(summed(module, parts, cu_seqlens), parts, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no double backward by kernels.*Leave out create_graph=True"):
         grads[0].sum().backward()
-
-
-def test_double_backward_is_refused(interpreter):
-    interpreter.run(1, double_backward)
 
 
 def held(rank, group):
@@ -254,8 +234,13 @@ def chunks_of_streams(rank, group):
             compare(got, want, dtype)
 
 
-def test_chunks_of_streams(interpreter):
-    interpreter.run(1, chunks_of_streams)
+@pytest.mark.parametrize(
+    "check",
+    [weights_are_rounded, padding_is_not_seen, is_an_op, grads_of_any_kind, double_backward, chunks_of_streams],
+    ids=lambda check: check.__name__,
+)
+def test_in_the_interpreter(interpreter, check):
+    interpreter.run(1, check)
 
 
 # -- without the interpreter -------------------------------------------------------------------------------------------

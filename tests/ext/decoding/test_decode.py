@@ -178,14 +178,6 @@ def test_buffers_stop_growing():
     assert sizes[-1] == row * (2 * 32 + 4 * 150) and len(set(sizes)) == 3
 
 
-def test_a_long_prompt_leaves_the_bound_only():
-    pattern = DilatedPattern.longnet([32, 256], [1, 4])
-    q, k, v = qkv(4, 4, 4096)
-    cache = KVCache(pattern, 4)
-    decode_attention(q, k, v, cache)
-    assert cache.nbytes == 2 * D * 8 * (4 * 32 + 4 * 64)
-
-
 @pytest.mark.parametrize("budget", [1, 100])
 def test_cached_scores_in_tiles(budget, monkeypatch):
     monkeypatch.setattr(decode, "SCORES", budget)
@@ -265,37 +257,26 @@ def test_a_cache_begins_anew():
             torch.testing.assert_close(torch.cat(got, 1), want, **TOL)
 
 
-WRONG_LENGTHS = {
-    "another batch": ([3, 4, 5], [5], "made for 3 samples .lengths., got a batch of 2"),
-    "across the prompts' end": ([3, 5], [4, 2], "the longest prompt has 5 tokens, and this call adds 4 to 5"),
-    "several after prompts": ([3, 5], [5, 2], "after prompts of different lengths a call adds one token"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_LENGTHS)
-def test_wrong_calls_with_lengths(name):
-    lengths, chunks, text = WRONG_LENGTHS[name]
-    with pytest.raises(ValueError, match=text):
-        cache = KVCache(NAMED["longnet"], 4, 2, clock=Clock(lengths))
-        for chunk in chunks:
-            decode_attention(*qkv(4, 2, chunk, batch=2), cache)
-
-
+#: (lengths of prompts or None, chunks before, the call, message)
 WRONG = {
-    "another batch": (qkv(4, 2, 1, batch=2), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
-    "other kv heads": (qkv(4, 4, 1), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
-    "a gradient": (tuple(x.requires_grad_() for x in qkv(4, 2, 1)), "call under torch.no_grad"),
+    "a batch of other lengths": ([3, 4, 5], [], qkv(4, 2, 5, 2), "made for 3 samples .lengths., got a batch of 2"),
+    "across the prompts' end": ([3, 5], [4], qkv(4, 2, 2, 2), "longest prompt has 5 tokens, and this call adds 4 to 5"),
+    "several after prompts": ([3, 5], [5], qkv(4, 2, 2, 2), "after prompts of different lengths a call adds one token"),
+    "another batch": (None, [5], qkv(4, 2, 1, batch=2), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
+    "other kv heads": (None, [5], qkv(4, 4, 1), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
+    "a gradient": (None, [5], tuple(x.requires_grad_() for x in qkv(4, 2, 1)), "call under torch.no_grad"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_calls(name):
-    tensors, text = WRONG[name]
-    cache = KVCache(NAMED["longnet"], 4, 2)
-    decode_attention(*qkv(4, 2, 5), cache)
+    lengths, before, tensors, text = WRONG[name]
+    cache = KVCache(NAMED["longnet"], 4, 2, clock=Clock(lengths))
+    for chunk in before:
+        decode_attention(*qkv(4, 2, chunk, batch=1 if lengths is None else 2), cache)
     with pytest.raises(ValueError, match=text):
         decode_attention(*tensors, cache)
-    assert cache.length == 5
+    assert cache.length == sum(before)
 
 
 LAYERS = {
@@ -320,43 +301,28 @@ def test_layer_step_by_step(name, chunks):
     assert cache.length == 40
 
 
+LAYER = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
+WHOLE = r"cache serves causal attention .* no lengths, no cu_seqlens"
+NO_CACHE = r"cache must be what new_cache\(\) of the layer returns, got"
 REFUSED = {
-    "not causal": {},
-    "lengths": {"is_causal": True, "lengths": torch.tensor([3])},
-    "documents": {"is_causal": True, "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)},
-    "padding": {"is_causal": True, "key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)},
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_layer_refuses(name):
-    layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
-    cache = layer.new_cache()
-    with pytest.raises(ValueError, match=r"cache serves causal attention .* no lengths, no cu_seqlens"):
-        layer(torch.randn(1, 3, 16), cache=cache, **REFUSED[name])
-    assert cache.length == 0
-
-
-OTHERS = {
-    "another pattern": (KVCache(NAMED["shifted"], 4), "this cache was made for DilatedPattern"),
-    "other kv heads": (KVCache(NAMED["longnet"], 4, 2), r"\(heads, kv heads\) \(4, 2\), but .* \(4, 4\)"),
+    "not causal": ({"is_causal": False}, WHOLE),
+    "lengths": ({"lengths": torch.tensor([3])}, WHOLE),
+    "documents": ({"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, WHOLE),
+    "padding": ({"key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, WHOLE),
+    "another pattern": ({"cache": KVCache(NAMED["shifted"], 4)}, "this cache was made for DilatedPattern"),
+    "other kv heads": ({"cache": KVCache(NAMED["longnet"], 4, 2)}, r"kv heads\) \(4, 2\), but .* \(4, 4\)"),
+    "text": ({"cache": "x"}, NO_CACHE),
+    "a list": ({"cache": []}, NO_CACHE),
+    "a layer": ({"cache": LAYER}, NO_CACHE),
 }
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", OTHERS)
-def test_layer_refuses_the_cache_of_another(name):
+@pytest.mark.parametrize("name", REFUSED)
+def test_layer_refuses(name):
     """A layer of shifted segments would read the rows of an unshifted one without any complaint of shapes."""
-    cache, text = OTHERS[name]
-    layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
-    with pytest.raises(ValueError, match=text):
-        layer(torch.randn(1, 3, 16), is_causal=True, cache=cache)
-
-
-@pytest.mark.parametrize(
-    "cache", ["x", [], MultiheadDilatedAttention(16, 4, NAMED["longnet"])], ids=["text", "list", "layer"]
-)
-def test_what_is_no_cache(cache):
-    layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
-    with pytest.raises(TypeError, match=r"cache must be what new_cache\(\) of the layer returns, got"):
-        layer(torch.randn(1, 3, 16), is_causal=True, cache=cache)
+    options, text = REFUSED[name]
+    call = {"is_causal": True, "cache": LAYER.new_cache(), **options}
+    with pytest.raises(TypeError if text is NO_CACHE else ValueError, match=text):
+        LAYER(torch.randn(1, 3, 16), **call)
+    assert getattr(call["cache"], "length", 0) == 0

@@ -94,10 +94,6 @@ def by_groups(rank, group):
         compare(got, run(case), 1e-6)
 
 
-def test_groups_of_chunks_change_nothing(interpreter):
-    interpreter.run(1, by_groups)
-
-
 def repeated(x):
     x[1][:] = x[1][:, :1].clone()
     x[3][:], x[4][:] = 0, 1
@@ -188,17 +184,13 @@ def test_rows_of_16_bits(interpreter, dtype, tolerance):
 
 
 def trained_after_inference(rank, group):
+    """Layouts are remembered from calls under `torch.inference_mode`, whose tensors no backward may save."""
     triton_chunks.layout.cache_clear()
     rows = narrow(gated((70,), kv_heads=1, group=1, dim=4, values=4).tensors())
     with torch.inference_mode():
         want = recurrent_attention(*rows)
     out = recurrent_attention(*rows)
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), rows)) and torch.equal(out, want)
-
-
-def test_training_after_inference(interpreter):
-    """Where chunks stand is remembered from calls under `torch.inference_mode`, whose tensors no backward may save."""
-    interpreter.run(1, trained_after_inference)
 
 
 def in_windows(rank, group):
@@ -222,8 +214,9 @@ def in_windows(rank, group):
     assert states.call_count == 2
 
 
-def test_windows_of_the_op(interpreter):
-    interpreter.run(1, in_windows)
+@pytest.mark.parametrize("check", [by_groups, trained_after_inference, in_windows], ids=lambda check: check.__name__)
+def test_in_the_interpreter(interpreter, check):
+    interpreter.run(1, check)
 
 
 @pytest.mark.parametrize("sizes, tokens", [
