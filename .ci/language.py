@@ -25,8 +25,8 @@ PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
 #: findings of each kind that are left in each area; a budget only falls
 LEFT = {
-    "package": {"first": 411, "chain": 897},
-    "tests": {"first": 232, "chain": 413},
+    "package": {"first": 374, "chain": 881},
+    "tests": {"first": 228, "chain": 410},
     "docs": {"first": 0, "chain": 0, "line": 13},
 }
 CODE = {"package": ("lightning_dilated",), "tests": ("tests", "benchmarks", ".ci")}

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cores between workers
 
@@ -22,31 +23,8 @@ if hasattr(os, "register_at_fork"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-#: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
-LONGEST = (
-    "ext/transformers/test_hf_plan.py", "ext/transformers/test_transformers.py", "strategy/test_outer_steps.py",
-    "strategy/test_regions.py", "distributed/test_equals_one_rank.py", "ext/planning/test_slides.py",
-    "test_tutorials.py", "test_readme.py", "models/test_longnet_lm.py", "ext/streams/test_streaming.py",
-    "strategy/test_equals_one_rank.py", "ext/planning/test_memory.py", "strategy/test_cpu_offload.py",
-    "ext/planning/test_advice.py", "strategy/test_alike.py", "strategy/test_leaves_nothing.py",
-    "strategy/test_several_loaders.py", "cli/test_round_trips.py", "models/test_file_classes.py",
-    "models/test_far_scripts.py", "cli/test_extensions.py", "distributed/test_options.py", "kernels/test_combine.py",
-    "strategy/test_memory.py", "distributed/test_stream.py", "distributed/test_streamed_model.py", "cli/test_plan.py",
-    "kernels/test_attention.py", "kernels/test_grouped.py", "test_find_max.py", "models/test_memory_settings.py",
-    "cli/test_misuse.py", "cli/test_verify.py", "attention/test_equals_oracle.py", "cli/test_commands.py",
-    "attention/test_autograd.py", "callbacks/test_sharded_checkpoint_ranks.py", "cli/test_recipes.py",
-    "ext/planning/test_hooks.py", "callbacks/test_preemption.py", "sequence/test_strided.py", "sequence/test_scale.py",
-    "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
-    "strategy/test_first_batch.py", "strategy/test_pooled.py", "distributed/test_exchange_script.py",
-    "models/test_frozen.py", "ext/decoding/test_generation.py", "ext/decoding/test_kernels.py",
-    "ext/recurrence/test_gated_delta.py", "ext/transformers/test_hf_causal_lm.py",
-    "ext/transformers/test_transformers_ranks.py", "ext/transformers/test_evaluate.py",
-    "strategy/test_accuracy_by_depth.py", "distributed/test_recurrence.py", "ext/streams/test_carried_streams.py",
-    "strategy/test_sampler_order.py", "strategy/test_hooks.py", "strategy/test_resume.py", "distributed/test_pooled.py",
-    "strategy/test_loss_by_position.py", "strategy/test_fsdp.py", "distributed/test_modules.py",
-    "strategy/test_stream_data.py", "strategy/test_predictions.py", "strategy/test_evaluation.py",
-    "data/test_packing.py", "models/test_traced.py", "ext/planning/test_recorded.py", "ext/streams/test_stream.py",
-)  # fmt: skip
+#: files that take longest, by .ci/longest.py: under xdist they start first, or one would run at the end beside an idle core
+LONGEST = (Path(__file__).parent / "longest.txt").read_text().split()
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
 #: what a launcher tells its processes

@@ -64,8 +64,9 @@ def test_nothing_is_saved_without_gradients():
     assert out.grad_fn is None and not out.requires_grad
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["causal", "full"])
-@pytest.mark.parametrize("engine", ["auto", pytest.param("math", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("engine", ["auto", "math"])
 def test_long_sequence(engine, causal):
     """64K tokens, forward and backward in fp32: out and the gradients alone are 128 MiB, one N^2 would be 16 GiB."""
     (got,) = printed(f"""

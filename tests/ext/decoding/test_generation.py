@@ -127,6 +127,11 @@ def test_prompt_in_chunks(chunk):
     assert torch.equal(model.generate(prompt, 12, temperature=0, prompt_chunk=chunk), want)
 
 
+def test_last_only():
+    model, tokens = lively(), torch.randint(11, (2, 30))
+    torch.testing.assert_close(model(tokens, last_only=True), model(tokens)[:, -1:])
+
+
 @pytest.mark.parametrize("many", [False, True], ids=["a token", "a list"])
 def test_stop(many):
     """A row ends with its stop token and repeats it; the others go on as without, and all ends with the last of them."""

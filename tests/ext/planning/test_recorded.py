@@ -72,7 +72,10 @@ def case_of(name, pattern, sizes, tokens):
     return Case(subject, Facts.of(model, subject), Setup("single", 1), gpu, host=128)
 
 
-@pytest.mark.parametrize("row", SECONDS)
+SLOW = ("three recurrences",)
+
+
+@pytest.mark.parametrize("row", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in SECONDS])
 def test_seconds(row):
     """Wanted: within 10 %, and memory within 5 %; planned: between 10.8 % less and 1.2 % more. The time of pairs among many
     keys is a published one, checked with "dense"."""

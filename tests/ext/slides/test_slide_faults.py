@@ -298,6 +298,13 @@ def test_slides_of_two_magnifications(folder):
         SlideDataModule(str(folder), str(folder / "labels.csv")).check()
 
 
+def test_coordinates_of_every_slide_are_looked_at(folder):
+    for i in range(6):
+        write(folder / f"s{i}.h5", features(), grid(TILES) // (256 if i == 3 else 1), patch_size_level0=256)
+    with pytest.raises(ValueError, match=r"s3\.h5.*look like tile numbers"):
+        SlideDataModule(str(folder), str(folder / "labels.csv")).check()
+
+
 def test_endings_in_capitals_count(folder):
     (folder / "s5.h5").rename(folder / "s5.H5")
     assert len(SlideDataModule(str(folder), str(folder / "labels.csv")).inventory.slides) == 6

@@ -53,3 +53,17 @@ def test_only_rows_that_are_asked_for_must_be_finite(tmp_path):
 @pytest.mark.parametrize("path", ["x/a.h5", "a.svs", "a.svs.H5", "a.pt", "a.tiff.pth", "a"])
 def test_names(path):
     assert slide_name(path) == "a"
+
+
+@pytest.mark.parametrize(
+    "attributes, size",
+    [
+        ({"patch_size_level0": 512, "patch_size": 256}, 512),
+        ({"patch_size": 256, "patch_level": 0}, 256),
+        ({"patch_size": 256, "patch_level": 1}, None),
+        ({}, None),
+    ],
+)
+def test_tile_sizes(tmp_path, attributes, size):
+    write(tmp_path / "a.h5", np.ones((3, 2), np.float32), grid(3), **attributes)
+    assert SlideReader().inspect(str(tmp_path / "a.h5")).tile_size == size

@@ -3,12 +3,15 @@
 import logging
 from pathlib import Path
 
+import h5py
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 
 from lightning_dilated import SlideEncoder
 from lightning_dilated.data import SlideDataModule, check_coordinates
+from lightning_dilated.ext.slides.coordinates import tile_cells
 from lightning_dilated.ext.slides.files import extent_of, tile_size_of
 
 from .test_slides import write
@@ -58,7 +61,7 @@ def test_files_that_say_nothing_are_compared_with_the_model(tmp_path, name):
 
 
 @pytest.mark.parametrize("side", [256, 512])
-def test_files_that_fit_the_model(tmp_path, side):
+def test_files_that_fit_the_model(tmp_path, side, caplog):
     fit(slides(tmp_path, [side] * 3), side)
 
 
@@ -99,6 +102,13 @@ def test_a_grid_that_is_too_small_names_file_and_remedy(tmp_path):
 def test_slides_without_coordinates_are_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"data\.coords_name is null: set it .*or train a LongNetClassifier"):
         fit(slides(tmp_path, [512] * 2), 512, coords_name=None)
+
+
+def test_another_tile_size_than_that_of_the_model(tmp_path):
+    data = SlideDataModule(slides(tmp_path, [512] * 2), val_fraction=0, test_fraction=0, tile_size=512)
+    with pytest.raises(ValueError, match=r"tile_size=256, but the data's is 512: set the model's tile_size to 512"):
+        data.check_places(256)
+    data.check_places(512)
 
 
 TRIDENT = {"level0_width": 6000, "level0_height": 4000}
@@ -149,8 +159,8 @@ EVIL = ["evil", float("nan"), float("inf"), -3, 0, np.zeros((0,)), np.ones(1000)
 )
 @pytest.mark.parametrize("value", EVIL, ids=[str(i) for i in range(len(EVIL))])
 def test_attributes_that_are_no_sizes(name, value):
-    if name.startswith("downsample") and isinstance(value, float) and value == 512.5:
-        return  # a level may be 512.5 times smaller
+    if isinstance(value, float) and value == 512.5 and name.startswith("downsample"):
+        pytest.skip("a level may be 512.5 times smaller")
     good = {"level0_width": 5, "level0_height": 5} if name.startswith("level0") else CLAM
     attributes = {**good, name: value}
     with pytest.raises(ValueError, match=rf"^a\.h5: the attribute '{name}' .*must be .*correct it, or delete it"):
@@ -193,9 +203,37 @@ def test_overlapping_tiles_of_a_file_that_does_not_state_the_step(tmp_path, attr
         fit(folder, 1024, tile_size=step)
 
 
-def test_two_tiles_in_one_place():
+def test_overlapping_tiles_of_clam_lie_at_cells_of_the_step(tmp_path):
+    attributes = {"patch_size": 256, "patch_level": 0, "downsample": [1.0, 1.0]}
+    data = SlideDataModule(slides(tmp_path, [128], **attributes), val_fraction=0, test_fraction=0, tile_size=128)
+    data.check()
+    coords = data.dataset("train")[0]["coords"][1:].numpy()
+    assert data.tile_size == 128 and np.array_equal(tile_cells(coords, data.tile_size), cells())
+
+
+def test_an_evil_attribute_in_a_file(tmp_path):
+    folder = slides(tmp_path, [512] * 2)
+    with h5py.File(tmp_path / "s1.h5", "r+") as file:
+        file["coords"].attrs["patch_size_level0"] = "evil"
+    with pytest.raises(ValueError, match=r"s1\.h5: the attribute 'patch_size_level0' .* 'evil', but it must be"):
+        SlideDataModule(folder).check()
+
+
+def test_two_tiles_in_one_place(tmp_path):
     coords = np.concatenate([cells(), cells()[7:8]]) * 512
     with pytest.raises(
         ValueError, match=r"tiles 7 and 60 both lie at \(3584, 0\), and 1 of 61 tiles lie where another"
     ):
         check_coordinates(coords, 512)
+    folder = slides(tmp_path, [512] * 2)
+    write(tmp_path / "s1.h5", np.ones((61, 4), np.float32), coords)
+    with pytest.raises(ValueError, match=r"s1\.h5: tiles 7 and 60 both lie"):
+        SlideDataModule(folder, val_fraction=0, test_fraction=0).check()
+
+
+def test_pt_slides_are_compared_too(tmp_path):
+    for i in range(2):
+        values = {"features": torch.randn(60, 4), "coords": torch.from_numpy(cells())}
+        torch.save(values, tmp_path / f"s{i}.pt")
+    with pytest.raises(ValueError, match=r"s0\.pt: .*look like tile numbers"):
+        fit(str(tmp_path), 512)
