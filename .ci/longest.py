@@ -3,7 +3,7 @@
     python -m pytest -n 2 --dist loadfile --durations=0 > durations.txt
     python .ci/longest.py durations.txt
 
-Without a file it checks that every listed file exists, and exits with 1 otherwise. `tests/conftest.py` starts these files first.
+Without a file it checks that every listed file exists, and exits with 1 otherwise. `tests/conftest.py` starts these first.
 """
 
 import re
