@@ -200,13 +200,17 @@ def tile_gradients(
         of_out = torch.ones_like(out) if grad is None else grad[:, cut]
         with hooks_paused(leaves):  # they are for the gradient of all tiles, with which autograd calls them
             parts = torch.autograd.grad(out, [*inputs, *leaves], of_out, allow_unused=True)
-        for target, part in zip((x for x in into if x is not None), parts, strict=False):
-            target[:, cut] = 0 if part is None else part
+        _write(parts, [x for x in into if x is not None], cut)
         parts = parts[len(inputs) :]
         del tile, out, inputs, of_out
         sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
         del parts
     return whole, sums
+
+
+def _write(parts: Sequence[Tensor | None], into: Sequence[Tensor], cut: slice) -> None:
+    for target, part in zip(into, parts, strict=False):
+        target[:, cut] = 0 if part is None else part
 
 
 def backward_tiles(
