@@ -127,9 +127,10 @@ def recurrent_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed; on every rank, if they differ.
     """
-    settings = {"kind": kind, "segment": segment, "causal": causal, "state": state, "return_state": return_state}
-    limits = {"lengths": lengths, "cu_seqlens": cu_seqlens, "sequence": sequence}
-    out, after = recur(q, k, v, log_decay, beta, **settings, **limits)
+    out, after = recur(
+        *(q, k, v, log_decay, beta), kind=kind, segment=segment, causal=causal, state=state, return_state=return_state,
+        lengths=lengths, cu_seqlens=cu_seqlens, sequence=sequence,
+    )  # fmt: skip
     return out if after is None else (out, after)
 
 
