@@ -89,6 +89,7 @@ class AccuracyByDepth(CountsAnswers):
             row.index_add_(0, index, values.sum(1).to(self._counts.device))
 
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
+        """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
         rows = rows_of(datamodule(trainer), split, trainer.global_step, right, labels)
         chosen = {"": rows, **{f"_{n}": _of(rows, n) for n in _lengths(rows)}}
         return rows, {x: sum(r["right"] for r in y) / sum(r["samples"] for r in y) for x, y in chosen.items()}

@@ -191,6 +191,7 @@ class RecallByDistance(CountsAnswers):
         _refuse_streams(trainer, "RecallByDistance")
 
     def counters(self, trainer: pl.Trainer, split: str) -> int:
+        """Return the number of counters: one for each octave of the distance."""
         self._distances = functools.partial(datamodule(trainer).distances, split)
         return OCTAVES
 
@@ -211,6 +212,7 @@ class RecallByDistance(CountsAnswers):
         self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
+        """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
         rows = [_recall_row(i, right[i], labels[i]) for i in range(OCTAVES) if labels[i]]
         return rows, {"": sum(right) / sum(labels), **{f"_{row['first']}": row["accuracy"] for row in rows}}
 
