@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_dilated.attention.backends.base import Terms
 from lightning_dilated.attention.backends.sdpa import CUDNN
 from lightning_dilated.kernels import dense, pipelined
 from lightning_dilated.planning import seconds_of
@@ -48,8 +49,8 @@ def case(dim: int, heads: int, causal: bool, rate: int) -> None:
     make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16)[:, ::rate].transpose(1, 2)  # noqa: E731
     q, k, v, grad = make(), make(), make(), make()
     scale = dim**-0.5
-    out, lse = CUDNN.forward(q, k, v, causal, scale, None)
-    theirs = milliseconds(lambda: CUDNN.forward(q, k, v, causal, scale, None))
+    out, lse = CUDNN.forward(q, k, v, Terms(causal, scale))
+    theirs = milliseconds(lambda: CUDNN.forward(q, k, v, Terms(causal, scale)))
     print(f"D={dim} causal={causal} dilation {rate}: cuDNN forward {theirs:.3f} ms")
     for tile in tried(pipelined.CONFIGS, (dim, causal), PIPELINED):
         ours = milliseconds(lambda: pipelined.forward(q, k, v, causal, scale))
@@ -59,7 +60,7 @@ def case(dim: int, heads: int, causal: bool, rate: int) -> None:
     for tile in tried(dense.CONFIGS, dim, FORWARD):
         ours = milliseconds(lambda: dense.forward(q, k, v, causal, scale))
         print(f"  forward {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
-    theirs = milliseconds(lambda: CUDNN.backward(grad, q, k, v, out, lse, causal, scale, None))
+    theirs = milliseconds(lambda: CUDNN.backward(grad, q, k, v, out, lse, Terms(causal, scale)))
     print(f"D={dim} causal={causal}: cuDNN backward {theirs:.3f} ms")
     over_keys = dense.OVER_KEYS_CAUSAL if causal else dense.OVER_KEYS
     for name, table, tiles in (("keys", over_keys, OVER_KEYS), ("rows", dense.OVER_ROWS, OVER_ROWS)):

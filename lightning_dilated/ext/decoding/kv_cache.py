@@ -191,43 +191,55 @@ class KVCache:
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,
         engine: Engine | None,
     ) -> None:  # fmt: skip
-        """`attend` of one branch, for samples that have `stop` tokens.
-
-        In a window query a of a residue sees the last `window` - 1 - a rows from before the call.
-        """
+        """`attend` of one branch, for samples that have `stop` tokens."""
         branch = self._branches[number]
-        slides = branch.window is not None and stop <= start
+        if branch.window is not None and stop <= start:  # each query sees other tokens of those before
+            self._attend_window(number, samples, q.to(out.dtype) * scale, out, lse, stop)
+            return
         first = branch.first(stop - 1)
         end = q.shape[1] if branch.width is None else min(q.shape[1], first + branch.width - start)
         for skip in range(min(end, branch.rate)):
             residue = (start + skip - first) % branch.rate
-            lane, count = branch.lanes.get(residue), branch.count(residue, first, stop)
-            queries = range(skip, end, branch.rate)[: branch.window - 1 if slides else None]
-            if lane is None or count == 0 or not queries:
+            lane = branch.lanes.get(residue)
+            count = 0 if lane is None else branch.count(residue, first, stop)
+            if lane is None or count == 0:
                 continue
-            heads = _index(lane.heads, q.device)
-            keys, values = (x[samples, lane.slots] for x in self._views[number])
-            if slides:
-                known = len(branch.positions(residue, first, stop))
-                latest = (torch.arange(known - count, known) % branch.window).to(q.device)
-                keys, values = keys.index_select(2, latest), values.index_select(2, latest)
-            else:
-                keys, values = keys[:, :, :count], values[:, :, :count]
-            if not slides and engine is not None and min(len(queries), count) >= engine.min_rows:
-                rows = slice(skip, end, branch.rate)
+            heads, rows = _index(lane.heads, q.device), slice(skip, end, branch.rate)
+            keys, values = (x[samples, lane.slots, :count] for x in self._views[number])
+            if engine is not None and min(len(range(skip, end, branch.rate)), count) >= engine.min_rows:
                 part = _by_engine(engine, q[:, rows][:, :, heads], keys.to(q.dtype), values.to(q.dtype), scale)
                 _merge(out[:, rows], lse[:, rows], heads, *part)
                 continue
             keys, values = keys.to(out.dtype), values.to(out.dtype)
+            tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0])) * branch.rate
+            for at in range(skip, end, tile):
+                rows = slice(at, min(at + tile, end), branch.rate)
+                queries = q[:, rows][:, :, heads].to(out.dtype) * scale
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(queries, keys, values))
+
+    def _attend_window(self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int) -> None:
+        """`attend` of a window for queries that follow `stop` cached tokens.
+
+        Query a of a residue sees the last `window` - 1 - a cached rows.
+        """
+        branch = self._branches[number]
+        for skip in range(min(q.shape[1], branch.rate)):
+            residue = (stop + skip) % branch.rate
+            lane = branch.lanes.get(residue)
+            known, count = len(branch.positions(residue, 0, stop)), branch.count(residue, 0, stop)
+            queries = range(skip, q.shape[1], branch.rate)[: branch.window - 1]
+            if lane is None or count == 0 or not queries:
+                continue
+            latest = (torch.arange(known - count, known) % branch.window).to(q.device)
+            keys, values = (x[samples, lane.slots].index_select(2, latest).to(q.dtype) for x in self._views[number])
+            heads = _index(lane.heads, q.device)
             tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0]))
             for at in range(0, len(queries), tile):
-                some, seen = queries[at : at + tile], None
+                some = queries[at : at + tile]
                 rows = slice(some.start, some.stop, some.step)
-                if slides:
-                    distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
-                    seen = distance - torch.arange(count, device=q.device) < branch.window
-                scaled = q[:, rows][:, :, heads].to(out.dtype) * scale
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(scaled, keys, values, seen))
+                distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
+                seen = distance - torch.arange(count, device=q.device) < branch.window
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, seen))
 
     def kernel_serves(self, q: Tensor) -> bool:
         """Whether `step` takes a token with these queries (B, 1, H, D)."""

@@ -1,6 +1,6 @@
 """`lightning-dilated verify`: small calls on many ranks of this machine against one rank's answer by definition.
 
-`run_ranks` starts the ranks as processes for one job; results are written as they are made, and a rank that dies ends it.
+`run_ranks` starts the ranks as processes for one job; results are sent back as they are made, and a rank that dies ends it.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim, R ranks.
 """
@@ -8,7 +8,6 @@ Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query he
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
 import pickle
@@ -17,9 +16,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +219,22 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 
 # -- ranks in processes ------------------------------------------------------------------------------------------------
-#: seconds that the other ranks get to end after one failed
+#: seconds that the other ranks get to report after one failed
 GRACE = 3.0
+_DONE = "done"
 
 
 class RanksFailed(RuntimeError):
     """Some ranks raised, died or did not answer in time; the message says which, and after how many results."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    results: list[Any] = field(default_factory=list)
+    trouble: str | None = None
+    done: bool = False
 
 
 def run_ranks(
@@ -246,84 +255,88 @@ def run_ranks(
     Raises:
         RanksFailed: after every process was ended.
     """
-    context, processes = mp.get_context("spawn"), []
+    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
+        started: list[_Rank] = []
         try:
             for rank in range(ranks):
-                arguments = (rank, ranks, device, Path(folder), timeout, job, args)
-                processes.append(context.Process(target=_work, args=arguments, daemon=True))
-                processes[-1].start()
-            _wait_for(processes, time.monotonic() + timeout)
-            done = [Path(folder, f"{rank}.done").exists() for rank in range(ranks)]
-            codes = [0 if done[rank] else process.exitcode for rank, process in enumerate(processes)]
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = (rank, ranks, device, str(Path(folder) / "store"), timeout, sender, job, args)
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                sender.close()
+                started.append(_Rank(process, receiver))
+            _collect(started, time.monotonic() + timeout, timeout)
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        results = [_results(Path(folder, f"{rank}.results")) for rank in range(ranks)]
-        if any(codes) or None in codes:
-            errors = [Path(folder, f"{rank}.error") for rank in range(ranks)]
-            raise RanksFailed(_report(codes, errors, [len(x) for x in results], timeout))
-    return results
+            for started_rank in started:
+                if not started_rank.done:
+                    started_rank.process.kill()
+                started_rank.process.join()
+                started_rank.pipe.close()
+    return [started_rank.results for started_rank in started]
 
 
-def _wait_for(processes: list[Any], end: float) -> None:
-    """Wait until every process has ended or the time is up, which is sooner after one failed."""
-    while running := [process for process in processes if process.is_alive()]:
-        if not wait([process.sentinel for process in running], max(0.0, end - time.monotonic())):
-            return
-        if any(process.exitcode for process in processes):
-            end = min(end, time.monotonic() + GRACE)
-
-
-def _results(path: Path) -> list[Any]:
-    """What a rank wrote, as far as it came."""
-    results: list[Any] = []
-    if path.is_file():
-        with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-            while True:
-                results.append(pickle.load(file))
-    return results
-
-
-def _report(codes: list[int | None], errors: list[Path], counts: list[int], timeout: float) -> str:
-    """Which ranks failed, by their exit codes (None: it had not ended) and the files that hold their errors."""
-    reports = []
-    for rank, (code, error) in enumerate(zip(codes, errors, strict=True)):
-        if code:
-            trouble = f"raised {error.read_text()}" if error.is_file() else f"died with exit code {code}"
-            reports.append(f"rank {rank} {trouble} (after {counts[rank]} results)")
-    silent = [rank for rank, code in enumerate(codes) if code is None]
+def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
+    """Read until every rank is done; raise RanksFailed if one will not be."""
+    late = False
+    while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
+        ready = wait([rank.pipe for rank in waiting], max(0.0, end - time.monotonic()))
+        if not ready:
+            late = True
+            break
+        for rank in waiting:
+            if rank.pipe in ready:
+                _read(rank)
+                if rank.trouble:
+                    end = min(end, time.monotonic() + GRACE)
+    failed = {i: rank for i, rank in enumerate(ranks) if rank.trouble}
+    if not failed and not late:
+        return
+    reports = [f"rank {i} {rank.trouble} (after {len(rank.results)} results)" for i, rank in failed.items()]
+    silent = [i for i, rank in enumerate(ranks) if not rank.done and not rank.trouble]
     if silent:
-        after = "then" if reports else f"within {timeout:g} s"
-        reports.append(
-            f"ranks {silent} did not finish {after} (after {', '.join(str(counts[rank]) for rank in silent)} results)"
-        )
-    return "; ".join(reports)
+        after = "then" if failed else f"within {timeout:g} s"
+        counts = ", ".join(str(len(ranks[i].results)) for i in silent)
+        reports.append(f"ranks {silent} did not finish {after} (after {counts} results)")
+    raise RanksFailed("; ".join(reports))
+
+
+def _read(rank: _Rank) -> None:
+    try:
+        kind, value = pickle.loads(rank.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        rank.process.join(GRACE)
+        rank.trouble = f"died with exit code {rank.process.exitcode}"
+        return
+    if kind == _DONE:
+        rank.done = True
+    elif kind == "error":
+        rank.trouble = f"raised {value}"
+    else:
+        rank.results.append(value)
 
 
 def _work(
-    rank: int, ranks: int, device: str, folder: Path, timeout: float, job: Callable[..., Iterator[Any]], args: Any
+    rank: int, ranks: int, device: str, store: str, timeout: float, pipe: Connection, job: Callable[..., Any], args: Any
 ) -> None:
-    """A rank: join the others, run the job, write what it yields."""
+    """A rank: join the others, run the job, send what it yields."""
+    send = lambda *message: pipe.send_bytes(pickle.dumps(message))  # noqa: E731
     try:
         if device == "cuda":
             torch.cuda.set_device(rank)
         else:
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
-        joined = {"store": dist.FileStore(str(folder / "store"), ranks), "rank": rank, "world_size": ranks}
+        joined = {"store": dist.FileStore(store, ranks), "rank": rank, "world_size": ranks}
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout), **joined)
-        with (folder / f"{rank}.results").open("wb", buffering=0) as file:
-            for value in job(rank, device, *args):
-                file.write(pickle.dumps(value))
+        for value in job(rank, device, *args):
+            send("value", value)
         dist.barrier()
-        (folder / f"{rank}.done").touch()
+        send(_DONE, None)
         dist.destroy_process_group()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        (folder / f"{rank}.error").write_text(f"{type(error).__name__}: {error} [{last.filename}:{last.lineno}]")
-        raise SystemExit(1) from None
+        send("error", f"{type(error).__name__}: {error} [{last.filename}:{last.lineno}]")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

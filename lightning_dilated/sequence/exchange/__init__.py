@@ -12,6 +12,11 @@ from lightning_dilated.sequence.requirements import Problem
 __all__ = ["EXCHANGES", "Exchange"]
 
 
+def serves_everything(problem: Problem, per_node: int) -> str | None:
+    """None: no condition fails."""
+    return None
+
+
 @dataclass(frozen=True)
 class Exchange:
     """One exchange; all functions take (problem, rank, ranks per node), `why_not` without the rank.
@@ -19,13 +24,13 @@ class Exchange:
     Attributes:
         program: what a rank sends and receives.
         volume: how much a rank receives, without listing messages.
-        why_not: None, or the condition that fails; without it, the exchange serves every call.
+        why_not: None, or the condition that fails.
     """
 
     name: str
     program: Callable[[Problem, int, int], Program | switch.Switched]
     volume: Callable[[Problem, int, int], Volume]
-    why_not: Callable[[Problem, int], str | None] = lambda problem, per_node: None
+    why_not: Callable[[Problem, int], str | None] = serves_everything
 
 
 #: every exchange by its name; "auto" takes the first of equally cheap ones
