@@ -25,9 +25,9 @@ PROSE, ROW = 140, 200
 ADDRESS = re.compile(r"\]\([^)]*\)|`[^`]*`|https?://\S+")
 #: findings of each kind that are left in each area; a budget only falls
 LEFT = {
-    "package": {"first": 374, "chain": 881},
-    "tests": {"first": 228, "chain": 410},
-    "docs": {"first": 0, "chain": 0, "line": 13},
+    "package": {"first": 369, "chain": 868},
+    "tests": {"first": 227, "chain": 408},
+    "docs": {"first": 0, "chain": 0, "line": 10},
 }
 CODE = {"package": ("lightning_dilated",), "tests": ("tests", "benchmarks", ".ci")}
 PAGES = ("*.md", "docs/**/*.md", "recipes/*.md", "benchmarks/far/*.md")

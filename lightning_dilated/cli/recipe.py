@@ -65,7 +65,7 @@ def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dic
 
 
 def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
-    """The model of a recipe whose data have N tokens, not built, without its optimizer."""
+    """Return the model of a recipe for data of N tokens, not built, without its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
     return cls(**with_length(cls, arguments, seq_len))

@@ -137,7 +137,8 @@ def _result_unused(unused: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make torch's default dtype `dtype` inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -224,7 +225,7 @@ def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Cal
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return _Anew(partial(_default_dtype, dtype)), _Anew(partial(_default_dtype, dtype))
+    return _Anew(partial(default_dtype, dtype)), _Anew(partial(default_dtype, dtype))
 
 
 def _run(layers: list[Callable[[Tensor], Tensor]], after_first: Callable[[Tensor], None] | None, x: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def tile_gradients(
     Args:
         leaves: trained parameters that `run` reads.
         into: for each of `rows` the tensor that its gradient is written to, or None.
-        grad: of the result; may be overwritten. None: the gradients are those of the sum.
+        grad: of the result; may be overwritten. None: gradients of the sum.
 
     Returns:
         gradients in at least fp32; None for leaves that were not read.

@@ -20,7 +20,7 @@ UNNAMED = ("segment_length", "dilation_rate", "width", "tokens")
 
 
 class _Branch:
-    """What branches of all kinds have; each kind is a dataclass."""
+    """Base of all kinds of branches; each kind is a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     heads: tuple[int, ...] | None

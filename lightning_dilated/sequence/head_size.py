@@ -148,7 +148,7 @@ def trade_price(
     """
     samples = sum(d.samples for d in problem.documents)
     ranks = problem.shard.ranks
-    # of the first group and of the last two, of which one may be short or empty
+    # the first group and the last two; one of the last two may be short or empty
     priced = [rank for rank in range(ranks) if rank < size or rank >= ranks - 2 * size]
     every = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
     most = max(x.forward + x.backward for x in every)

@@ -85,7 +85,7 @@ def test_an_empty_shard_sends_nothing():
 
 
 def events_of(stack, monkeypatch):
-    """What happens from now on: the number of each block that attends, and each group whose input comes back."""
+    """Events from now on: the number of each block that attends, and each group whose input comes back."""
     events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
     names = {block: number for number, block in enumerate(stack.blocks)}
 

@@ -1,4 +1,4 @@
-"""Maps of attention on many ranks: those of one rank, where ranks have slides of their own."""
+"""Maps of attention on many ranks equal one rank's, if ranks have slides of their own."""
 
 import numpy as np
 import pytest

@@ -28,12 +28,12 @@ class Band(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What an engine takes besides rows.
+    """Arguments of an engine besides rows.
 
     Attributes:
         causal: whether query row i sees key rows up to i only; without effect if there is a band.
         scale: the factor of q.k.
-        dropout: the pairs whose weights are dropped; None: none.
+        dropout: the pairs that are dropped; None: none.
         band: the pairs that are computed; None: all. Only engines with `bands` take one.
     """
 

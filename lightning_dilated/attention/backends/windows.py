@@ -35,7 +35,7 @@ def with_windows(engine: Engine) -> Engine:
 class _Rows:
     """Rows of the queries, or of the keys, of a piece.
 
-    With `width` they are whole blocks, computed as so many samples; `inner` are the rows of each block, None: all.
+    With `width` they are whole blocks, each computed as a sample; `inner` are the rows of each block, None: all.
     """
 
     rows: slice

@@ -1,4 +1,4 @@
-"""RangedSamples, read by ranges of positions, and Documents: those of a stream of bytes or tokens, long ones in pieces."""
+"""RangedSamples, read by ranges of positions, and Documents of a stream of bytes or tokens, long ones in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RangedSamples(Dataset):
-    """Samples of unequal length, of n tokens and as many labels; a subclass defines `piece`."""
+    """Samples of unequal length, of n tokens and n labels; a subclass defines `piece`."""
 
     #: tokens of each sample, (samples,) int64
     lengths: np.ndarray

@@ -90,7 +90,7 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Within, tensors have sizes but no memory: `torch._subclasses.FakeTensorMode`. Holds for 2.11 to 2.13."""
+    """Give tensors sizes but no memory inside the block: `torch._subclasses.FakeTensorMode`. Holds for 2.11 to 2.13."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -151,7 +151,7 @@ def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def occupy_gpu(cycles: int) -> None:
-    """Keep the current GPU's stream busy for so many cycles: `torch.cuda._sleep`. Holds for torch 2.11 to 2.13."""
+    """Keep the current GPU's stream busy for a number of cycles: `torch.cuda._sleep`. Holds for torch 2.11 to 2.13."""
     torch.cuda._sleep(cycles)
 
 

@@ -85,7 +85,7 @@ def datamodule(trainer: pl.Trainer) -> Any:
 
 
 def check_model(callback: pl.Callback, model: object, hook: str, more: str = "") -> None:
-    """Raise TypeError for a model without the attribute by which the callback is told of losses or predictions."""
+    """Raise TypeError for a model without the attribute that hands losses or predictions to the callback."""
     if not hasattr(model, hook):
         raise TypeError(
             f"{type(callback).__name__} needs a causal language model, a LongNetLM or HFCausalLM{more}; got "

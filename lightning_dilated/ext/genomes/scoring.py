@@ -56,7 +56,7 @@ class AlleleScores(NamedTuple):
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
 def reads_bases(model: Any) -> bool:
-    """Return whether a model's vocabulary may be that of a genome: A C G T N, and at most a few further tokens."""
+    """Return whether a model's vocabulary may be a genome's: A C G T N, and at most a few further tokens."""
     return len(LETTERS) <= model.vocab_size <= MOST_GENOME_TOKENS
 
 

@@ -418,7 +418,7 @@ def _own_ranks(trainer: dict[str, Any]) -> int:
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Memory settings of the options, over those of the recipe's callback; None without options, or with `stream` alone."""
+    """Return the settings of the options over the recipe callback's; None without options, or with `stream` alone."""
     options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options.keys() - {"stream"}:

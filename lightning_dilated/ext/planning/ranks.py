@@ -8,7 +8,7 @@ busiest rank computes, and as long as the slowest rank's link needs for its byte
 Not counted: communication that slows computation down; the host, which runs ahead; loading and logging, except for a fixed
 `overhead`; collectives of single numbers.
 
-Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that stand for all, H query heads, K kv heads.
+Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that are priced for all, H query heads, K kv heads.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
 
 
 def ranks_that_count(setup: Setup) -> list[int]:
-    """The ranks that stand for all: the priced ones, and all members of their groups."""
+    """The ranks that are counted for all: the priced ones, and all members of their groups."""
     ranks = setup.ranks
     most = min(setup.per_node, ranks) if setup.head_size == "auto" else int(setup.head_size)
     firsts = {rank // most * most for rank in priced_ranks(ranks)}

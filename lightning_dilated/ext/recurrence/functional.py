@@ -174,7 +174,7 @@ def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentSta
 
 @dataclass(frozen=True)
 class _Checked:
-    """The arguments of a call that was found right; `bounds` are its `cu_seqlens`, `dtype` that of the state."""
+    """The checked arguments of a call; `bounds` are its `cu_seqlens`, `dtype` is the state's."""
 
     kind: str
     segment: int | None

@@ -169,7 +169,7 @@ def test_groups_trade_tokens_for_heads():
 
 @pytest.mark.parametrize("head_size", ["auto", 1, 2])
 def test_layers_of_other_groups(head_size):
-    """Layers whose ranks form groups of other sizes are added rank by rank."""
+    """Layers with rank groups of other sizes are added rank by rank."""
     cycle, setup = [DilatedPattern.dense(32), geometric(16)], setup_of(16, Links(), 4, head_size=head_size)
     model = machine(causal=True)
     both = step_on_ranks(model, cycle, 64, setup)

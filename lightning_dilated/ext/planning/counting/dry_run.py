@@ -28,6 +28,7 @@ from lightning_dilated.ext.planning.counting.memory_tracker import GRADIENTS, OP
 from lightning_dilated.ext.planning.counting.repeats import shorten
 from lightning_dilated.memory import chunked_loss, token_chunks
 from lightning_dilated.memory.block_memory import StackMemory
+from lightning_dilated.memory.recompute import default_dtype
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.sequence.group import no_sequence
@@ -184,7 +185,7 @@ def step(
     with compat.fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=message)
-        with _default(dtype), _not_moved():
+        with default_dtype(dtype), _not_moved():
             model = make()
             model.configure_model()
         model.train()
@@ -275,17 +276,6 @@ def _not_moved() -> contextlib.AbstractContextManager[Any]:
     """Within, `Module.to` does nothing: torch cannot move modules of fake tensors, and peft calls it where updates have the
     dtype and device of their weights already."""
     return compat.replaced(nn.Module, "to", lambda self, *where, **how: self)
-
-
-@contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
-    """Within, parameters are made in a dtype, as Lightning's precision plugins have it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     saved, casts = pieces[after].begin - pieces[begun].begin, pieces[after].casts - pieces[begun].casts
     # autocast's copies of weights live until a loop over tiles or the end of the forward; layers may save them
     cleared = next((i for i in range(after, between) if pieces[i].casts < pieces[after].casts), between)
-    kept = casts if pieces[between].casts >= pieces[after].casts else 0
-    freed, gradients = saved - casts + kept, 0
+    saved_casts = casts if pieces[between].casts >= pieces[after].casts else 0
+    freed, gradients = saved - casts + saved_casts, 0
     if returning < returned < len(pieces):
         gradients = pieces[returned].static - pieces[returning].static
 
@@ -127,10 +127,10 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     for unit in range(1, times + 1):
         yield from moved(slice(begun, after), unit, full, unit * saved, unit * casts)
     yield from moved(slice(after, cleared), times, full, times * saved, times * casts)
-    yield from moved(slice(cleared, head), times, full, times * freed, times * kept)
-    yield from moved(slice(head, returned), times, bare, times * freed, times * kept)
+    yield from moved(slice(cleared, head), times, full, times * freed, times * saved_casts)
+    yield from moved(slice(head, returned), times, bare, times * freed, times * saved_casts)
     for unit in range(1, times + 1):
         more = bare + unit * gradients
         left = times - unit
-        yield from moved(slice(returning, returned), left, more, left * freed, left * kept)
+        yield from moved(slice(returning, returned), left, more, left * freed, left * saved_casts)
     yield from moved(slice(returned, None), 0, bare + times * gradients, 0)
