@@ -36,7 +36,7 @@ EXT = "ext"
 PACKAGE_FOLDER = Path(__file__).resolve().parent.parent / "lightning_dilated"
 #: most lines of the core and of the package, and most imports of the package within functions of the core. What is reached
 #: stays: a budget that is more than `SLACK` above what there is has to fall, and is raised only by taking something out
-CORE, PACKAGE, INNER = 29_467, 65_015, 26
+CORE, PACKAGE, INNER = 28_865, 65_020, 26
 SLACK = 150
 #: most files in a folder
 FOLDER = 20

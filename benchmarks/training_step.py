@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
-from lightning_dilated.callbacks.throughput import PEAKS
+from lightning_dilated.ext.profiling.throughput import PEAKS
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 

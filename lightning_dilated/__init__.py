@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from lightning_dilated import sequence
 from lightning_dilated._extensions import lazy_names
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.models import DilatedModule, LongNetLM, LongNetMLM
+from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern, Global, Window
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec, loss_share
@@ -14,6 +14,7 @@ from lightning_dilated.strategy import OuterSteps, RingDilatedFSDPStrategy, Ring
 if TYPE_CHECKING:
     from lightning_dilated import callbacks, data, integrations
     from lightning_dilated.ext.export.export import Exported, export
+    from lightning_dilated.ext.masked.mlm import LongNetMLM
     from lightning_dilated.ext.pooled.classifier import LongNetClassifier
     from lightning_dilated.ext.recurrence.functional import recurrent_attention
     from lightning_dilated.ext.recurrence.state import RecurrentState

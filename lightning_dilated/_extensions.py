@@ -16,6 +16,7 @@ from lightning_dilated._removed import removed_name
 NAMES = {
     "Exported": "export.export:Exported",
     "LongNetClassifier": "pooled.classifier:LongNetClassifier",
+    "LongNetMLM": "masked.mlm:LongNetMLM",
     "SlideEncoder": "slides.encoder:SlideEncoder",
     "SlidePretrainer": "slides.mae:SlidePretrainer",
     "RecurrentState": "recurrence.state:RecurrentState",
@@ -31,6 +32,7 @@ NAMES = {
     "callbacks.PredictionWriter": "evaluation.predictions:PredictionWriter",
     "callbacks.RecallByDistance": "evaluation.by_distance:RecallByDistance",
     "callbacks.RunReport": "explain.report:RunReport",
+    "callbacks.ThroughputMonitor": "profiling.throughput:ThroughputMonitor",
     "data.AlleleWindows": "genomes.variants:AlleleWindows",
     "data.ChatDataModule": "text.chat:ChatDataModule",
     "data.ChatStreamDataModule": "text.chat_stream:ChatStreamDataModule",
@@ -75,6 +77,7 @@ NAMES = {
     "recurrence.recurrent_attention": "recurrence.functional:recurrent_attention",
     "recurrent_attention": "recurrence.functional:recurrent_attention",
     "models.LongNetClassifier": "pooled.classifier:LongNetClassifier",
+    "models.LongNetMLM": "masked.mlm:LongNetMLM",
     "models.SlideEncoder": "slides.encoder:SlideEncoder",
     "models.SlidePretrainer": "slides.mae:SlidePretrainer",
 }

@@ -6,7 +6,6 @@ from lightning_dilated._extensions import lazy_names
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
 from lightning_dilated.callbacks.metrics_bar import MetricsProgressBar
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.callbacks.throughput import ThroughputMonitor
 
 if TYPE_CHECKING:
     from lightning_dilated.ext.evaluation.by_depth import AccuracyByDepth
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.pooled.intervals import BootstrapIntervals
     from lightning_dilated.ext.profiling.communication import CommunicationProfiler
     from lightning_dilated.ext.profiling.memory import MemoryProfiler
+    from lightning_dilated.ext.profiling.throughput import ThroughputMonitor
     from lightning_dilated.ext.slides.attention_writer import AttentionWriter
 
 __getattr__, __dir__ = lazy_names(__name__)

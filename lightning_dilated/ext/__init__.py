@@ -8,11 +8,11 @@ MAY_IMPORT = {
     "decoding": ("text",),
     "evaluation": ("text", "transformers"),
     "export": ("slides", "transformers"),
-    "genomes": ("decoding", "evaluation", "text"),
+    "genomes": ("decoding", "evaluation", "masked", "text"),
     "planning": ("convolution", "explain", "recurrence", "streams"),
     "profiling": ("planning",),
     "recurrence": ("convolution",),
-    "slides": ("evaluation", "pooled", "text"),
+    "slides": ("evaluation", "masked", "pooled", "text"),
     "streams": ("convolution", "recurrence"),
     "transformers": ("decoding",),
 }

@@ -20,7 +20,8 @@ from lightning_dilated.data.files import collect_files
 from lightning_dilated.ext.evaluation.predictions import guarded_field
 from lightning_dilated.ext.genomes.scoring import reads_bases
 from lightning_dilated.ext.genomes.variants import check_references
-from lightning_dilated.models import LongNetLM, LongNetMLM, TokenModel
+from lightning_dilated.ext.masked.mlm import LongNetMLM
+from lightning_dilated.models import LongNetLM, TokenModel
 
 COLUMNS = (
     *("chrom", "pos", "id", "ref", "alt", "score"),

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.dropout import Dropout
+from lightning_dilated.ext.masked.mlm import sample_numbers
 from lightning_dilated.ext.pooled.pooled_model import check_lengths, checked_by_all
 from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.models.documents import Documents
-from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern.rows import in_turns
 

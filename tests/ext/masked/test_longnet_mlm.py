@@ -10,7 +10,7 @@ from torch import nn
 from lightning_dilated import DilatedPattern, LongNetMLM
 from lightning_dilated.memory.settings import MemorySettings
 
-from . import PATTERN, SIZES, loader, trainer
+from ...models import PATTERN, SIZES, loader, trainer
 
 
 def tiny(pattern=PATTERN, dtype=torch.float64, **options):

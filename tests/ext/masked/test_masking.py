@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_dilated.models.longnet.mlm import Masking
+from lightning_dilated.ext.masked.mlm import Masking
 
 N, B, V = 20000, 3, 11
 TOKENS = torch.randint(V, (B, N), generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.callbacks import ThroughputMonitor, throughput
+from lightning_dilated.callbacks import ThroughputMonitor
+from lightning_dilated.ext.profiling import throughput
 
 
 class Gpu:

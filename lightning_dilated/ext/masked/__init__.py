@@ -1,0 +1,1 @@
+"""Masked language models: masks that ranks draw alike, and LongNetMLM."""
