@@ -23,10 +23,16 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize(
-    ("settings", "compiled"),
-    [("all", True), ("all", False), ("attention", True), ("block", True), ("groups", True), ("groups", False)],
+    ("layers", "settings", "compiled"),
+    [
+        ("equal", "all", False),
+        ("in turns", "all", True),
+        ("equal", "attention", True),
+        ("in turns", "block", True),
+        ("equal", "groups", True),
+        ("in turns", "groups", False),
+    ],
 )
 def test_as_all_layers(layers, settings, compiled):
     options, precision = LAYERS[layers]
