@@ -81,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """After each file, leave out of later collections what is still in use: compiled code and caches, which stay to the end."""
+    """After each file, exclude the objects still in use from later collections: they are compiled code and caches."""
     yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
