@@ -101,6 +101,9 @@ class DilatedModule(Pretrained, LearningRate):
     predicts_rows = False
     #: whether a command takes `max_seq_len` from the data if a recipe has none
     length_from_data = False
+    #: whether shards may be zigzag under `layout="auto"`: the model takes positions from the group of ranks, and mixes
+    #: tokens by this package's layers only
+    takes_any_layout = False
     #: whether the pattern is that of released weights
     released_pattern = False
     depth: int

@@ -161,6 +161,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
 
     #: whether a token sees only those before it
     causal = False
+    takes_any_layout = True
 
     def __init__(
         self,

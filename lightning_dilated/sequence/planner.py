@@ -228,6 +228,20 @@ def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
     return sum(task.pairs for task in tasks_by_owner(problem, rank).get(rank, []))
 
 
+def busiest_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> int:
+    """The most pairs that a rank computes, of `ranks` and of the owners of segments that these ranks hold."""
+    if exchange != "switch" or problem.shard.interleaved:
+        return max(rank_pairs(problem, exchange, rank) for rank in ranks)
+    tasks = (tasks_by_owner(problem, rank).values() for rank in ranks)
+    return max((sum(task.pairs for task in owned) for owners in tasks for owned in owners), default=0)
+
+
+def mean_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> float:
+    """The mean rank's pairs. Few of many ranks may own no segment, so a switch takes the mean of the ranks' own queries."""
+    by_queries = exchange == "switch" and len(ranks) < problem.shard.ranks and not problem.shard.interleaved
+    return sum(rank_pairs(problem, "gather" if by_queries else exchange, rank) for rank in ranks) / len(ranks)
+
+
 def joint_pairs(problem: Problem, rank: int) -> int:
     """The pairs of a rank's requests: those with rows beyond one run of its own consecutive positions."""
     if problem.shard.interleaved:
@@ -306,9 +320,9 @@ def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element
     priced = priced_ranks(problem.shard.ranks)
     sizes = per_node, head_dim, element_size, links
     highest = max((_price(x, exchange, r, *sizes) for x in members_of(problem) for r in priced), key=_seconds)
-    work = [[rank_pairs(x, exchange, r) for r in priced] for x in members_of(problem)]
     slower = WHOLE if exchange == "switch" and problem.causal else 1
-    waiting = max(slower * max(x) - sum(x) / len(x) for x in work) * 14 * head_dim / FLOPS
+    late = (slower * busiest_pairs(x, exchange, priced) - mean_pairs(x, exchange, priced) for x in members_of(problem))
+    waiting = max(late) * 14 * head_dim / FLOPS
     if exchange == "switch":
         rows = max(d.samples for d in problem.documents) * problem.shard.longest
         heads = max((x.heads[1] - x.heads[0] for x in members_of(problem) if _few_rows(x)), default=0)

@@ -35,8 +35,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         head_size: how many neighbours of these exchange tokens for heads, within a node. "auto": in each call what costs
             least by the planner's prices for its heads, length, ranks and links; `print(strategy.sequence.plan)` lists them.
         exchange: how rows travel between ranks; "auto" is the planner's cheapest.
-        layout: which positions a rank holds. "chunked": a piece of every chunk of ActivationRecompute(stream=TOKENS), so
-            that ranks compute each chunk together.
+        layout: which positions a rank holds. "auto": "contiguous" or "zigzag", chosen at each start by the planner's prices
+            for the patterns of all layers and the longest sequence that the DataModule or the model declares. It is
+            "contiguous" for streams, named exchanges, and modules that do not declare `takes_any_layout`. "chunked": a
+            piece of every chunk of ActivationRecompute(stream=TOKENS), so that ranks compute each chunk together.
         ranks_per_node: ranks with fast links; None: those of a node.
         timeout: seconds after which a rank that waits in vain for another gives up.
         allow: names of modules that mix tokens or samples and are correct nevertheless.
@@ -73,7 +75,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         sequence_size: int | Literal["auto"] | list[int] = "auto",
         head_size: int | Literal["auto"] = 1,
         exchange: Exchange = "auto",
-        layout: Layout = "contiguous",
+        layout: Layout = "auto",
         ranks_per_node: int | None = None,
         timeout: int = 1800,
         allow: list[str] | None = None,

@@ -32,7 +32,7 @@ from lightning_dilated.strategy.parallelize import check_offload, join_host, res
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
-Layout = Literal["contiguous", "zigzag", "strided", "chunked"]
+Layout = Literal["auto", "contiguous", "zigzag", "strided", "chunked"]
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
@@ -66,7 +66,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         sequence_size: int | Literal["auto"] | list[int] = "auto",
         head_size: int | Literal["auto"] = 1,
         exchange: Exchange = "auto",
-        layout: Layout = "contiguous",
+        layout: Layout = "auto",
         ranks_per_node: int | None = None,
         timeout: int = 1800,
         allow: list[str] | None = None,

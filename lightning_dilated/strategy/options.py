@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from lightning_dilated._validation import integer, real
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.shard import check_chunked, check_exchange, check_exchange_memory, check_layout
+from lightning_dilated.sequence.shard import LAYOUTS, check_chunked, check_exchange, check_exchange_memory
 from lightning_dilated.strategy.mesh import HeadSize, SequenceSize
 from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.regions import Regions, check_regions
@@ -45,7 +45,7 @@ class SequenceOptions:
         check_exchange_memory(self.exchange_memory_gib)
         check_regions(self.regions, self.outer)
         check_exchange(self.exchange)
-        check_layout(self.layout)
+        one_of(self.layout, "layout", ("auto", *LAYOUTS))
         for name in ("check_replicas", "global_batch"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, integer(getattr(self, name), name, 1))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,6 +39,7 @@ from lightning_dilated._device import leave_room
 from lightning_dilated.checkpoint.state import refuse_one_file
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
+from lightning_dilated.sequence.shard import check_exchange_memory
 from lightning_dilated.strategy.checks import (
     compare_loader,
     compare_settings,
@@ -47,6 +48,7 @@ from lightning_dilated.strategy.checks import (
     parameters_of,
     settings_of,
 )
+from lightning_dilated.strategy.layout import declared_length, layout_for
 from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import nccl_options, run_seed
 from lightning_dilated.strategy.preemption import Preemption
@@ -143,23 +145,50 @@ def make_groups(strategy: SequenceStrategy) -> None:
     The mesh is an earlier run's where parameters are still sharded over it.
     """
     sizes, timeout = strategy.sizes, strategy._options.rank_timeout
-    stream = chunk_of(strategy.lightning_module.trainer, strategy._options.layout)
+    per_node = strategy._options.ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
+    per_node = per_node if per_node is None else min(per_node, sizes.sequence_size)
+    layout = chosen_layout(strategy, per_node)
+    stream = chunk_of(strategy.lightning_module.trainer, layout)
     with strategy.run_groups.making():
         strategy._make_regions()
         if strategy._mesh is None:
             strategy._mesh = sizes.make(strategy.root_device.type)
         ranks = sizes.sequence_group(strategy._mesh, timeout)
-    per_node = strategy._options.ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
     strategy._sequence = SequenceGroup(
         ranks,
         stream=stream,
-        ranks_per_node=per_node if per_node is None else min(per_node, sizes.sequence_size),
+        ranks_per_node=per_node,
         loss_group=strategy._region_group or dist.group.WORLD,
         timeout=timeout,
         links=strategy._options.speeds,
-        **strategy._options.exchange_settings,
+        **{**strategy._options.exchange_settings, "layout": layout},
     )
     set_device_mesh(strategy.lightning_module, strategy._mesh)
+
+
+def chosen_layout(strategy: SequenceStrategy, per_node: int | None) -> str:
+    """Return the strategy's layout; where it is "auto", all ranks take the first rank's choice, and the log says it."""
+    options, module, ranks = strategy._options, strategy.lightning_module, strategy.sizes.sequence_size
+    if options.layout != "auto":
+        return options.layout
+    tokens = declared_length(module, getattr(module.trainer, "datamodule", None))
+    prices = {
+        "head_size": strategy.sizes.head_size,
+        "ranks_per_node": per_node,
+        "links": options.speeds,
+        "exchange_memory": check_exchange_memory(options.exchange_memory_gib),
+    }
+    chunk = next(iter(chunks_of(module.trainer)), None)
+    layout = strategy.broadcast(layout_for(module, tokens, ranks, options.exchange, chunk, prices))
+    if layout != "contiguous":
+        rank_zero_info(f"layout='auto' is {layout!r}: it costs less for {tokens:,} tokens on {ranks} ranks.")
+    return layout
+
+
+def chunks_of(trainer: pl.Trainer) -> list[int]:
+    """Return the tokens of a chunk of each callback that streams."""
+    settings = (getattr(callback, "settings", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return [x.stream for x in settings if isinstance(x, MemorySettings) and x.stream is not None]
 
 
 def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
@@ -170,12 +199,11 @@ def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
     """
     if layout != "chunked":
         return None
-    settings = (getattr(callback, "settings", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    sizes = [x.stream for x in settings if isinstance(x, MemorySettings) and x.stream is not None]
+    sizes = chunks_of(trainer)
     if not sizes:
         raise ValueError(
             "layout='chunked' has ranks share every chunk of a stream, and no callback streams: add "
-            "ActivationRecompute(stream=TOKENS), or set layout='contiguous' (the default) or 'zigzag'."
+            "ActivationRecompute(stream=TOKENS), or set layout='auto' (the default)."
         )
     return sizes[0]
 

@@ -178,6 +178,16 @@ def test_names_the_layout_that_balances_a_dense_head():
         assert (hint in str(plan(problem))) == expected
 
 
+@pytest.mark.parametrize("ranks", [8, 9, 64, 1024])
+def test_one_rank_that_owns_a_dense_head_is_waited_for(ranks):
+    """Also where that rank is not among the few whose prices stand for all."""
+    problem = make_problem(DilatedPattern([Branch(64, 1, heads=range(11)), Branch(None, 1, heads=[11])]), 1 << 20, 12,
+                           ranks=ranks, layout="zigzag", causal=True)  # fmt: skip
+    chosen = plan(problem)
+    waits = {x.exchange: x.waiting for x in chosen.prices}
+    assert chosen.exchange != "switch" and waits["switch"] > 0.9 > 1e-3 > waits["gather"]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width, rate", [(7, 1), (3, 4), (1, 1), (65, 1)])
 def test_a_window_takes_a_halo(width, rate, causal):

@@ -229,6 +229,7 @@ def _head(request: Request, case: Case) -> list[str]:
     many = f"{setup.ranks:,} x {request.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     offload = " with cpu_offload" if setup.cpu_offload else ""
+    zigzag = ", zigzag" if setup.layout == "zigzag" and setup.ranks > 1 else ""
     trained = "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
     x = facts.decoder
     decoder = f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
@@ -238,7 +239,7 @@ def _head(request: Request, case: Case) -> list[str]:
         f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {request.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{decoder}",
         f"pattern: {_patterns(call, facts.depth)}, {'causal' if call.causal else 'both directions'}{meaning}",
-        f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
+        f"machine: {many}{nodes}, {setup.strategy}{zigzag}{offload}, {setup.optimizer}; "
         f"{request.gpu.usable(setup.ranks) / GIB:.1f} GiB of {request.gpu.memory / GIB:.1f} are planned with",
     ]
 

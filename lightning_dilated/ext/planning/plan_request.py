@@ -28,6 +28,7 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.shard import check_exchange_memory
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy, launched_nodes
+from lightning_dilated.strategy.layout import layout_for
 from lightning_dilated.strategy.mesh import MeshSizes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -211,18 +212,31 @@ def settled(args: argparse.Namespace) -> Request:
     if precision not in PRECISIONS:
         raise ValueError(f"--precision must be one of {', '.join(PRECISIONS)}; the recipe has {precision!r}.")
     gpu = find_gpu(args.gpu, args.gpu_memory)
+    settings, exchange = _settings(args, trainer.get("callbacks")), args.exchange or recipe.exchange
+    links = Links.load(args.links) if args.links else gpu.links
+    head_size = recipe.head_size if args.head_size is None else args.head_size
+    exchange_memory, layout = check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), recipe.layout
+    if layout == "auto":
+        prices = {
+            "head_size": 1 if head_size == "auto" else head_size,
+            "ranks_per_node": per_node if per_node < ranks else None,
+            "links": links,
+            "exchange_memory": exchange_memory,
+        }
+        packed = _number_of(config.get("data"), "pack_tokens", 0)
+        chunk = args.stream or getattr(settings, "stream", None)
+        longest = None if packed else tokens or getattr(model, "max_seq_len", None)
+        layout = layout_for(model, longest, ranks, exchange, chunk, prices)
     return Request(
         model, tokens, gpu, ranks, per_node, precision,
-        compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
-        args.host_memory / per_node, chosen, args.optimizer, args.exchange or recipe.exchange,
-        Links.load(args.links) if args.links else gpu.links,
+        compiled if args.compile is None else args.compile, settings,
+        args.host_memory / per_node, chosen, args.optimizer, exchange, links,
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _number_of(config.get("data"), "batch_size", 1),
-        offload, recipe.bucket_cap_mb, recipe.layout, _number_of(config.get("data"), "streams", 0),
+        offload, recipe.bucket_cap_mb, layout, _number_of(config.get("data"), "streams", 0),
         _shared_by(trainer.get("strategy"), ranks, ranks // per_node),
         bool(_init_args(trainer.get("strategy")).get("outer")),
-        recipe.head_size if args.head_size is None else args.head_size,
-        check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), args.stream,
+        head_size, exchange_memory, args.stream,
         max(1, _own_ranks(trainer) // ranks), _with_options(args, config, model, precision),
     )  # fmt: skip
 
@@ -381,7 +395,7 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
         options.get("exchange", "auto"),
         options.get("cpu_offload", False) is not False,
         options.get("bucket_cap_mb"),
-        options.get("layout", "contiguous"),
+        options.get("layout", "auto"),
         options.get("head_size", 1),
         options.get("exchange_memory_gib"),
     )

@@ -94,7 +94,7 @@ class HFCausalLM(WithTokenizer):
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
-    causal = predicts_next_token = True
+    causal = predicts_next_token = takes_any_layout = True
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
