@@ -32,7 +32,7 @@ def cheapest_layout(
     """Return "contiguous" or "zigzag" for the causal attention of a model.
 
     The cost of a layout is the mean rank's computation, the time of each layer's cheapest exchange, and the wait for the
-    busiest rank, in whole nanoseconds. "zigzag" has to cost a tenth less.
+    busiest rank, in whole femtoseconds. "zigzag" has to cost a tenth less.
 
     Args:
         patterns: one for each layer.
@@ -61,7 +61,7 @@ def cheapest_layout(
                 return float("inf")
             computed = pairs(pattern, seq_len, num_heads, num_kv_heads, True) * 14 * HEAD_DIM / FLOPS / ranks
             exchanged = sum(x.seconds + x.waiting for x in choice.prices if x.exchange == choice.exchange)
-            total += count * round(1e9 * (computed + exchanged))
+            total += count * round(1e15 * (computed + exchanged))
         return total
 
     return "zigzag" if cost("zigzag") < (1 - SAVED) * cost("contiguous") else "contiguous"
