@@ -3,7 +3,7 @@
 The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. But `long_forward` and
 `long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
 and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
-docs/long_sequences.md lists how they are scaled. A recurrence adds the time of its rule, measured on an H100
+docs/planning.md lists how they are scaled. A recurrence adds the time of its rule, measured on an H100
 (`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they move; a short convolution
 adds what its kernels move. `planning.ranks` adds what ranks wait for each other.
 

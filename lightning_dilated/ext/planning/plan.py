@@ -36,7 +36,7 @@ from lightning_dilated.sequence.planner import make_problem
 #: another layout is named where the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
 #: page that lists what is measured, what is scaled and what is assumed
-RESTS_ON = 'docs/long_sequences.md, "The assumptions of a plan"'
+RESTS_ON = 'docs/planning.md, "The assumptions of a plan"'
 
 
 def run(argv: list[str]) -> None:
