@@ -129,8 +129,7 @@ class Computation:
         return out, RecurrentState(final[..., :-1], self._seen(), final[..., -1], pending)
 
     def _both_sides(self) -> Tensor:
-        """Return the output of a call that is not causal: each segment reads the sums of all other segments of its
-        document."""
+        """The output of a call that is not causal: each segment reads the sums of its document's other segments."""
         chunks = self._chunks()
         local = (self.tables.queries < len(self.inputs.q) * self.inputs.q.shape[1])[:, None, :, None]
         keys = chunks.keys * local  # exclude the halo: other ranks count it

@@ -387,12 +387,12 @@ def _read(
                     other=0.0)  # fmt: skip
     x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
     for g in range(GROUP):
-        own = head * GROUP + g
-        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
+        query_head = head * GROUP + g
+        query = read(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weight
         value = past[:, None] * product(query, state, PRECISION)
         value = tl.dot(scores, x, value, input_precision=PRECISION) * unit_rate(query)[:, None]
-        to = out + (first + i)[:, None] * o_sr + own * o_sh + column[None, :]
+        to = out + (first + i)[:, None] * o_sr + query_head * o_sh + column[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=(i < count)[:, None] & there)
 
 

@@ -70,8 +70,7 @@ def _sums(
     GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients from a chunk's outputs to the rows that its tokens add, (C, W), and to the state before it, (D,
-    W)."""
+    """The gradients from a chunk's outputs to the rows that it adds, (C, W), and to the state before it, (D, W)."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -84,14 +83,14 @@ def _sums(
     of_new = tl.zeros([SLOTS, COLUMNS], tl.float32)
     of_state = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for g in range(GROUP):
-        own = head * GROUP + g
-        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
+        query_head = head * GROUP + g
+        query = read(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
         there = (i < count)[:, None] & (column < width)[None, :]
-        do = tl.load(grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there, other=0.0)
+        do = tl.load(grad + (first + i)[:, None] * g_sr + query_head * g_sh + column[None, :], mask=there, other=0.0)
         do = do.to(tl.float32) * unit_rate(query)[:, None]
         scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * later
         of_new = tl.dot(scores, do, of_new, input_precision=PRECISION)
-        turned = read_turned(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
+        turned = read_turned(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
         of_state = tl.dot(turned, past[:, None] * do, of_state, input_precision=PRECISION)
     to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
     tl.store(to, of_new.to(to_new.dtype.element_ty), mask=(column < width)[None, :])
@@ -152,8 +151,7 @@ def _queries(
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, the outputs' part of the gradient of unit keys, (C, D), and the queries' part of the totals'
-    gradient."""
+    """Write dq, the outputs' gradient of unit keys, (C, D), and the queries' part of the gradient of the totals."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -168,15 +166,16 @@ def _queries(
     read_keys = tl.zeros([SLOTS, BLOCK], tl.float32)
     along = tl.zeros([SLOTS], tl.float32)
     for g in range(GROUP):
-        own = head * GROUP + g
-        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+        query_head = head * GROUP + g
+        query = read(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
         rate_q = unit_rate(query)
         reading = tl.zeros([SLOTS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):
             column = block * COLUMNS + c
             known = (column < width)[None, :]
             do = tl.load(
-                grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
+                grad + (first + i)[:, None] * g_sr + query_head * g_sh + column[None, :],
+                mask=there[:, None] & known, other=0.0,
             )  # fmt: skip
             n = tl.load(new + column[None, :], mask=known, other=0.0)
             pairs = product(n, tl.trans(do), PRECISION)
@@ -190,7 +189,7 @@ def _queries(
         along_q = rate_q * tl.sum(query * reading, 1)
         along += along_q
         result = rate_q[:, None] * (reading - (rate_q * along_q)[:, None] * query)
-        to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
+        to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + query_head * DIM + d[None, :]
         tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
     to = to_key + at * SLOTS * DIM + i[:, None] * DIM + d[None, :]
     tl.store(to, read_keys.to(to_key.dtype.element_ty), mask=(d < DIM)[None, :])
