@@ -57,7 +57,7 @@ def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
 
 
 class ShortConvolution(Mixer):
-    """y_p = x_p + sum over taps i of weight_i x_(p - left + i), a weight for each tap and channel. It starts as the identity.
+    """y_p = x_p + sum over taps i of weight_i x_(p - left + i): one weight per tap and channel, initially the identity.
 
     Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668) and Canon layers (arXiv
     2512.17351) use such a step before attention, so that a token carries information about its neighbours.

@@ -61,7 +61,7 @@ class Neighbours:
     lengths: Tensor | None = None
 
     def arguments(self, x: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
-        """Return (tensors and stride, constants) of a kernel over x (B, N, C); x stands in for missing tensors."""
+        """Return (tensors and stride, constants) of a kernel over x (B, N, C); x replaces missing tensors."""
         documents, lengths = (x if y is None else y for y in (self.documents, self.lengths))
         stride = 0 if len(documents) == 1 else documents.stride(0)
         constants = {"LEFT": self.left, "PACKED": self.documents is not None, "PADDED": self.lengths is not None}
