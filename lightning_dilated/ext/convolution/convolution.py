@@ -57,10 +57,10 @@ def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
 
 
 class ShortConvolution(Mixer):
-    """y_p = x_p + sum over taps i of weight_i x_(p - left + i): one weight per tap and channel, initially the identity.
+    """y_p = x_p + sum over taps i of weight_i x_(p - left + i), with a weight for each tap and channel.
 
-    Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668) and Canon layers (arXiv
-    2512.17351) use such a step before attention, so that a token carries information about its neighbours.
+    Weights are initially 0. Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668)
+    and Canon layers (arXiv 2512.17351) use such a step before attention, so that a token knows its neighbours.
 
     Args:
         channels: C.

@@ -64,7 +64,7 @@ class HaloRoute:
             into[cut] += part
 
     def surround(self, x: Tensor, halo: Tensor) -> Iterator[Tensor]:
-        """Yield each chunk of x (B, L, ...) with its rows of the halo (S (left + right), B, ...), joined along the tokens."""
+        """Yield the chunks of x (B, L, ...), each joined with its rows of the halo (S (left + right), B, ...)."""
         start, width = 0, self.left + self.right
         for number, chunk in enumerate(self.chunks):
             around = halo[number * width : (number + 1) * width].movedim(0, 1)
