@@ -298,12 +298,10 @@ def _seen(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Seen:
 
 
 def _split(x: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split x (..., C) into the channels of the parts."""
     return x.split([y.shape[-1] for y in parts], -1)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

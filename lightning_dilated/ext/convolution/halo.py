@@ -1,6 +1,6 @@
 """Halos: a rank's tokens with their neighbours on other ranks, and convolutions over a sharded sequence.
 
-Shape letters: B batch, L tokens of this rank, E channels, S chunks (runs of consecutive positions) of a rank, F features.
+Shape letters: B batch, L tokens of this rank, E channels, S chunks (runs of positions) of a rank, F features.
 """
 
 from __future__ import annotations

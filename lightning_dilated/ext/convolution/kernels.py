@@ -71,12 +71,12 @@ class Neighbours:
 @triton.jit
 def _pairs(reader, source, reader_document, source_document, end, tokens, PACKED: tl.constexpr, PADDED: tl.constexpr):
     """Return whether each reader reads its source, where at least one of the two is inside the sequence."""
-    seen = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
+    visible = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
     if PACKED:
-        seen &= reader_document == source_document
+        visible &= reader_document == source_document
     if PADDED:
-        seen &= (reader >= end) | (source < end)
-    return seen
+        visible &= (reader >= end) | (source < end)
+    return visible
 
 
 @triton.jit
@@ -145,8 +145,8 @@ def _forward(
         else:
             source = p + (i - LEFT)
             of_source = _document(documents, source, tokens, PACKED)
-            seen = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
-            row = _rows(x, source, x_sn, c, seen[:, None] & (c < channels)[None, :])
+            visible = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
+            row = _rows(x, source, x_sn, c, visible[:, None] & (c < channels)[None, :])
         total += w[i] * row
     tl.store(y + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(y.dtype.element_ty), mask=inside & stored)
 
@@ -183,8 +183,8 @@ def _backward(
             else:
                 reader = p + (LEFT - i)
                 of_reader = _document(documents, reader, tokens, PACKED)
-                seen = _pairs(reader, p, of_reader, document, end, tokens, PACKED, PADDED)
-                part = _rows(grad, reader, g_sn, c, seen[:, None] & (c < channels)[None, :])
+                visible = _pairs(reader, p, of_reader, document, end, tokens, PACKED, PADDED)
+                part = _rows(grad, reader, g_sn, c, visible[:, None] & (c < channels)[None, :])
             total += w[i] * part
             added = added + (products[i] + row * part,)  # noqa: RUF005
         products = added

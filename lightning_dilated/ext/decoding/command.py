@@ -90,7 +90,6 @@ def _one_count(where: str, count: int | None, tokens: int | None) -> None:
 
 
 def _typed(config: Path, action: argparse.Action, value: object) -> object:
-    """Convert a value of a config as its option would."""
     kind = bool if action.nargs == 0 else action.type or str
     if isinstance(value, bool) != (kind is bool):
         raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")

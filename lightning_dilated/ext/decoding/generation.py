@@ -93,7 +93,6 @@ class _Request:
         return max(self.lengths) if self.lengths else self.tokens.shape[1]
 
     def last(self) -> Tensor:
-        """The last token of each prompt, (B,)."""
         if self.lengths is None:
             return self.tokens[:, -1]
         at = send(torch.tensor(self.lengths)[:, None] - 1, self.tokens.device)

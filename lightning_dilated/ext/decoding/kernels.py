@@ -199,9 +199,9 @@ def _attend(
     branch = branches + tl.load(program).to(tl.int64) * 6
     which, share = tl.load(program + 1), tl.load(program + 2)
     in_first, row, residue = _place(branch, tl.load(positions + sample))
-    seen = lookup + (tl.load(branch + 3) + residue % tl.load(branch + 4)) * 2
-    slot = slots + (tl.load(seen) + which).to(tl.int64) * 8
-    used = which < tl.load(seen + 1)
+    lookup_row = lookup + (tl.load(branch + 3) + residue % tl.load(branch + 4)) * 2
+    slot = slots + (tl.load(lookup_row) + which).to(tl.int64) * 8
+    used = which < tl.load(lookup_row + 1)
     used = used & (tl.load(slot, mask=used, other=-1) == residue)
     count, size = tl.load(slot + 4, mask=used, other=1).to(tl.int32), tl.load(slot + 7, mask=used, other=0).to(tl.int32)
     row = row - tl.where(in_first, tl.load(slot + 1, mask=used, other=0), 0)

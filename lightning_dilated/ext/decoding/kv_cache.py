@@ -238,8 +238,8 @@ class KVCache:
                 some = queries[at : at + tile]
                 rows = slice(some.start, some.stop, some.step)
                 distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
-                seen = distance - torch.arange(count, device=q.device) < branch.window
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, seen))
+                visible = distance - torch.arange(count, device=q.device) < branch.window
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, visible))
 
     def kernel_serves(self, q: Tensor) -> bool:
         """Return whether `step` supports a token with these queries (B, 1, H, D)."""
@@ -348,7 +348,6 @@ class KVCache:
         return out
 
     def _check_layer(self, layer: MultiheadDilatedAttention, causal: bool, packed: bool) -> None:
-        """Raise for a call that does not support a cache, or not this cache."""
         if active_sequence() is not None:
             raise ValueError(
                 "a cache serves one rank: decode outside of SequenceGroup.active(), or within no_sequence()."
@@ -406,7 +405,6 @@ def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
 
 @functools.lru_cache(maxsize=64)
 def _kernel_slots(slots_key: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
-    """The slots of a layer, as the kernels take them."""
     from lightning_dilated.ext.decoding.kernels import NO_WINDOW, Slot
 
     places, slots = Places(layer_slots(*slots_key), capacities), []
@@ -430,17 +428,17 @@ def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
     return torch.tensor(heads, device=device)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (out (B, n, S g, D), lse (B, n, S g)) of q (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot.
 
-    `seen`: (n, rows) bool, the rows that each query reads; None: all.
+    `visible`: (n, rows) bool, the rows that each query reads; None: all.
     """
     batch, new, _, dim = q.shape
     slots = k.shape[1]
     grouped = q.unflatten(2, (slots, -1)).transpose(1, 2).reshape(batch, slots, -1, dim)
     s = grouped @ k.transpose(-1, -2)
-    if seen is not None:
-        s = s.masked_fill(~seen.repeat_interleave(s.shape[2] // new, 0), -torch.inf)
+    if visible is not None:
+        s = s.masked_fill(~visible.repeat_interleave(s.shape[2] // new, 0), -torch.inf)
     lse = torch.logsumexp(s, -1)
     out = torch.softmax(s, -1) @ v
     back = lambda x: x.unflatten(2, (new, -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731

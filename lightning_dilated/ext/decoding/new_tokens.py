@@ -97,5 +97,5 @@ def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
         width = b.segment_length or LARGEST["segment_length"]  # an endless segment for the whole sequence
         return replace(b, segment_length=width, shift=(b.shift + start) % width)
 
-    seen = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
-    return replace(pattern, branches=tuple(map(continued, seen)), padding="masked") if seen else None
+    remaining = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
+    return replace(pattern, branches=tuple(map(continued, remaining)), padding="masked") if remaining else None

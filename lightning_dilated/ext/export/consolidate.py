@@ -89,13 +89,13 @@ def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> t
     if isinstance(cls, type) and issubclass(cls, DilatedModule):
         model = made_of(cls, config, tensors, f"the weights of {path} do not fit", {})
         return config_of(model), tensors_of(model)
-    seen: set[tuple[int, int]] = set()
+    storages: set[tuple[int, int]] = set()
     unique = {}
     for key, x in tensors.items():
         storage = (x.data_ptr(), x.nbytes)
-        if x.nbytes == 0 or storage not in seen:
+        if x.nbytes == 0 or storage not in storages:
             unique[key] = x.detach().contiguous()
-        seen.add(storage)
+        storages.add(storage)
     return config, unique
 
 

@@ -104,7 +104,7 @@ class _Places:
         rows: m.
         branch: the branch; its window or global tokens limit the rows that a row reads.
         parts: for each group of J heads that are computed at once: row indices in the N H queries and in
-            the N K keys, (S J m,) each; whether a row is a token (S J m,), None: all are; zero keys (S J, 1, 1) or None.
+            the N K keys, (S J m,) each; which rows are tokens (S J m,), None: all; zero keys (S J, 1, 1) or None.
         back: (N H,) the row of each token and head.
         used: (N H,) whether the head uses the token; None if all heads use all tokens.
     """
@@ -124,10 +124,10 @@ class _Places:
         """
         batch, _, head_dim = q.shape
         outs, lses = [], []
-        for of_query, of_key, seen, pads in self.parts:
+        for of_query, of_key, is_token, pads in self.parts:
             indexed = (q, of_query), (k, of_key), (v, of_key)
             rows = (x.index_select(1, index).reshape(-1, self.rows, head_dim) for x, index in indexed)
-            out, lse = _softmax(*rows, seen, pads, batch, spec, self.branch)
+            out, lse = _softmax(*rows, is_token, pads, batch, spec, self.branch)
             outs.append(out.reshape(batch, -1, head_dim))
             lses.append(lse.reshape(batch, -1))
         out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
@@ -194,13 +194,13 @@ class _Rows:
         parts = []
         for first in range(0, len(self.offsets), self.step):
             offsets = self.offsets[first : first + self.step]
-            tokens, seen = self._tokens(offsets)
+            tokens, is_token = self._tokens(offsets)
             of_query, of_key = (
                 tokens * (self.heads // each)
                 + numbers([h // each for h, _ in offsets], self.device).index_select(0, self._head(len(offsets)))
                 for each in (1, group)
             )
-            parts.append((of_query, of_key, seen, self._pads(seen, spec)))
+            parts.append((of_query, of_key, is_token, self._pads(is_token, spec)))
         return _Places(self.rows, self.branch, tuple(parts), *self._back())
 
     def _head(self, number: int) -> Tensor:
@@ -216,16 +216,16 @@ class _Rows:
         place = _over(row, number * self.rows) * self.width + within - shift
         if self.plain:
             return place, None
-        seen = (within < self.width) & (place >= 0) & (place < self.tokens)
-        return place.clamp(min=0, max=self.tokens - 1), seen
+        is_token = (within < self.width) & (place >= 0) & (place < self.tokens)
+        return place.clamp(min=0, max=self.tokens - 1), is_token
 
-    def _pads(self, seen: Tensor | None, spec: CallSpec) -> Tensor | None:
+    def _pads(self, is_token: Tensor | None, spec: CallSpec) -> Tensor | None:
         """Number of zero keys besides the rows, (S J, 1, 1): ceil(min(w, N) / r) - keys; None without such padding."""
-        if seen is None or spec.causal or spec.pattern.padding != "attended":
+        if is_token is None or spec.causal or spec.pattern.padding != "attended":
             return None
         rate = self.branch.dilation_rate
         width = (torch.arange(self.tokens, device=self.device) < self.width).sum()
-        return (_over(width + rate - 1, rate) - seen.reshape(-1, self.rows).sum(-1))[:, None, None]
+        return (_over(width + rate - 1, rate) - is_token.reshape(-1, self.rows).sum(-1))[:, None, None]
 
     def _back(self) -> tuple[Tensor, Tensor | None]:
         """Return (the row of each token and head (N H,); whether the head uses the token, None if all heads do)."""
@@ -264,7 +264,7 @@ def _softmax(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
+    is_token: Tensor | None,
     pads: Tensor | None,
     batch: int,
     spec: CallSpec,
@@ -272,7 +272,7 @@ def _softmax(
 ) -> tuple[Tensor, Tensor]:
     """Return dense attention within segments, (out (B S J, m, D), lse (B S J, m)); other rows hold any value."""
     scores = (q * spec.scale) @ k.transpose(-1, -2)
-    mask = None if seen is None else seen.reshape(-1, 1, q.shape[1])
+    mask = None if is_token is None else is_token.reshape(-1, 1, q.shape[1])
     if batch > 1:
         mask, pads = (None if x is None else torch.cat([x] * batch) for x in (mask, pads))
     for near in _near(branch, spec.causal, torch.arange(q.shape[1], device=q.device)):

@@ -160,7 +160,6 @@ def _names(depth: int, sub: bool) -> dict[str, list[str]]:
 
 
 def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
-    """Raise ValueError for missing tensors, and warn of unused ones."""
     used = {x for parts in names.values() for x in parts}
     missing = sorted(used - set(theirs))
     if missing:

@@ -59,7 +59,7 @@ def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
 
 
 def fading(log_decay: Tensor) -> Tensor:
-    """The share of token j that is left at token i, (T, K, C, C): exp of the log_decay (T, K, C) summed from j + 1 to i.
+    """The share of token j that is left at token i, (T, K, C, C): exp of log_decay (T, K, C) summed from j + 1 to i.
 
     Each j has its own sum: a difference of prefix sums would lose digits after a very negative log_decay.
     """

@@ -90,7 +90,7 @@ def recurrent_attention(
     - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
       + b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
     - "linear" (Infini-attention, arXiv 2404.07143): tokens come in memory segments of `segment` tokens. A token reads
-      phi(q) S / phi(q) z of the segments before its own, 0 in the first. If not causal, it reads all segments but its own.
+      phi(q) S / phi(q) z of earlier segments, 0 in the first one; if not causal, of all segments but its own.
     - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of the
       earlier segments; D = 1 / max(Phi z, Phi Phi^T 1) divides by the segment's own sum if that is larger. Otherwise a
       segment with more keys than all earlier ones could expand the state.
@@ -217,8 +217,8 @@ class _Checked:
             if any(not 0 <= n <= seq_len for n in lengths):
                 raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {list(lengths)[:8]}.")
             every = [(sample, 0, n) for sample, n in enumerate(lengths)]
-        seen = [0] * len(every) if self.state is None else self.state.tokens.tolist()
-        before = [n % self.segment if self.segment else 0 for n in seen]
+        tokens_read = [0] * len(every) if self.state is None else self.state.tokens.tolist()
+        before = [n % self.segment if self.segment else 0 for n in tokens_read]
         return tuple(Document(*bounds, n) for bounds, n in zip(every, before, strict=True))
 
 
@@ -249,7 +249,7 @@ def _compute(
 
 
 def _widened(checked: _Checked) -> _Checked:
-    """The same with all tensors in the dtype of the state, but the rows that kernels read, on the device of q."""
+    """Cast all tensors to the state's dtype, except rows that kernels read; move gates and state to q's device."""
     x, state = checked.inputs, checked.state
     device, dtype = x.q.device, checked.dtype
     log_decay, beta = (None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta))
@@ -343,7 +343,6 @@ def _check_segment(kind: str, segment: Any) -> None:
 
 
 def _check_state(state: Any, like: RecurrentState) -> None:
-    """Raise unless `state` has the shapes of `like`."""
     if not isinstance(state, RecurrentState):
         raise TypeError(f"state must be a RecurrentState that an earlier call returned, got {type(state).__name__}.")
     shapes = [[tuple(x.shape) for x in (*each.floating(), each.tokens)] for each in (state, like)]

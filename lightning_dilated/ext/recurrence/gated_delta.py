@@ -185,10 +185,10 @@ def decays(total, at, i, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def fade(coarse_i, fine_i, coarse_j, fine_j, seen):
-    """exp(total_i - total_j) where `seen`, else 0; exp of each total alone could leave the range of fp32."""
+def fade(coarse_i, fine_i, coarse_j, fine_j, visible):
+    """exp(total_i - total_j) where `visible`, else 0; exp of each total alone could leave the range of fp32."""
     between = (coarse_i[:, None] - coarse_j[None, :]) + (fine_i[:, None] - fine_j[None, :])
-    return tl.exp(tl.where(seen, between, float("-inf")))
+    return tl.exp(tl.where(visible, between, float("-inf")))
 
 
 @triton.jit

@@ -210,8 +210,8 @@ def _runs(call: Call, piece_numbers: Sequence[int]) -> Iterator[Run]:
     numbers = {number: local for local, number in enumerate(piece_numbers)}
     for piece, document, part in call.runs():
         if piece in numbers:
-            seen, trail = call.seen(document, part.start), call.unseen(document, part.stop)
-            yield Run(document, numbers[piece], part.start, part.stop, seen, trail)
+            skipped, trail = call.seen(document, part.start), call.unseen(document, part.stop)
+            yield Run(document, numbers[piece], part.start, part.stop, skipped, trail)
 
 
 def _narrowed(call: Call, runs: list[Run]) -> tuple[int, list[Run]]:

@@ -82,7 +82,7 @@ class Scan:
 
         Args:
             maps: (p, B, K, D, A + E): A and B of each own piece side by side. A has D columns. If a state only gets
-                sums added, the map is [A | B] with one column A: 1 if the state is kept, 0 if it begins anew.
+                sums added, the map is [A | B] with one column A: 1 if the state is kept, 0 if it restarts at 0.
             columns: E.
         """
         shape = maps.shape[1:]
@@ -158,11 +158,11 @@ class Route:
 
 @functools.lru_cache(maxsize=256)
 def find_route(owners: tuple[int, ...], rank: int, pairs: Round) -> Route:
-    own = [piece for piece, owner in enumerate(owners) if owner == rank]
+    pieces = [piece for piece, owner in enumerate(owners) if owner == rank]
     leaves = sorted((owners[b], a, b) for a, b in pairs if owners[a] == rank)
     arrives = sorted((owners[a], a, b) for a, b in pairs if owners[b] == rank)
     sends, receives = (dict(Counter(peer for peer, *_ in rows)) for rows in (leaves, arrives))
-    return Route(tuple(own.index(a) for _, a, _ in leaves), tuple((a, b) for _, a, b in arrives), sends, receives)
+    return Route(tuple(pieces.index(a) for _, a, _ in leaves), tuple((a, b) for _, a, b in arrives), sends, receives)
 
 
 class _Move(torch.autograd.Function):

@@ -23,8 +23,8 @@ class RecurrentState:
         matrix: (S, K, D, E), fp32 (fp64 for float64 inputs).
         tokens: (S,) int64 on the CPU, the number of tokens that each sample has read.
         normalizer: (S, K, D), the sum of the features of all keys in `matrix`; None for gated_delta.
-        pending: the open memory segment, which no token reads yet; None for gated_delta. For linear: its sums (S, K, D, E)
-            and (S, K, D). For delta: features (S, K, m, D) and values (S, K, m, E) of its tokens, zero-padded.
+        pending: the open memory segment, which no token reads yet; None for gated_delta. Linear: its sums (S, K, D, E)
+            and (S, K, D). Delta: features (S, K, m, D) and values (S, K, m, E) of its tokens, zero-padded.
     """
 
     matrix: Tensor

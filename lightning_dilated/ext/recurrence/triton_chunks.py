@@ -245,5 +245,4 @@ def _tensors(rows: Rows) -> tuple[Tensor, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with adjacent columns."""
     return x if x.stride(-1) == 1 else x.contiguous()

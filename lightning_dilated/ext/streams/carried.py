@@ -126,8 +126,8 @@ class CarriedStreams:
         plain = {
             n: state.select(i).to("cpu").state_dict() for group, state in groups.items() for i, n in enumerate(group)
         }
-        own = {n: x for n, x in plain.items() if n in self._computed}
-        return own, {n: x for n, x in plain.items() if n not in self._computed}
+        computed = {n: x for n, x in plain.items() if n in self._computed}
+        return computed, {n: x for n, x in plain.items() if n not in self._computed}
 
     def load_state_dicts(self, states: Mapping[int, Any]) -> None:
         """Replace all streams by these."""

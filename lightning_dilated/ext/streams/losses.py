@@ -118,7 +118,6 @@ class ModelStreams:
         return whole.sum(), count
 
     def _product_dtype(self, model: LongNetLM) -> torch.dtype:
-        """The dtype in which the output projection multiplies."""
         weight = model.head.weight
         return autocast(working(weight.new_empty(0, dtype=torch.float32), weight))[0].dtype
 
@@ -316,7 +315,7 @@ def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
 def _check_call(
     tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
 ) -> list[list[int]]:
-    """Return the first positions, sample by sample, of the document that continues and of the documents in this call."""
+    """Return the first positions, sample by sample, of the document that continues and the documents in this call."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
@@ -334,7 +333,7 @@ def _check_call(
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """Return the first positions of documents, sample by sample: `started` before this call, then by `starts` (B, n)."""
+    """Return the first positions of documents, sample by sample: `started` before this call, then `starts` (B, n)."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

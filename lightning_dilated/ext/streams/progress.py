@@ -79,7 +79,6 @@ class ChunkProgress:
             self._text.write(self._text.joint.join(filter(None, (self._text.now.rstrip(), chunk))))
 
     def _restore(self) -> None:
-        """Restore the bar's text."""
         text, self._text = self._text, None
         if text is not None:
             text.write(text.now)

@@ -111,7 +111,6 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy rows from the host to a GPU."""
     copies, computing = copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
         fetched = [part.to(device, non_blocking=True) for part in parts]
@@ -318,7 +317,6 @@ class Stream(Context):
         return left
 
     def _resumed(self, layer: int, first_head: int) -> Carried | None:
-        """The rows that earlier calls left for a layer."""
         key = layer, first_head
         if self._before is None:
             return None
