@@ -218,7 +218,8 @@ class SequenceConv1d(nn.Conv1d):
     Parameters and their names are nn.Conv1d's.
 
     Args:
-        in_channels, out_channels, kernel_size, dilation, groups, bias, device, dtype: as in nn.Conv1d, with integers.
+        in_channels, out_channels, kernel_size, dilation, groups, bias, device, dtype: as in nn.Conv1d; kernel_size and
+            dilation are integers.
         causal: a token reads itself and earlier tokens; otherwise the kernel is centred as in
             nn.Conv1d(padding="same").
 

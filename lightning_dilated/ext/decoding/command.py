@@ -110,7 +110,7 @@ def unescaped(text: str) -> str:
 
 
 def checked_text(option: str, text: str) -> str:
-    """Return the text; raise ValueError for bytes that are not UTF-8, which the shell and standard input hide."""
+    """Return the text; raise ValueError for bytes that are not UTF-8, which the shell and standard input pass on."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

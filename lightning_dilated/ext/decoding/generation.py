@@ -304,7 +304,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Set the model to eval mode, with no active sequence; then restore each module's; new modules take the model's."""
+    """Set the model to eval mode, with no active sequence; then restore each module's mode (new ones: the model's)."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())

@@ -118,7 +118,7 @@ class LongNetClassifier(PooledModule):
         return self._exported(self.embed(inputs))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits (B, num_classes), without a task embeddings (B, E), for features (B, N, F) or tokens (B, N).
+        """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
 
         Logits are unnormalised log-probabilities for classification, log-probabilities for an ordinal task, and the
         predicted targets for regression.

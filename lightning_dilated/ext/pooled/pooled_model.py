@@ -85,7 +85,7 @@ class PooledModule(TransformerModel):
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; all other modules stay in eval mode.
-        lora_rank: train the head and low-rank updates of the blocks, of this rank (arXiv 2106.09685; extra `lora`).
+        lora_rank: rank of low-rank updates of the blocks, which train with the head (arXiv 2106.09685; extra `lora`).
         lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
     Logged with `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
@@ -414,7 +414,7 @@ class PooledModule(TransformerModel):
         return int(block[1]) + 1 if block else 0 if name.startswith(self.input_layers) else self.depth + 1
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """See DilatedModule; with `layer_decay` two groups a layer, with an `lr_scale` of the learning rate."""
+        """See DilatedModule; `layer_decay` gives two groups a layer, with `lr_scale`, a factor of the rate."""
         if self.layer_decay == 1:
             return super().parameter_groups()
         groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}

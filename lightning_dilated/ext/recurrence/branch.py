@@ -110,7 +110,7 @@ class RecurrentBranch(Mixer):
         self.decay = Decay(num_kv_heads, **factory) if gated else None
 
     def fast_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, undecayed."""
+        """Parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, without weight decay."""
         return [self.scale, *([] if self.decay is None else self.decay.parameters())]
 
     def forward(

@@ -171,7 +171,7 @@ def _pass_groups(
     counts, tail_counts = (number * runs,) * group, (runs,) * ((len(added) - inside) // runs)
 
     def by_group(x: Tensor | None) -> Tensor | None:
-        """Reorder chunks from step by step to step by step within groups."""
+        """Reorder chunks by their step within a group, then by group."""
         return None if x is None else x[:inside].unflatten(0, (number, group, runs)).transpose(0, 1).flatten(0, 2)
 
     maps, sums = Transition(*map(by_group, transition)), by_group(added)
@@ -189,7 +189,7 @@ def _pass_groups(
 
 
 def _multiplied(transition: Transition) -> Transition:
-    """Replace Y by X^T Y (T, K, D, D) and `left` by None, for X^T Y smaller than X and Y."""
+    """Replace Y by X^T Y (T, K, D, D), which is smaller if C >= D, and `left` by None."""
     return Transition(transition.decay, None, transition.left.mT @ transition.right)
 
 

@@ -36,7 +36,7 @@ from lightning_dilated.sequence.collectives import sequence_sum
 
 
 class Output(Enum):
-    """The contents of a call's output: its numbers, arbitrary contents for a tensor to differentiate, or nothing."""
+    """The contents of a call's output: its values, arbitrary values of a differentiable tensor, or nothing."""
 
     READ = "read"
     UNREAD = "unread"

@@ -118,8 +118,8 @@ def recurrent_attention(
         return_state: also return the state after each sample's (or document's) last token.
         lengths: (B,) integers, the real tokens of each right-padded sample; padding adds nothing and gives 0.
         cu_seqlens: (documents + 1,) integers that rise from 0 to N; each document (B = 1) has its own memory.
-        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. q, k, v,
-            log_decay and beta then hold this rank's tokens, `lengths`, `cu_seqlens` and `state` are global, and every
+        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. On ranks, q,
+            k, v, log_decay and beta hold this rank's tokens, `lengths`, `cu_seqlens` and `state` are global, and every
             rank makes the same call. Every rank returns the state; its gradient is the sum over ranks. If ranks cut
             memory segments, they also exchange keys and values of up to m - 1 tokens.
 
@@ -139,7 +139,7 @@ def recurrent_attention(
 def recur(
     *rows: Any, output: Output = Output.READ, return_state: bool = False, sequence: Any = None, **settings: Any
 ) -> tuple[Tensor, RecurrentState | None]:
-    """Like `recurrent_attention`, but return (out, state or None); of out, kernels compute what `output` asks for."""
+    """Like `recurrent_attention`, but return (out, state or None), with the contents of out that `output` asks for."""
     group = group_of(sequence)
     check = partial(_checked, return_state=return_state, group=group, **settings)
     checked = check(*rows) if group is None else group.guard(check, *rows)

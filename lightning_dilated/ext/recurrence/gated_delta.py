@@ -161,7 +161,7 @@ def unit_rate(x):
 
 @triton.jit
 def halves(decay):
-    """Split numbers of at most 0 into (multiples of 2^-10, remainders), after raising them to -128 (exp is 0 there).
+    """Split numbers of at most 0, clamped to -128 (exp is 0 there), into (multiples of 2^-10, remainders).
 
     The sums of 64 multiples are exact: at most 2^23 units.
     """

@@ -28,7 +28,7 @@ LARGEST = 128
 #: largest D and E with tiles of 16 columns; largest D and E that kernels of 4 warps take in 16-bit rows
 NARROW, SMALL = 16, 64
 #: bytes that a window of a long call may use in its backward. Each window computes the states before its groups of
-#: chunks again, in a tenth of the time that two windows of half the length would need
+#: chunks again, which takes a tenth of the time if windows are half as long
 WINDOW_MEMORY = 5 << 30
 #: runs are passed in groups if the longest has at least this many chunks; a group has about the square root of them
 GROUPED_FROM = 32

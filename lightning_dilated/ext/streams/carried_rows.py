@@ -53,7 +53,7 @@ def chunk_problem(
 ) -> Problem:
     """Causal attention of the query heads [first, stop) over documents in chunks.
 
-    Only documents in more than one piece are kept. Earlier calls may have begun the first one.
+    Only documents in more than one piece are kept. Earlier calls may have computed the start of a document.
     """
     cut = tuple(d for d in documents if d.start < d.stop and shard.number(d.start) != shard.number(d.stop - 1))
     return Problem(pattern, num_heads, num_kv_heads, True, shard, cut, heads)

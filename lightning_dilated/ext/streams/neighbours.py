@@ -103,7 +103,7 @@ class ChunkNeighbours:
         return Seen(send(torch.stack(numbers), device))
 
     def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return x's gradient with later chunks' share; leave the rows' before x for the chunk before."""
+        """Return x's gradient with later chunks' share; leave earlier rows' gradient for the chunk before."""
         (d_rows,) = gradients
         if self.route is not None:  # several ranks computed the rows before x
             d_before, d_x = d_rows.split([self.left, x.shape[1]], 1)

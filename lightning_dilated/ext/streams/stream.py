@@ -230,8 +230,8 @@ class LayerCarry(Generic[T]):
 class Stream(Context):
     """One sequence computed chunk by chunk by a stack of layers. The op finds the stream by its name.
 
-    `begin` starts a sequence. Then each layer runs with its `layer` for every chunk in rising order, and after
-    `descend` for every chunk from the last one back.
+    `begin` starts a sequence. Then each layer runs with its place (`layers`) for every chunk in rising order, and
+    after `descend` for every chunk from the last one back.
     """
 
     def __init__(self) -> None:
