@@ -277,11 +277,7 @@ class _Flag:
 
 
 def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
-    """Read the prompts into the caches; return the logits (B, V) after them.
-
-    Raises:
-        ValueError: for NaN logits.
-    """
+    """Read the prompts into the caches; return the logits (B, V) after them. Raise ValueError for NaN logits."""
     logits = _logits(model, request, caches)
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")

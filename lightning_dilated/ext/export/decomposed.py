@@ -116,12 +116,8 @@ class _Places:
     used: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
-        """Return (out (B, N H, D), lse (B, N H)) of the branch; 0 and `NOTHING` if a head does not use a token.
-
-        Args:
-            q: (B, N H, D).
-            k, v: (B, N K, D).
-        """
+        """Return (out (B, N H, D), lse (B, N H)) of the branch for q (B, N H, D) and k, v (B, N K, D); 0 and `NOTHING`
+        if a head does not use a token."""
         batch, _, head_dim = q.shape
         outs, lses = [], []
         for of_query, of_key, is_token, pads in self.parts:

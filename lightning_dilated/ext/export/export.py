@@ -244,11 +244,7 @@ def _write_package(graph: Any, path: Path, inputs: list[str], outputs: list[str]
 
 
 def _compare(model: DilatedModule, run: Any, length: int, batch_size: int, path: Path) -> float:
-    """The largest relative difference between the file's numbers and the model's.
-
-    Raises:
-        ValueError: if it is larger than the dtype explains.
-    """
+    """The largest relative difference between file and model; raise ValueError if it exceeds the dtype's tolerance."""
     inputs, error = model.export_inputs(length, batch_size), 0.0
     expected = model.export_outputs(**inputs)
     for (name, want), got in zip(expected.items(), run(inputs), strict=True):

@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Chunk:
-    """One layer's call in one chunk.
-
-    Args:
-        place: (2,) indices of the layer and the chunk.
-    """
+    """One layer's call in one chunk; `place` (2,) holds the indices of the layer and the chunk."""
 
     def __init__(
         self, samples: int, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor, stream: str, spec: str

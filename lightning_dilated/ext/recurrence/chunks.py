@@ -91,12 +91,8 @@ def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tenso
 
 
 class SegmentChunks(NamedTuple):
-    """Memory segments of linear and delta.
-
-    Attributes:
-        keys, values: features (T, K, C, D) and values (T, K, C, E), 0 in empty slots.
-        sums: (T, K, D, E + 1): Phi^T V, and in the last column Phi^T 1.
-    """
+    """Memory segments of linear and delta: features (T, K, C, D) and values (T, K, C, E), 0 in empty slots, and sums
+    (T, K, D, E + 1): Phi^T V, and in the last column Phi^T 1."""
 
     keys: Tensor
     values: Tensor

@@ -69,12 +69,7 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call.
-
-    Attributes:
-        k: (rows, K, D). v: (rows, K, E); the last stride is 1.
-        log_decay, beta: (rows, K) fp32.
-    """
+    """The rows of a call: k (rows, K, D) and v (rows, K, E) with last stride 1, log_decay and beta (rows, K) fp32."""
 
     k: Tensor
     v: Tensor

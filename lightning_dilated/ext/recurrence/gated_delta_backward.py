@@ -38,12 +38,7 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 
 class Reading(NamedTuple):
-    """Tensors of a call that reads the state; W = E then.
-
-    Attributes:
-        q: (rows, H, D), last stride 1.
-        grad: (rows, H, E), the output's gradient, last stride 1.
-    """
+    """Rows of a call that reads the state, W = E: q (rows, H, D), the output's gradient (rows, H, E); last strides 1."""
 
     q: Tensor
     grad: Tensor

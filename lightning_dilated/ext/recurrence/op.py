@@ -35,10 +35,7 @@ WINDOW = 1 << 14
 
 class RecurrenceSpec(NamedTuple):
     """Arguments of a call other than tensors; `encode` turns them into a string, because an op takes no Python objects.
-
-    Attributes:
-        sequence: name of the `SequenceGroup` that shares the sequence; "" for one rank.
-    """
+    `sequence` is the name of the `SequenceGroup` that shares the sequence, or "" for one rank."""
 
     kind: str
     segment: int | None

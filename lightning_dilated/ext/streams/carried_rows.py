@@ -169,11 +169,8 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
 
 
 def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
-    """Split rows that are read up to `reach` positions later, but not after `final`, by the chunk of their last reader.
-
-    Yields:
-        (last position that reads them, rows).
-    """
+    """Yield (last reader's position, rows) for rows that are read up to `reach` positions later, until `final`, by the
+    chunk of the last reader."""
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
