@@ -1,1 +1,1 @@
-"""ShortConvolution: a token sees a few neighbours before attention; on ranks and in streams, by kernels where they serve."""
+"""ShortConvolution: a token reads a few neighbours before attention, also on many ranks and in streams."""

@@ -1,7 +1,7 @@
-"""ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents and on any number of ranks.
+"""ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents, on any number of ranks.
 
-One rank uses Triton kernels where they serve, else plain torch operations, which torch.compile fuses; several use a custom
-op, which exchanges rows between ranks, and so do chunks of a stream, which leave rows for the next one.
+One rank uses Triton kernels or, for calls that they do not serve, plain torch operations, which torch.compile fuses.
+Several ranks use a custom op that exchanges rows. Chunks of a stream use the same op and leave rows for the next chunk.
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.convolution.kernels import Neighbours
     from lightning_dilated.ext.decoding.kv_cache import KVCache
 
-#: what the kernels take: dtypes, and the most taps, which are unrolled
+#: dtypes that the kernels take, and the most taps, which are unrolled
 DTYPES, MOST_TAPS = (torch.bfloat16, torch.float16, torch.float32), 8
-#: tokens over which a program of their backward sums the gradient of the weight, a power of two
+#: tokens over which a backward program sums the gradient of the weight, a power of two
 ROWS = 256
 
 
 def unsupported(dtype: torch.dtype, taps: int) -> str | None:
-    """None where the kernels are written for rows of a dtype, else the reason."""
+    """Return None if there are kernels for this dtype and number of taps, else the reason."""
     if dtype not in DTYPES:
         return (
             f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(dtype).removeprefix('torch.')}"
@@ -46,26 +46,26 @@ def unsupported(dtype: torch.dtype, taps: int) -> str | None:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
-    """None where the kernels serve rows of a dtype on a device, else the reason."""
+    """Return None if the kernels serve this device, dtype and number of taps, else the reason."""
     return unsupported(dtype, taps) or (None if ASSUMED else kernels.why_not(device))
 
 
 @torch.compiler.assume_constant_result
 def serves(device: torch.device, dtype: torch.dtype, taps: int) -> bool:
-    """Whether the kernels compute a call of one rank."""
+    """Return whether the kernels compute a call of one rank."""
     return why_not(device, dtype, taps) is None
 
 
 class ShortConvolution(Mixer):
-    """y_p = x_p + sum over taps i of weight_i x_(p - left + i), a weight for each tap and channel; initially the identity.
+    """y_p = x_p + sum over taps i of weight_i x_(p - left + i), with a weight for each tap and channel.
 
-    Neighbours in other documents and beyond the sequence count as 0. Based (arXiv 2402.18668) and Canon layers (arXiv
-    2512.17351) put such a step before attention, so that a token carries information about its neighbours.
+    Weights are initially 0. Neighbours in other documents and outside the sequence count as 0. Based (arXiv 2402.18668)
+    and Canon layers (arXiv 2512.17351) use such a step before attention, so that a token knows its neighbours.
 
     Args:
         channels: C.
         taps: W, at least 2.
-        causal: if True a token sees itself and the W - 1 before it, else (W - 1) // 2 before it and the rest after it.
+        causal: True: a token reads itself and the W - 1 tokens before it; False: (W - 1) // 2 before, the others after.
 
     Raises:
         TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
@@ -86,11 +86,11 @@ class ShortConvolution(Mixer):
         cu_seqlens: Tensor | None = None,
         chunk: LayerPlace | None = None,
     ) -> Tensor:
-        """(B, L, C) from x (B, L, C), this rank's tokens within an active `SequenceGroup`, or a chunk's of a stream.
+        """Return (B, L, C) from x (B, L, C), this rank's tokens in an active `SequenceGroup` or a stream's chunk.
 
         Args:
-            lengths: (B,) on the CPU, number of real tokens of each right-padded sample, of the whole sequence.
-            cu_seqlens: (documents + 1,), bounds of the documents packed into one sample, of the whole sequence.
+            lengths: (B,) on the CPU, number of real tokens of each right-padded sample, in the whole sequence.
+            cu_seqlens: (documents + 1,), bounds of the documents packed into one sample, in the whole sequence.
             chunk: the layer's place in a stream; causal only.
         """
         return self.together([x], lengths, cu_seqlens, chunk)[0]
@@ -102,8 +102,8 @@ class ShortConvolution(Mixer):
         cu_seqlens: Tensor | None = None,
         chunk: LayerPlace | None = None,
     ) -> Sequence[Tensor]:
-        """`forward` of tensors (B, L, C_i) whose channels stand side by side and are C together: a tensor for each."""
-        x, lengths = parts[0], None if self.causal else lengths  # no token before the padding sees it
+        """Apply `forward` to the concatenation of tensors (B, L, C_i) with C channels in total; return the parts."""
+        x, lengths = parts[0], None if self.causal else lengths  # causal: no real token reads padding
         if chunk is None and active_sequence() is None and serves(x.device, x.dtype, self.taps):
             return torch.ops.lightning_dilated.local_convolution(parts, self.weight, lengths, cu_seqlens, self.right)
         if len(parts) == 1:
@@ -111,7 +111,7 @@ class ShortConvolution(Mixer):
         return self._joint(torch.cat(parts, -1), lengths, cu_seqlens, chunk).split([x.shape[-1] for x in parts], -1)
 
     def _joint(self, x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, chunk: LayerPlace | None) -> Tensor:
-        """`forward` by torch and the ops of ranks and streams."""
+        """Compute `forward` with torch operations or the op of ranks and streams."""
         group, weight = active_sequence(), self.weight.to(x.dtype)
         if chunk is not None and self.right:
             raise ValueError(
@@ -123,19 +123,19 @@ class ShortConvolution(Mixer):
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return CONVOLUTION(x, weight, lengths, cu_seqlens, None, self.right, group.name, grad)[0]
         n, left, same = x.shape[1], self.taps - 1 - self.right, None
-        if lengths is not None or cu_seqlens is not None:  # the number of tokens may be a symbol otherwise
+        if lengths is not None or cu_seqlens is not None:  # without documents, the number of tokens may be a symbol
             seen = Seen.of(range(-left, n + self.right), lengths, cu_seqlens, x.device)
             same = seen.table(n, left, self.right, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
 
     def mix(self, query: Tensor, lengths: Any, cu_seqlens: Any, place: LayerPlace | None) -> Callable[[Tensor], Tensor]:
-        """As `Mixer`."""
+        """See `Mixer.mix`."""
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
         return partial(self, lengths=lengths, cu_seqlens=cu_seqlens, chunk=place)
 
     def mix_new(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """As `Mixer`; the cache keeps the rows that the next tokens need."""
+        """See `Mixer.mix_new`; the cache keeps the rows that the next tokens need."""
 
         def continued(x: Tensor) -> Tensor:
             y, rows = self.continued(x, cache.kept.get(self.option))
@@ -145,10 +145,10 @@ class ShortConvolution(Mixer):
         return continued
 
     def continued(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The causal convolution of new tokens x (B, n, C) that follow `before` (B, W - 1, C), None at the start.
+        """Convolve new tokens x (B, n, C) that follow the rows `before` (B, W - 1, C); None at the start.
 
         Returns:
-            (B, n, C), and the rows (B, W - 1 + n, C) of both.
+            (B, n, C), and the rows of both inputs (B, W - 1 + n, C).
         """
         before = x.new_zeros(x.shape[0], self.taps - 1, x.shape[2]) if before is None else before
         rows = torch.cat([before, x], 1)
@@ -159,7 +159,7 @@ class ShortConvolution(Mixer):
 
 
 def _convolved(rows: Tensor, weight: Tensor, left: int, same: Tensor | None) -> Tensor:
-    """(B, n, C) from (B, left + n + right, C)."""
+    """Return (B, n, C) from (B, left + n + right, C)."""
     n = rows.shape[1] - len(weight) + 1
     y = rows[:, left : left + n]
     for i, w in enumerate(weight):
@@ -183,10 +183,10 @@ def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tens
 
 @dataclass(frozen=True)
 class Seen:
-    """Which rows of consecutive positions see each other as neighbours.
+    """The pairs of rows, at consecutive positions, that read each other as neighbours.
 
     Attributes:
-        documents: (B or 1, rows) int32, the number of each row's document; None: no documents.
+        documents: (B or 1, rows) int32, the index of each row's document; None: no documents.
         lengths: (B,) rows before the padding of each sample; None: no padding.
     """
 
@@ -195,7 +195,7 @@ class Seen:
 
     @classmethod
     def of(cls, positions: range, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device) -> Seen:
-        """Of some positions of a sequence, which may lie outside of it."""
+        """Return the pairs for `positions`, which may reach beyond the sequence."""
         documents = None
         if cu_seqlens is not None:
             at = torch.arange(positions.start, positions.stop, dtype=torch.int32, device=device)
@@ -204,13 +204,13 @@ class Seen:
         return cls(documents, None if lengths is None else send(lengths, device) - positions.start)
 
     def neighbours(self, weight: Tensor, right: int) -> Neighbours:
-        """As the kernels take it."""
+        """Convert to the kernels' description."""
         from lightning_dilated.ext.convolution.kernels import Neighbours
 
         return Neighbours(len(weight) - 1 - right, self.documents, self.lengths)
 
     def table(self, n: int, left: int, right: int, device: torch.device) -> Tensor | None:
-        """(B or 1, n, W) bool: which neighbours the rows after the first `left`, before the last `right`, see; None: all."""
+        """Which neighbours each row reads, (B or 1, n, W) bool, for the rows between `left` and `right`; None: all."""
         if self.documents is not None:
             return self.documents.unfold(1, left + 1 + right, 1) == self.documents[:, left : left + n, None]
         if self.lengths is None:
@@ -221,10 +221,10 @@ class Seen:
 
 
 def _run(rows: Tensor, weight: Tensor, right: int, seen: Seen) -> Tensor:
-    """(B, n, C) from (B, left + n + right, C)."""
+    """Return (B, n, C) from (B, left + n + right, C)."""
     left = len(weight) - 1 - right
     n = rows.shape[1] - left - right
-    if n == 0:  # a rank's piece without a token
+    if n == 0:  # a rank's piece without tokens
         return rows[:, :0].contiguous()
     if not serves(rows.device, rows.dtype, len(weight)):
         return _convolved(rows, weight, left, seen.table(n, left, right, rows.device))
@@ -253,7 +253,7 @@ def _run_backward(grad: Tensor, rows: Tensor, weight: Tensor, right: int, seen: 
 def local_convolution(
     parts: Sequence[Tensor], weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int
 ) -> list[Tensor]:
-    """y (B, L, C_i), contiguous, of each part (B, L, C_i) of x, whose channels are side by side; weight (W, C) of all."""
+    """Return y (B, L, C_i), contiguous, for each part (B, L, C_i) of x; weight (W, C) has the channels of all parts."""
     from lightning_dilated.ext.convolution.kernels import forward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
@@ -274,7 +274,7 @@ def local_convolution_backward(
     cu_seqlens: Tensor | None,
     right: int,
 ) -> list[Tensor]:
-    """The gradient of each part, and (n, W, C) fp32 whose sum over n is that of the weight."""
+    """Return the gradient of each part, and (n, W, C) fp32 with the gradient of the weight as its sum over n."""
     from lightning_dilated.ext.convolution.kernels import backward
 
     parts, neighbours = [_dense(x) for x in parts], _seen(parts[0], lengths, cu_seqlens).neighbours(weight, right)
@@ -284,33 +284,30 @@ def local_convolution_backward(
 
 
 @local_convolution_backward.register_fake
-def _(grads, parts, weight, *rest):
+def _(grads, parts, weight, *extra):
     return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts), _sums(parts[0], weight)]
 
 
 def _sums(x: Tensor, weight: Tensor) -> Tensor:
-    """(n, W, C) of the backward's programs, uninitialised."""
+    """An uninitialised tensor (n, W, C) for the sums of n backward programs."""
     return x.new_empty((x.shape[0] * (-(-x.shape[1] // ROWS)), *weight.shape), dtype=torch.float32)
 
 
 def _seen(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Seen:
-    """Of a whole sequence x (B, L, C)."""
     return Seen.of(range(x.shape[1]), lengths, cu_seqlens, x.device)
 
 
 def _split(x: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """x (..., C) by the channels of the parts."""
     return x.split([y.shape[-1] for y in parts], -1)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _setup_local(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    parts, *others, ctx.right = inputs
-    ctx.save_for_backward(*parts, *others)
+    parts, *optional, ctx.right = inputs
+    ctx.save_for_backward(*parts, *optional)
 
 
 def _local_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -334,23 +331,23 @@ local_convolution_backward.register_autograd(_refuse)
 
 # -- many ranks, and chunks of a stream -------------------------------------------------------------------------------
 def flat(x: Tensor) -> Tensor:
-    """(L, B C) from (B, L, C)."""
+    """Flatten (B, L, C) to (L, B C)."""
     return x.movedim(1, 0).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
 def unflat(x: Tensor, like: Tensor) -> Tensor:
-    """(L, B, C) of (L, B C), for `like` (B, ..., C)."""
+    """Unflatten (L, B C) to (L, B, C), for `like` (B, ..., C)."""
     return x.view(len(x), like.shape[0], like.shape[2])
 
 
-def call_facts(x: Tensor, weight: Tensor, backward: bool, **more: Any) -> dict[str, Any]:
-    """Facts of a call that have to be equal on all ranks."""
+def call_facts(x: Tensor, weight: Tensor, backward: bool, **extra: Any) -> dict[str, Any]:
+    """Facts of a call that must be equal on all ranks."""
     facts = {"call": "kv_conv", "pass": "backward" if backward else "forward", "batch": x.shape[0], "dtype": x.dtype}
-    return {**facts, "taps and channels": tuple(weight.shape), **more}
+    return {**facts, "taps and channels": tuple(weight.shape), **extra}
 
 
 class _Ranks:
-    """The neighbours of a rank's tokens x (B, L, C), after all ranks of the group named `where` agreed on the call."""
+    """The neighbours of a rank's tokens x (B, L, C); all ranks of the group named `where` first agree on the call."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, documents: tuple[Tensor | None, ...], right: int, where: str, grad: bool,
@@ -359,19 +356,19 @@ class _Ranks:
         digests = [
             None if t is None else hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest() for t in documents
         ]
-        more = {"right": right, "requires grad": grad, "lengths, cu_seqlens (digests)": digests}
+        extra = {"right": right, "requires grad": grad, "lengths, cu_seqlens (digests)": digests}
         self.group, self.documents = find_sequence(where), documents
-        turn = None if number is None else f"backward of call {int(number)}"
-        agreed = self.group.agree(call_facts(x, weight, turn is not None, **more), x.shape[1], 0, turn, later=grad)
+        name = None if number is None else f"backward of call {int(number)}"
+        agreed = self.group.agree(call_facts(x, weight, name is not None, **extra), x.shape[1], 0, name, later=grad)
         self.number, shard = agreed.number, self.group.shard(agreed.seq_len)
         self.route = halo_route(shard, self.group.rank, len(weight) - 1 - right, right)
 
     def read(self, x: Tensor) -> Tensor:
-        """(n, B, C) rows of other ranks."""
+        """Fetch the rows of other ranks, (n, B, C)."""
         return unflat(self.route.fetch(flat(x), halo_wire(self.group, self.group.forward_traffic)), x)
 
     def runs(self, x: Tensor, halo: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
-        """(rows with their neighbours, which of them see each other, local tokens) of each run of consecutive positions."""
+        """Yield (rows with neighbours, their `Seen`, slice of local tokens) for each run of consecutive positions."""
         start, route = 0, self.route
         for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
             seen = Seen.of(range(run.start - route.left, run.stop + route.right), *self.documents, x.device)
@@ -382,8 +379,8 @@ class _Ranks:
         """Return the gradient of x from the runs' gradients; gradients of other ranks' rows are sent to those ranks."""
         left, right = self.route.left, self.route.right
         split = [flat(d).split([left, d.shape[1] - left - right, right]) for d in gradients]
-        nothing = flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # of a rank without a token
-        total = torch.cat([nothing, *(own for _, own, _ in split)])
+        nothing = flat(x)[:0].to(torch.promote_types(x.dtype, torch.float32))  # for a rank without tokens
+        total = torch.cat([nothing, *(center for _, center, _ in split)])
         around = [part for before, _, after in split for part in (before, after)]
         self.route.give_back(torch.cat([nothing, *around]), total, halo_wire(self.group, self.group.backward_traffic))
         return unflat(total, x).movedim(0, 1)
@@ -402,7 +399,7 @@ def run_forward(
     x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, right: int,
     where: str, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y (B, L, C), rows read, number of the call) on the ranks of the group, or in the context, named `where`."""
+    """Return (y (B, L, C), rows read, number of the call) on the group's ranks, or in the context, named `where`."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, grad, None)
     read = near.read(x)
     parts = [_run(rows, weight, right, seen) for rows, seen, _ in near.runs(x, read)]
@@ -414,7 +411,7 @@ def run_backward(
     grad: Tensor, x: Tensor, weight: Tensor, read: Tensor, number: Tensor, lengths: Tensor | None,
     cu_seqlens: Tensor | None, place: Tensor | None, right: int, where: str, needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, and of weight as far as this rank's tokens contribute to it."""
+    """Return the gradient of x, and this rank's part of the gradient of weight."""
     near = _neighbours(x, weight, (lengths, cu_seqlens), place, right, where, needs_grad, number)
     d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     gradients = []
@@ -438,17 +435,17 @@ def _fake_backward(grad, x, weight, *others):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
 
 
-_REST = "Tensor? lengths, Tensor? cu_seqlens, Tensor? place, int right, str where, bool grad"
+_EXTRA = "Tensor? lengths, Tensor? cu_seqlens, Tensor? place, int right, str where, bool grad"
 CONVOLUTION = Op(
     "short_convolution",
     schemas=(
-        f"(Tensor x, Tensor weight, {_REST}) -> (Tensor, Tensor, Tensor)",
-        f"(Tensor dy, Tensor x, Tensor weight, Tensor read, Tensor number, {_REST}) -> (Tensor, Tensor)",
+        f"(Tensor x, Tensor weight, {_EXTRA}) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor dy, Tensor x, Tensor weight, Tensor read, Tensor number, {_EXTRA}) -> (Tensor, Tensor)",
     ),
     caller="a layer's short convolution",
     remedy="Leave out create_graph=True, or compute on one rank without a stream in float64.",
     run=(run_forward, run_backward),
     fake=(_fake_forward, _fake_backward),
     saves=lambda args, results: ((*args[:2], *results[1:], *args[2:5]), args[5:]),
-    arguments=lambda grad, saved, rest: (grad, *saved, *rest),
+    arguments=lambda grad, saved, extra: (grad, *saved, *extra),
 ).forward

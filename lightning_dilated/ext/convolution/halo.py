@@ -1,6 +1,6 @@
 """Halos: a rank's tokens with their neighbours on other ranks, and convolutions over a sharded sequence.
 
-Shape letters: B batch, L tokens of this rank, E channels, S chunks (runs of consecutive positions) of a rank, F features.
+Shape letters: B batch, L tokens of this rank, E channels, S chunks (runs of positions) of a rank, F features.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 from lightning_dilated.sequence.shard import Shard
 
-#: local rows, or rows of a halo, by the rank that they go to or come from
+#: slices of local rows or halo rows, by the rank that receives or sends them
 Slices = dict[int, tuple[slice, ...]]
 
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """Which rows surround each chunk of a rank, and who holds them.
+    """The rows around each chunk of a rank, and the ranks that hold them.
 
     Attributes:
         chunks: positions of the rank, in local order: none on an empty shard, one if contiguous, at most two in zigzag.
         left, right: rows before and after each chunk.
-        sends: local rows, by the rank that gets them.
-        receives: rows of the halo, by the rank that sends them; the others lie outside the sequence.
+        sends: local rows, by the rank that receives them.
+        receives: rows of the halo, by the rank that sends them; rows without a sender are outside the sequence.
     """
 
     chunks: tuple[range, ...]
@@ -44,11 +44,11 @@ class HaloRoute:
 
     @property
     def rows(self) -> int:
-        """Rows of the halo: the `left` and `right` ones of each chunk in turn."""
+        """Number of rows in the halo: `left` and `right` rows for each chunk."""
         return len(self.chunks) * (self.left + self.right)
 
     def fetch(self, rows: Tensor, wire: Wire) -> Tensor:
-        """The halo (S (left + right), F) of this rank's rows (L, F), 0 outside the sequence; a collective call."""
+        """Return the halo (S (left + right), F) of this rank's rows (L, F), 0 outside the sequence; collective."""
         taken = _take(rows, self.sends)
         received = wire.post(taken, _counts(self.sends), _counts(self.receives), what="halo").wait()
         halo = rows.new_zeros(self.rows, rows.shape[1])
@@ -57,14 +57,14 @@ class HaloRoute:
         return halo
 
     def give_back(self, grad: Tensor, into: Tensor, wire: Wire) -> None:
-        """Add the gradient of every rank's halo, `grad` (S (left + right), F) on this one, to the rows' owners' (L, F)."""
+        """Send the halo's gradient (S (left + right), F) to the rows' owners; add received ones to `into` (L, F)."""
         taken = _take(grad, self.receives)
         received = wire.post(taken, _counts(self.receives), _counts(self.sends), what="halo").wait()
         for part, cut in _split(received, self.sends):
             into[cut] += part
 
     def surround(self, x: Tensor, halo: Tensor) -> Iterator[Tensor]:
-        """Each chunk of x (B, L, ...) with its rows of the halo (S (left + right), B, ...): (B, left + n + right, ...)."""
+        """Yield the chunks of x (B, L, ...), each joined with its rows of the halo (S (left + right), B, ...)."""
         start, width = 0, self.left + self.right
         for number, chunk in enumerate(self.chunks):
             around = halo[number * width : (number + 1) * width].movedim(0, 1)
@@ -88,10 +88,10 @@ def _split(rows: Tensor, cuts: Slices) -> Iterator[tuple[Tensor, slice]]:
 
 @functools.lru_cache(maxsize=256)
 def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
-    """The route of one rank.
+    """Return the route of one rank.
 
     Raises:
-        ValueError: for the strided layout, where every token's neighbours lie on other ranks.
+        ValueError: for the strided layout, which has every token's neighbours on other ranks.
     """
     if shard.layout == "strided" and shard.ranks > 1:
         raise ValueError(
@@ -109,7 +109,7 @@ def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
 
 
 def _halo_rows(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[int, int, int]]:
-    """(row of the halo, rank that holds it, its local row there) of all rows inside the sequence, in order."""
+    """Yield (row of the halo, its owner, its local row there) for all rows inside the sequence, in order."""
     for number, chunk in enumerate(shard.ranges(rank)):
         around = [*range(chunk.start - left, chunk.start), *range(chunk.stop, chunk.stop + right)]
         for slot, position in enumerate(around, number * (left + right)):
@@ -125,7 +125,7 @@ def slices_by_rank(pairs: Iterable[tuple[int, int]]) -> Slices:
 
 
 def slices_of(numbers: list[int]) -> tuple[slice, ...]:
-    """The same numbers in the same order, as slices."""
+    """Return the numbers as slices, in the same order."""
     slices: list[slice] = []
     for n in numbers:
         if slices and slices[-1].stop == n:
@@ -136,7 +136,7 @@ def slices_of(numbers: list[int]) -> tuple[slice, ...]:
 
 
 def halo_wire(group: SequenceGroup, traffic: Traffic) -> Wire:
-    """Moves rows between all ranks of a sequence."""
+    """Return the wire that moves rows between all ranks of a sequence."""
     return Wire(group.group, tuple(range(group.ranks)), group.rank, traffic)
 
 
@@ -163,26 +163,25 @@ class _Halo(torch.autograd.Function):
 def sequence_halo(
     x: Tensor, left: int, right: int = 0, dim: int = 1, sequence: SequenceGroup | None = None
 ) -> list[Tensor]:
-    """This rank's chunks of consecutive tokens, each with the `left` tokens before it and the `right` after it.
+    """This rank's chunks of consecutive tokens, each with the `left` tokens before it and the `right` tokens after it.
 
     A local function of tokens gives the same result on any number of ranks if it is applied to each chunk:
     `torch.cat([f(chunk) for chunk in sequence_halo(x, 3)], 1)`, where f takes (B, 3 + n, E) to (B, n, E). Each rank
-    receives `left + right` rows a chunk; the gradient of such a row is added to its owner's. For convolutions see
-    `SequenceConv1d`.
+    receives `left + right` rows a chunk; their gradients are added to their owners'. See also `SequenceConv1d`.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        left, right: tokens before and after; they may lie on several ranks.
-        sequence: the ranks; None: the active group, or one rank without one.
+        left, right: tokens before and after; several ranks may hold them.
+        sequence: the ranks; None: the active group, or one rank if there is none.
 
     Returns:
-        for each chunk x's shape with left + n + right along `dim`, 0 outside the sequence. One rank and the contiguous
-        layout have one chunk, zigzag up to two. An empty shard has one with n = 0: its loss must use it, because the
-        gradients of other ranks' rows pass through all ranks.
+        for each chunk a tensor of x's shape with left + n + right along `dim`, 0 outside the sequence. One rank and the
+        contiguous layout have one chunk, zigzag up to two. An empty shard has one chunk with n = 0; its loss must use
+        the chunk, because the gradients of other ranks' rows pass through all ranks.
 
     Raises:
-        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; on every rank, if
-            shapes or dtypes differ or a rank's tokens are not those of its shard.
+        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; on every rank,
+            if shapes or dtypes differ or a rank's number of tokens is not its shard's.
     """
     group = active_sequence() if sequence is None else sequence
     if group is None:
@@ -206,28 +205,29 @@ def _between_zeros(x: Tensor, left: int, right: int, dim: int) -> Tensor:
 
 
 def _arguments(x: Tensor, left: int, right: int, dim: int) -> int:
-    """`dim` from 0."""
+    """Check the arguments; return `dim` counted from 0."""
     integer(left, "left", 0)
     integer(right, "right", 0)
     return axis(x, dim)
 
 
 class SequenceConv1d(nn.Conv1d):
-    """nn.Conv1d along the tokens of (B, L, E), with as many tokens out as in, equal on any number of ranks.
+    """nn.Conv1d along the tokens of (B, L, E), with one token out for each token in, equal on any number of ranks.
 
-    A rank receives the few tokens that its neighbours hold (`sequence_halo`); layouts contiguous and zigzag. Parameters and
-    their names are those of nn.Conv1d.
+    A rank receives the few tokens that its neighbours hold (`sequence_halo`), in the contiguous and zigzag layouts.
+    Parameters and their names are nn.Conv1d's.
 
     Args:
         in_channels, out_channels, kernel_size, dilation, groups, bias, device, dtype: as in nn.Conv1d; kernel_size and
-            dilation are whole numbers.
-        causal: a token sees itself and those before it; else the kernel is centred as in nn.Conv1d(padding="same").
+            dilation are integers.
+        causal: a token reads itself and earlier tokens; otherwise the kernel is centred as in
+            nn.Conv1d(padding="same").
 
     Raises:
         ValueError: for a stride or padding: each token gives one token.
     """
 
-    reads_neighbours = True  # other ranks' tokens, so that it serves on shards
+    reads_neighbours = True  # the layer reads other ranks' tokens, so it may run on shards
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, *, causal: bool = False, **options: Any
@@ -235,19 +235,19 @@ class SequenceConv1d(nn.Conv1d):
         refused = sorted(options.keys() - {"dilation", "groups", "bias", "device", "dtype"})
         if refused:
             raise ValueError(
-                f"SequenceConv1d takes no {', '.join(refused)}: every token gives one, and beyond the sequence stand zeros. "
+                f"SequenceConv1d takes no {', '.join(refused)}: every token gives one, and zeros pad the sequence. "
                 "Leave it out; causal=True shifts the kernel to the past."
             )
         super().__init__(in_channels, out_channels, kernel_size, **options)
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
-        #: how many tokens before and after itself a token sees
+        #: how many tokens before and after itself a token reads
         self.reach = (reach, 0) if causal else (reach // 2, reach - reach // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, in_channels) to (B, L, out_channels)."""
+        """Map (B, L, in_channels) to (B, L, out_channels)."""
         outputs = []
         for chunk in sequence_halo(x, *self.reach):
-            empty = chunk.shape[1] == sum(self.reach)  # torch's convolutions refuse to return no token
+            empty = chunk.shape[1] == sum(self.reach)  # torch's convolutions reject outputs without tokens
             rows = nn.functional.pad(chunk, (0, 0, 0, 1)) if empty else chunk
             y = super().forward(rows.transpose(1, 2)).transpose(1, 2)
             outputs.append(y[:, :0] if empty else y)

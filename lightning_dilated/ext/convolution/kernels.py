@@ -1,8 +1,8 @@
 """A sum over neighbouring tokens, y_p = x_p + sum over taps i of w_i x_(p - left + i), and its gradients.
 
-A program takes a tile of tokens times channels. It reads the tile once for each tap, one row further each time: all but the
-first come from cache. Products are summed in fp32, with weights rounded to the dtype of the rows. A tuple has a tensor for
-each tap, since Triton has no lists; it is built by +, since Triton knows no starred expressions.
+A program computes a tile of tokens times channels. It reads the tile once for each tap, one row further each time;
+after the first read, the rows come from cache. Products are summed in fp32, with weights rounded to the dtype of the
+rows. Triton has no lists and no starred expressions: a tuple, extended by +, holds a tensor for each tap.
 Shape letters: B batch, N tokens, C channels of a part, W taps, P programs along the tokens of a sample.
 """
 
@@ -24,9 +24,9 @@ class Tile:
 
     Attributes:
         elements: tokens times channels.
-        channels: at most.
-        warps: more threads than channels, which then read weights as they multiply.
-        stages: tiles that a program of the backward reads ahead, and the one that it computes.
+        channels: most channels.
+        warps: enough for more threads than channels, which then read the weights as they multiply.
+        stages: tiles that a backward program has in flight: those it reads ahead, and the one it computes.
     """
 
     elements: int
@@ -35,12 +35,12 @@ class Tile:
     stages: int = 1
 
     def sizes(self, channels: int, tokens: int) -> dict[str, int]:
-        """Of rows of so many channels, with at most so many tokens."""
+        """Return a kernel's constants for rows of `channels` channels and at most `tokens` tokens."""
         width = min(self.channels, triton.next_power_of_2(channels))
         return {"TOKENS": min(tokens, self.elements // width), "CHANNELS": width, "num_warps": self.warps}
 
 
-#: 16 elements a thread forward; 8 backward, where each tap has a sum for each of them in registers
+#: 16 elements a thread forward; 8 backward, where registers hold a sum for each tap and element
 FORWARD, BACKWARD = Tile(4096, 128, 8), Tile(1024, 64, 4, 2)
 #: most tokens of a tile
 TOKENS = 256
@@ -48,12 +48,12 @@ TOKENS = 256
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Which neighbours a token sees.
+    """The neighbours that a token reads.
 
     Attributes:
         left: tokens before it.
-        documents: (B or 1, N) int32, the number of each token's document; None: no documents.
-        lengths: (B,) integers, tokens of each right-padded sample, which do not see the padding; None: no padding.
+        documents: (B or 1, N) int32, the index of each token's document; None: no documents.
+        lengths: (B,) integers, tokens of each right-padded sample, which do not read the padding; None: no padding.
     """
 
     left: int
@@ -61,7 +61,7 @@ class Neighbours:
     lengths: Tensor | None = None
 
     def arguments(self, x: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
-        """(tensors and stride, constants) of a kernel over x (B, N, C), which stands in for what is None."""
+        """Return (tensors and stride, constants) of a kernel over x (B, N, C); x replaces missing tensors."""
         documents, lengths = (x if y is None else y for y in (self.documents, self.lengths))
         stride = 0 if len(documents) == 1 else documents.stride(0)
         constants = {"LEFT": self.left, "PACKED": self.documents is not None, "PADDED": self.lengths is not None}
@@ -70,18 +70,18 @@ class Neighbours:
 
 @triton.jit
 def _pairs(reader, source, reader_document, source_document, end, tokens, PACKED: tl.constexpr, PADDED: tl.constexpr):
-    """Whether each reader sees its source, of which one lies within the sequence."""
-    seen = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
+    """Return whether each reader reads its source, where at least one of the two is inside the sequence."""
+    visible = (reader >= 0) & (reader < tokens) & (source >= 0) & (source < tokens)
     if PACKED:
-        seen &= reader_document == source_document
+        visible &= reader_document == source_document
     if PADDED:
-        seen &= (reader >= end) | (source < end)
-    return seen
+        visible &= (reader >= end) | (source < end)
+    return visible
 
 
 @triton.jit
 def _document(documents, p, tokens, PACKED: tl.constexpr):
-    """The numbers of the tokens' documents, -1 beyond the sequence; without documents what is not read."""
+    """The index of each token's document, -1 outside the sequence; a placeholder if there are no documents."""
     if PACKED:
         return tl.load(documents + p, mask=(p >= 0) & (p < tokens), other=-1)
     return p
@@ -96,11 +96,11 @@ def _length(lengths, sample, tokens, PADDED: tl.constexpr):
 
 @triton.jit
 def _weights(weight, w_sw, w_sc, c, channels, TAPS: tl.constexpr, KIND: tl.constexpr):
-    """(1, CHANNELS) of each tap, rounded to the dtype of the rows."""
+    """The weight of each tap, (1, CHANNELS), rounded to the dtype of the rows."""
     every = ()
     for i in tl.static_range(TAPS):
-        one = tl.load(weight + i * w_sw + c * w_sc, mask=c < channels, other=0.0)
-        every = every + (one.to(KIND).to(tl.float32)[None, :],)  # noqa: RUF005
+        tap = tl.load(weight + i * w_sw + c * w_sc, mask=c < channels, other=0.0)
+        every = every + (tap.to(KIND).to(tl.float32)[None, :],)  # noqa: RUF005
     return every
 
 
@@ -114,7 +114,7 @@ def _zeros(TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _rows(x, p, x_sn, c, mask):
-    """(TOKENS, CHANNELS) of the rows p, 0 outside of the mask."""
+    """The rows p, (TOKENS, CHANNELS); 0 outside the mask."""
     return tl.load(x + p.to(tl.int64)[:, None] * x_sn + c[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -136,17 +136,17 @@ def _forward(
     inside = (p < tokens)[:, None] & (c < channels)[None, :]
     stored = ((p >= first) & (p < first + count))[:, None]
     w = _weights(weight, w_sw, w_sc, c, channels, TAPS, x.dtype.element_ty)
-    own = _rows(x, p, x_sn, c, inside)
-    total = own
+    center = _rows(x, p, x_sn, c, inside)
+    total = center
     document, end = _document(documents, p, tokens, PACKED), _length(lengths, sample, tokens, PADDED)
     for i in tl.static_range(TAPS):
         if i == LEFT:
-            row = own
+            row = center
         else:
             source = p + (i - LEFT)
             of_source = _document(documents, source, tokens, PACKED)
-            seen = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
-            row = _rows(x, source, x_sn, c, seen[:, None] & (c < channels)[None, :])
+            visible = _pairs(p, source, document, of_source, end, tokens, PACKED, PADDED)
+            row = _rows(x, source, x_sn, c, visible[:, None] & (c < channels)[None, :])
         total += w[i] * row
     tl.store(y + p.to(tl.int64)[:, None] * channels + c[None, :], total.to(y.dtype.element_ty), mask=inside & stored)
 
@@ -158,7 +158,7 @@ def _backward(
     TAPS: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A token gets gradients from those that see it, which are as many as it sees, in the opposite order."""
+    """Add to each token the gradients of the tokens that read it: the same number of taps, in the opposite order."""
     blocks = tl.cdiv(channels, CHANNELS)
     at = (tl.program_id(0) // blocks).to(tl.int64)
     sample, first = at // programs, (tl.program_id(0) // blocks % programs) * ROWS
@@ -173,18 +173,18 @@ def _backward(
     for start in tl.range(first, tl.minimum(first + ROWS, tokens), TOKENS, num_stages=STAGES):
         p = start + tl.arange(0, TOKENS)
         inside = (p < tokens)[:, None] & (c < channels)[None, :]
-        row, own = _rows(x, p, x_sn, c, inside), _rows(grad, p, g_sn, c, inside)
-        total = own
+        row, center = _rows(x, p, x_sn, c, inside), _rows(grad, p, g_sn, c, inside)
+        total = center
         document = _document(documents, p, tokens, PACKED)
         added = ()
         for i in tl.static_range(TAPS):
             if i == LEFT:
-                part = own
+                part = center
             else:
                 reader = p + (LEFT - i)
                 of_reader = _document(documents, reader, tokens, PACKED)
-                seen = _pairs(reader, p, of_reader, document, end, tokens, PACKED, PADDED)
-                part = _rows(grad, reader, g_sn, c, seen[:, None] & (c < channels)[None, :])
+                visible = _pairs(reader, p, of_reader, document, end, tokens, PACKED, PADDED)
+                part = _rows(grad, reader, g_sn, c, visible[:, None] & (c < channels)[None, :])
             total += w[i] * part
             added = added + (products[i] + row * part,)  # noqa: RUF005
         products = added
@@ -194,10 +194,10 @@ def _backward(
 
 
 def forward(x: Tensor, weight: Tensor, neighbours: Neighbours, around: tuple[int, int] = (0, 0)) -> Tensor:
-    """y (B, n, C), contiguous, of x (B, N, C), 1 along C, and weight (W, C).
+    """Return y (B, n, C), contiguous, from x (B, N, C) with stride 1 along C, and weight (W, C).
 
     Args:
-        around: rows at the start of x and at its end that have no row in y: n is N without them.
+        around: numbers of rows at the start and end of x without a row in y; n is N minus both.
     """
     count = x.shape[1] - sum(around)
     y, sizes = x.new_empty(x.shape[0], count, x.shape[2]), FORWARD.sizes(x.shape[2], TOKENS)
@@ -221,12 +221,12 @@ def backward(
     rows: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """dx (B, N, C), contiguous, from the gradient of y and x, both (B, N, C) and 1 along C, and weight (W, C).
+    """Return dx (B, N, C), contiguous, from y's gradient and x (B, N, C) with stride 1 along C, and weight (W, C).
 
     Args:
-        sums: (B P, W, C) fp32, 1 along C, into which parts of the gradient of weight are written: it is their sum over B P.
-        rows: tokens of a program, of which there are P = ceil(N / rows) a sample; a power of two.
-        dtype: of dx; None: that of x.
+        sums: (B P, W, C) fp32, stride 1 along C; filled with parts of the gradient of weight, the sum over B P.
+        rows: tokens of a program, a power of two; a sample has P = ceil(N / rows) programs.
+        dtype: dtype of dx; None: x's.
     """
     dx, sizes = x.new_empty(x.shape, dtype=dtype), BACKWARD.sizes(x.shape[2], rows)
     if dx.numel():

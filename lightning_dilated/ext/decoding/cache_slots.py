@@ -1,7 +1,7 @@
-"""The slots of a layer's cache: which rows of keys and values each branch keeps, and where new tokens go. Integers only.
+"""The slots of a layer's cache: the rows of keys and values that branches keep, and rows for new tokens. Integers only.
 
-Shape letters: B batch, n new tokens, H query heads, K kv heads; w segment length, t shift, r dilation rate; a slot holds one
-residue's rows of one kv head in a branch.
+Shape letters: B batch, n new tokens, H query heads, K kv heads; w segment length, t shift, r dilation rate; a slot
+holds one residue's rows of one kv head in a branch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import head_rows
 
-#: rows of a new buffer, if its branch can need that many and no `max_length` is given
+#: least rows of a new buffer without `max_length`, unless its branch needs fewer
 SMALLEST = 64
 
 
@@ -27,7 +27,7 @@ SMALLEST = 64
 class Lane:
     """One residue of a branch: its slots, their kv heads, and the query heads that use them, slot by slot.
 
-    All slots have the same number of query heads: where fewer use a slot, a head is repeated and computed twice.
+    All slots list the same number of query heads; in shorter lists a head repeats and is computed twice.
     """
 
     slots: slice
@@ -41,9 +41,8 @@ class BranchSlots:
 
     Attributes:
         width, shift, rate: w (None: the whole sequence), t and r.
-        window: rows of a window, whose slots hold the latest ones in turns; None: a segment, whose slots hold its rows in
-            order.
-        limit: global tokens, the only positions that are kept; None: no such limit.
+        window: rows of a window, stored in a ring of the latest rows; None: a segment, stored in order.
+        limit: number of global tokens, the only positions that are kept; None: no limit.
         users: (residue, kv head) of each slot -> the query heads that use it.
         lanes: residue -> its lane, for every residue that any head uses.
     """
@@ -58,7 +57,7 @@ class BranchSlots:
 
     @classmethod
     def of(cls, pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv_heads: int) -> BranchSlots:
-        """The slots that the pattern's heads use."""
+        """Find the slots that the pattern's heads use."""
         users: dict[tuple[int, int], list[int]] = {}
         for h in range(num_heads) if branch.heads is None else branch.heads:
             residue = pattern.offset(branch, h, num_heads, num_kv_heads)
@@ -77,18 +76,18 @@ class BranchSlots:
         return 0 if self.width is None else (position + self.shift) // self.width * self.width - self.shift
 
     def positions(self, residue: int, first: int, stop: int) -> range:
-        """The positions below `stop` of a residue in the segment whose index 0 is `first`."""
+        """The positions of a residue below `stop`, in the segment with index 0 at position `first`."""
         stop = stop if self.limit is None else min(stop, self.limit)
         return head_rows(max(first, 0), stop, first, self.rate, residue)
 
     def count(self, residue: int, first: int, stop: int) -> int:
-        """How many of them are kept."""
+        """How many of these positions are kept."""
         rows = len(self.positions(residue, first, stop))
         return rows if self.window is None else min(rows, self.window)
 
     @property
     def longest(self) -> int | None:
-        """The length from which on a sequence has no more rows in a slot; None: every token adds some."""
+        """The sequence length at which slots stop growing; None: they grow with every token."""
         if self.limit is not None:
             return self.limit
         return self.width if self.window is None else self.window * self.rate
@@ -98,7 +97,7 @@ class BranchSlots:
         return -(-(length if self.longest is None else min(self.longest, length)) // self.rate)
 
     def places(self, residue: int, first: int, begin: int, stop: int) -> tuple[range, Tensor]:
-        """(the positions from `begin` to below `stop` that are kept, their rows in a slot)."""
+        """Return (the kept positions from `begin` to below `stop`, their rows in a slot)."""
         rows = self.positions(residue, first, stop)
         new = rows[len(self.positions(residue, first, begin)) :]
         if self.window is None:
@@ -108,7 +107,7 @@ class BranchSlots:
         return new, (len(rows) - len(new) + torch.arange(len(new))) % self.window
 
     def grown(self, capacity: int, stop: int) -> int:
-        """The capacity of a slot that takes all rows below `stop`: as it is, or doubled up to ceil(w / r)."""
+        """A slot's capacity for all rows below `stop`: unchanged if it suffices, else doubled up to ceil(w / r)."""
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
         rows = min(x for x in (rows, self.window, self.limit) if x is not None)
         if rows <= capacity:
@@ -123,11 +122,11 @@ def layer_slots(pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> t
 
 
 class Places:
-    """Where rows of new tokens go in the buffers of a layer's slots; remembered for layers that ask alike.
+    """The rows for new tokens in the buffers of a layer's slots; cached for layers with the same slots.
 
     Attributes:
         branches: the slots.
-        capacities: rows of a slot of each branch.
+        capacities: rows of a slot in each branch.
         bases: the first row of each branch in the buffer.
         total: rows of the buffer for each sample.
     """
@@ -140,7 +139,7 @@ class Places:
         self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
 
     def indices(self, spans: Sequence[tuple[int, int]], shape: tuple[int, ...], device: torch.device):
-        """(rows of the flat buffer, rows of new keys (B, n, K, D) seen as (B n K, D)) to copy, int64 on the device.
+        """Return (rows of the flat buffer, rows of new keys (B, n, K, D) as (B n K, D)) to copy, int64 on the device.
 
         Args:
             spans: the positions [start, stop) of each sample's new tokens.
@@ -152,7 +151,7 @@ class Places:
         return self._latest[1]
 
     def forget(self) -> None:
-        """Free the indices of the latest call."""
+        """Free the cached indices."""
         self._latest = None
 
     def _indices(self, spans: Sequence[tuple[int, int]], shape: tuple[int, ...], device: torch.device):
@@ -170,7 +169,7 @@ class Places:
         return send(torch.cat(to), device), send(torch.cat(source), device)
 
     def _of_sample(self, start: int, stop: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """(rows of the buffer, rows of the new keys of one sample)."""
+        """Return (rows of the buffer, rows of the new keys) of one sample."""
         to, source = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for branch, capacity, base in zip(self.branches, self.capacities, self.bases, strict=True):
             if stop <= start:
@@ -182,8 +181,8 @@ class Places:
                 lane = branch.lanes.get(residue)
                 if lane is None:
                     continue
-                kept, row = branch.places(residue, first, begin, stop)
-                token = torch.arange(kept.start, kept.stop, kept.step) - start
+                positions, row = branch.places(residue, first, begin, stop)
+                token = torch.arange(positions.start, positions.stop, positions.step) - start
                 slots = torch.arange(lane.slots.start, lane.slots.stop)[:, None]
                 to.append((base + slots * capacity + row).flatten())
                 source.append((token * kv_heads + torch.tensor(lane.kv_heads)[:, None]).flatten())
@@ -191,42 +190,42 @@ class Places:
 
 
 class Clock:
-    """Where the next token of each sample goes, shared by the caches of a model.
+    """The position of each sample's next token, shared by the caches of a model.
 
-    Samples may have prompts of different lengths, padded on the right: while a prompt is read, tokens beyond its length are
-    not kept; the token after the longest prompt follows the last kept one of each sample.
+    Samples may have prompts of different lengths, padded on the right. Tokens beyond a prompt's length are not kept;
+    the first token after the longest prompt follows the last kept token of each sample.
 
     Args:
-        lengths: tokens of each prompt; None: all samples have as many.
+        lengths: tokens of each prompt; None: all prompts have the same length.
     """
 
     def __init__(self, lengths: Sequence[int] | None = None) -> None:
         self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
-        #: tokens of the longest prompt; 0 where all are equally long
+        #: tokens of the longest prompt; 0 without `lengths`
         self.longest = max(self.lengths) if self.lengths else 0
         self._places: dict[object, Places] = {}
         self._tensor: Tensor | None = None
-        self._columns = 0  # what `_tensor` stands for
+        self._columns = 0  # tokens that `_tensor` counts
 
     @property
     def ragged(self) -> bool:
-        """Whether positions differ between samples."""
+        """Return whether positions differ between samples."""
         return self.lengths is not None and len(set(self.lengths)) > 1
 
     def kept(self, columns: int, batch: int) -> list[int]:
-        """Tokens of each sample that are kept when `columns` tokens have been added, padding included."""
+        """Count the kept tokens of each sample after `columns` added tokens, padding included."""
         if self.lengths is None:
             return [columns] * batch
         return [min(columns, x) + max(0, columns - self.longest) for x in self.lengths]
 
     def added(self, columns: int, new: int, batch: int) -> list[int]:
-        """How many of `new` tokens after `columns` are kept of each sample."""
+        """Count how many of `new` tokens after `columns` are kept in each sample."""
         return [b - a for a, b in zip(self.kept(columns, batch), self.kept(columns + new, batch), strict=True)]
 
     def positions(self, columns: int, batch: int, device: torch.device) -> Tensor:
-        """(B,) int64 on the device: where the token after `columns` goes, once prompts are read.
+        """The position of the token after `columns` in each sample, (B,) int64 on the device; only after the prompts.
 
-        Always the same tensor, so that a captured CUDA graph finds it; a step of one costs no copy from the host.
+        The tensor stays the same, so that a captured CUDA graph finds it; a step of one token copies nothing to it.
         """
         tensor = self._tensor
         if tensor is None or tensor.device != device or len(tensor) != batch:
@@ -238,18 +237,18 @@ class Clock:
         self._columns = columns
         return tensor
 
-    def places(self, of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> Places:
+    def places(self, slots_key: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> Places:
         """The `Places` of layers with these slots (pattern, H, K) and capacities."""
-        key = of, capacities
+        key = slots_key, capacities
         if key not in self._places:
-            self._places[key] = Places(layer_slots(*of), capacities)
+            self._places[key] = Places(layer_slots(*slots_key), capacities)
         return self._places[key]
 
     def count(self, tokens: int) -> None:
-        """Count tokens that a replayed graph has added to the tensor itself; or fewer, if what counted them did not run."""
+        """Count tokens that a replayed graph has added; a negative number takes back tokens that did not run."""
         self._columns += tokens
 
     def begin(self, lengths: Sequence[int] | None) -> None:
-        """Other prompts, at the same addresses."""
+        """Start with other prompts, keeping the tensors' addresses."""
         fresh = Clock(lengths)
         self.lengths, self.longest, self._columns = fresh.lengths, fresh.longest, -1

@@ -37,25 +37,25 @@ def parser() -> argparse.ArgumentParser:
         help="checkpoint of a LongNetLM or HFCausalLM, or a folder of save_pretrained, also of transformers",
     )
     p.add_argument(
-        "--tokenizer", help="the tokenizer.json of a model over tokens (default: the checkpoint's); without, of bytes"
+        "--tokenizer", help="the tokenizer.json of a model over tokens (default: the checkpoint's, else bytes)"
     )
     p.add_argument("--prompt", help="text to continue; - reads standard input")
     p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
     p.add_argument(
-        "--max_new_tokens", type=int, help="with a tokenizer, tokens to add, in place of bytes (default: as many)"
+        "--max_new_tokens", type=int, help=f"with a tokenizer, tokens to add in place of bytes (default {_COUNT})"
     )
-    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest one (default %(default)s)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default %(default)s)")
     p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
-    p.add_argument("--top_p", type=float, help="draw from the likeliest ones that hold this probability")
+    p.add_argument("--top_p", type=float, help="draw from the likeliest tokens that together have this probability")
     p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with a tokenizer a token")
     p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
-    p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="seed of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
     return p
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
-    """The options: the parser's defaults, over them the config's, over them the command line's."""
+    """Parse the options; the command line takes precedence over the config, and the config over the defaults."""
     p = parser()
     if any(word.partition("=")[0] == "--devices" for word in argv):
         raise ValueError(removed("generate --devices"))
@@ -71,7 +71,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
         defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
         _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
-        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # wins over either of the config
+        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # overrides both of the config
             defaults.update(max_new_bytes=None, max_new_tokens=None)
         p.set_defaults(**defaults)
     _one_count("generate", options.max_new_bytes, options.max_new_tokens)
@@ -90,7 +90,6 @@ def _one_count(where: str, count: int | None, tokens: int | None) -> None:
 
 
 def _typed(config: Path, action: argparse.Action, value: object) -> object:
-    """A value of a config, converted as its option would."""
     kind = bool if action.nargs == 0 else action.type or str
     if isinstance(value, bool) != (kind is bool):
         raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")
@@ -101,17 +100,17 @@ def _typed(config: Path, action: argparse.Action, value: object) -> object:
 
 
 def unescaped(text: str) -> str:
-    r"""A character or token from itself or its escape, such as \n; "" for an invalid escape."""
+    r"""Return a character or token from itself or its escape, such as \n; "" for an invalid escape."""
     try:
         character = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
-        character.encode()  # raises for half a character
+        character.encode()  # raises for half a surrogate pair
         return character
     except UnicodeError:
         return ""
 
 
 def checked_text(option: str, text: str) -> str:
-    """The text. Raises: ValueError where bytes that are not UTF-8 hide in it, as the shell and standard input pass them."""
+    """Return the text; raise ValueError for bytes that are not UTF-8, which the shell and standard input pass on."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -124,7 +123,7 @@ def checked_text(option: str, text: str) -> str:
 
 
 def prompt_of(text: str) -> str:
-    """The text to continue, of standard input for "-". Raises: ValueError where it is empty or not UTF-8."""
+    """Return the text to continue, from standard input for "-"; raise ValueError if it is empty or not UTF-8."""
     try:
         prompt = checked_text("--prompt", sys.stdin.read() if text == "-" else text)
     except UnicodeDecodeError as error:
@@ -138,7 +137,7 @@ def prompt_of(text: str) -> str:
 
 
 def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
-    """The token that ends the text, from its text."""
+    """Return the token that ends the text, given as text."""
     if text is None:
         return None
     whole = tokenizer.token_to_id(text)
@@ -149,7 +148,7 @@ def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
 
 
 def stop_byte(text: str | None) -> int | None:
-    """The byte that ends the text, from a character or its escape."""
+    """Return the byte that ends the text, given as a character or its escape."""
     if text is None:
         return None
     character = unescaped(text)
@@ -159,7 +158,7 @@ def stop_byte(text: str | None) -> int | None:
 
 
 def print_bytes(parts: Iterable[bytes]) -> None:
-    """Print UTF-8 text as its bytes come; invalid bytes are shown as the replacement character."""
+    """Print UTF-8 text as its bytes arrive, with the replacement character for invalid bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for part in parts:
         print(decoder.decode(part), end="", flush=True)
@@ -167,7 +166,7 @@ def print_bytes(parts: Iterable[bytes]) -> None:
 
 
 def count_of(args: argparse.Namespace, stored: bool = False) -> int:
-    """How many to draw; `stored` is whether the checkpoint holds a tokenizer."""
+    """Return how many bytes or tokens to draw; `stored` says whether the checkpoint holds a tokenizer."""
     if args.max_new_tokens is not None and args.tokenizer is None and not stored:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
@@ -187,7 +186,7 @@ class Request:
 
     @classmethod
     def of(cls, args: argparse.Namespace, prompt: str) -> Request:
-        """Of the options and the text to continue."""
+        """Check the options and encode the text to continue."""
         if args.stop is not None:
             checked_text("--stop", args.stop)
         check_sampling(args.temperature, args.top_k, args.top_p)
@@ -202,7 +201,7 @@ class Request:
         return cls(args, ids, count, stop, tokenizer)
 
     def continued(self, device: str) -> Iterator[bytes]:
-        """The bytes that continue the prompt, as they are drawn."""
+        """Yield the bytes that continue the prompt, as they are drawn."""
         args, size = self.args, None if self.tokenizer is None else vocabulary_size(self.tokenizer)
         model = load_language_model(args.ckpt_path, size).to(device)
         generator = torch.Generator(device).manual_seed(args.seed)

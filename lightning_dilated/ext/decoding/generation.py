@@ -1,4 +1,4 @@
-"""Continuing prompts with a causal model: the prompt is read at once, then tokens are drawn one by one.
+"""Continuing prompts with a causal model: the prompt is read in chunks, then tokens are drawn one by one.
 
 Shape letters: B batch, N tokens of a prompt, V vocabulary.
 """
@@ -25,17 +25,17 @@ from lightning_dilated.sequence.group import no_sequence
 
 #: tokens of a prompt that are processed at once
 PROMPT_CHUNK = 1 << 16
-#: tokens that `generate` starts before it looks whether all samples had ended
+#: tokens that `generate` starts before it checks whether all samples have ended
 AHEAD = 16
 
 
 def checked_prompt(
     tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
 ) -> tuple[Tensor, tuple[int, ...] | None]:
-    """(int64 tokens (B, N) from 0 to V - 1, with 0 in the padding; tokens of each prompt, None where none is padded).
+    """Return (int64 tokens (B, N) from 0 to V - 1, with 0 in the padding; tokens of each prompt, None without padding).
 
     Raises:
-        TypeError, ValueError: for what is no prompt.
+        TypeError, ValueError: for an invalid prompt.
     """
     got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
     wrong_shape = f"the prompt must be (B, N) with at least one token, got {got}."
@@ -60,7 +60,7 @@ def checked_prompt(
 
 
 def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
-    """Tokens of each prompt of (B, N), None where none is padded; raises for what cannot be."""
+    """Return the tokens of each prompt of (B, N), None without padding; raise for invalid `lengths`."""
     if lengths is None:
         return None
     values = lengths.tolist() if hasattr(lengths, "tolist") else lengths
@@ -77,7 +77,7 @@ def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tu
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be generated; attributes as of `generate_stream`, checked."""
+    """Checked arguments of `generate_stream`."""
 
     tokens: Tensor
     count: int
@@ -90,11 +90,9 @@ class _Request:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
         return max(self.lengths) if self.lengths else self.tokens.shape[1]
 
     def last(self) -> Tensor:
-        """(B,) the last token of each prompt."""
         if self.lengths is None:
             return self.tokens[:, -1]
         at = send(torch.tensor(self.lengths)[:, None] - 1, self.tokens.device)
@@ -118,25 +116,25 @@ def generate_stream(
 ) -> Continuation:
     """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
 
-    The model is in eval mode while it computes, and in its former mode between tokens. On a GPU the step from a token to the
-    next is captured as a CUDA graph by the first call, and replayed by later ones with as many samples and the same options;
-    hooks, weights that are sharded or on the CPU, and a forward of one's own keep it from that.
+    The model is in eval mode while it computes, and in its former mode between tokens. On a GPU, the first call
+    captures the step from one token to the next as a CUDA graph. Later calls with the same number of samples and the
+    same options replay it. Models with hooks, sharded or CPU weights, or their own forward use no graph.
 
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens.
-        top_p: draw from the likeliest tokens whose probabilities sum to top_p.
-        generator: of random numbers, on the prompt's device; None: torch's default.
-        stop: token or tokens, a list or a set, that end a row. A row that has ended repeats its last token; when all have,
-            the stream ends.
-        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
-        lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
-        max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
-            None: as many as this call needs. A later call of up to as many then finds caches and graph.
+        top_p: draw from the likeliest tokens with probabilities that sum to top_p.
+        generator: random number generator on the prompt's device; None: torch's default.
+        stop: a token, or a list or set of tokens, that ends a row. An ended row repeats its last token; when all rows
+            have ended, the stream ends.
+        prompt_chunk: tokens of the prompt that are processed at once; it bounds the memory.
+        lengths: (B,) tokens of each prompt, if they differ; rows are padded on the right with any tokens.
+        max_length: most tokens of a row, prompt included, that caches have room for if heads see the whole sequence;
+            None: what this call needs. A later call within this length reuses caches and graph.
 
     Raises:
-        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, options that define
-            no distribution, and where ranks share the sequence that is active.
+        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, options that
+            define no distribution, and an active sequence that ranks share.
     """
     for name in unknown:
         raise TypeError(removed(name) or f"generate_stream() got an unexpected keyword argument {name!r}")
@@ -162,22 +160,22 @@ def generate_stream(
 
 
 class Continuation(Iterator[Tensor]):
-    """The tokens that continue prompts, one step after another; nothing is computed before the first is asked for."""
+    """The tokens that continue prompts, step by step; computation begins with the first `next`."""
 
     def __init__(self, model: CausalModel, request: _Request) -> None:
         self._model, self._request = model, request
-        # a caller may draw numbers of its own in between, or leave: only what draws none may be ahead of it
+        # a caller may draw random numbers in between, or stop early, so only greedy decoding may run ahead
         self._drawn = _stream(model, request, 1 if request.sampling.temperature == 0 else 0)
 
     def __next__(self) -> Tensor:
         return next(self._drawn)
 
     def close(self) -> None:
-        """Free what is held for further tokens."""
+        """Free the memory held for further tokens."""
         self._drawn.close()
 
     def joined(self) -> Tensor:
-        """(B, N + new): the prompts and all that continues them."""
+        """Return the prompts and their whole continuation, (B, N + new)."""
         request, tokens = self._request, self._request.tokens
         drawn = list(_stream(self._model, request, AHEAD))
         if request.lengths is None:
@@ -202,12 +200,12 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
             return
-    del step  # with its caches
+    del step  # frees its caches
     yield from _one_by_one(model, request)
 
 
 def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
-    """Every token by a call of the model."""
+    """Yield tokens, each from a call of the model."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
     caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
@@ -224,13 +222,13 @@ def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
 
 
 def _started(model: CausalModel, request: _Request, step: TokenStep) -> bool:
-    """Whether the step has drawn the first token; it has not where it cannot be captured."""
+    """Return whether the step has drawn the first token; False if it cannot be captured."""
     step.begin(request.lengths, request.ends)
     logits = _read(model, request, step.caches)
     try:
         if request.count > 1:
             step.prepare(model)
-    except Exception as error:  # whatever it is, the plain path does not capture
+    except Exception as error:  # after any error, the path without a graph still works
         refuse(model, error)
         return False
     step.start(logits, request.last(), request.generator)
@@ -238,9 +236,9 @@ def _started(model: CausalModel, request: _Request, step: TokenStep) -> bool:
 
 
 def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) -> Iterator[Tensor]:
-    """Tokens by the step; `ahead` more are started before the host waits to know whether all samples have ended.
+    """Yield the step's tokens; start `ahead` further ones before the host waits to see whether all samples ended.
 
-    Draws of tokens that come after the end are taken back.
+    The generator is reset to its state before tokens that were drawn after the end.
     """
     under_way: deque[tuple[Tensor, _Flag | None, Tensor | None]] = deque()
     started = 0
@@ -262,7 +260,7 @@ def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) 
 
 
 class _Flag:
-    """A bool of the device, copied to the host while both go on."""
+    """A bool of the device, copied to the host without blocking either."""
 
     def __init__(self, value: Tensor) -> None:
         self._value, self._event = value.clone(), None
@@ -272,18 +270,14 @@ class _Flag:
             self._event.record(torch.cuda.current_stream(value.device))
 
     def read(self) -> bool:
-        """The value, once it is there."""
+        """Wait for the value and return it."""
         if self._event is not None:
             self._event.synchronize()
         return bool(self._value)
 
 
 def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
-    """(B, V) logits after the prompts, which the caches then hold.
-
-    Raises:
-        ValueError: where they are no numbers.
-    """
+    """Read the prompts into the caches; return the logits (B, V) after them. Raise ValueError for NaN logits."""
     logits = _logits(model, request, caches)
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")
@@ -306,7 +300,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """The model in eval mode, no sequence active; afterwards every module in the mode it was in, new ones in the model's."""
+    """Set the model to eval mode, with no active sequence; then restore each module's mode (new ones: the model's)."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())
@@ -323,9 +317,9 @@ def evaluating(model: CausalModel) -> Iterator[None]:
 
 
 def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """(B, N + new) tokens: the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
+    """Return the prompt (B, N >= 1) followed by up to `max_new_tokens` tokens, (B, N + new); a stop token ends earlier.
 
-    With `lengths` each row holds its own prompt, what continues it, and its last token again up to the end.
-    Args and errors: those of `generate_stream`.
+    With `lengths`, each row holds its own prompt, its continuation, and its last token repeated to the end.
+    For arguments and errors see `generate_stream`.
     """
     return generate_stream(model, tokens, max_new_tokens, **options).joined()

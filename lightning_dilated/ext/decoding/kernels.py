@@ -1,11 +1,10 @@
-"""One new token of each sample: its rows stored in a cache, and its attention to the rows of all branches, in two launches.
+"""One new token of each sample in two launches: store its rows in a cache, and attend to the rows of all branches.
 
-A slot holds the rows that the query heads of one kv head and one residue of a branch share: rows 0, 1, ... of the current
-segment, in order. A token's index in its segment is (p + shift) mod width, and it uses the slots of its residue only:
-index mod rate == residue. The rows before it are index div rate, less those that a shift cuts off the first segment.
-A program has one sample, and of one branch the n-th slot of whatever residue the token has, and a share of its rows;
-programs without rows end at once. So the grid and all tables are the same for every position, and a CUDA graph can replay
-both launches.
+A slot holds rows 0, 1, ... of the current segment, in order. The query heads of one kv head and one residue of a branch
+share it. A token has the index (p + shift) mod width in its segment. It uses only the slots of its residue: index mod
+rate == residue. Its row is index div rate, minus the rows that a shift cuts off the first segment. A program has one
+sample, one branch, the n-th slot of the token's residue and a share of the slot's rows; a program without rows ends at
+once. Grid and tables are therefore the same for every position, and a CUDA graph can replay both launches.
 Shape letters: B batch, H query heads, K kv heads, D head dim, R rows of a sample's cache.
 """
 
@@ -25,31 +24,30 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: most rows that a program reads at once, and bytes of their keys; entries that a program of the merge reads at once
+#: most rows that a program reads at once, and most bytes of their keys; entries that the merge reads at once
 KEYS, TILE, ENTRIES = 64, 1 << 14, 64
-#: largest head dim, which is held in registers
+#: largest head dim, because registers hold it
 MOST_DIM = 256
-#: fewest rows of a program by samples of the batch: few samples need many programs, many have them anyway
+#: fewest rows of a program, by batch size: a small batch needs more programs to keep the GPU busy
 SHARE = {1: 128, 2: 128, 4: 256, 8: 256}
 MOST_SHARE = 512
-#: a slot has at most this many programs, or more where each would read more than WIDE rows
+#: most programs of a slot; more only if a program would read more than WIDE rows
 PROGRAMS, WIDE = 256, 2048
-#: rows of a program from which on the next tiles are loaded while one is computed
+#: rows of a program from which loads run ahead of the computation
 DEEP = 512
 
 
 class Slot(NamedTuple):
     """One slot in integers.
 
-    Slots of a branch follow each other, ordered by residue.
+    The slots of a branch are consecutive, ordered by residue.
 
     Attributes:
-        branch: its number.
-        width: of its segments; for one segment over the whole sequence any number that no position reaches.
-        window: rows that are kept, the latest ones in turns; `NO_WINDOW` of a segment; below 0 so many are kept, the first
-            ones.
+        branch: index of the branch.
+        width: segment length; for one segment over the whole sequence, any number beyond all positions.
+        window: rows of the ring of latest rows; `NO_WINDOW` for a segment; -x keeps the first x rows.
         skipped: rows that a shift cuts off the first segment.
-        base: its first row in the cache, of `capacity`.
+        base: first of its `capacity` rows in the cache.
         heads: the query heads that use it.
     """
 
@@ -66,13 +64,13 @@ class Slot(NamedTuple):
     heads: tuple[int, ...]
 
 
-#: rows of the window of a branch without one
+#: `window` of a branch without one
 NO_WINDOW = 2**31 - 1
-#: columns of the tables: of branches (width, rate, shift, first row of the lookup, its rows, window), of slots (residue,
-#: skipped, base, kv head, programs, first part, first user, users), of entries (width, rate, shift, residue, first part,
-#: step, parts)
+#: columns of the tables. Branches: width, rate, shift, first row of the lookup, its rows, window. Slots: residue,
+#: skipped, base, kv head, programs, first part, first user, users. Entries: width, rate, shift, residue, first part,
+#: step, parts
 BRANCH, SLOT, ENTRY = 6, 8, 7
-#: a branch of a larger rate has no lookup by residue: each of its slots is looked after as if it were a branch
+#: a branch of a larger rate has no lookup by residue: each of its slots counts as a branch
 LOOKUP = 4096
 
 
@@ -81,13 +79,13 @@ class Launch:
     """The tables of both launches.
 
     Attributes:
-        programs: (programs, 3) int32: branch, which slot of the residue, share.
+        programs: (programs, 3) int32: branch, index among the residue's slots, share.
         branches: (branches, BRANCH) int64.
         lookup: (rows, 2) int32, by branch and residue: the first slot, number of slots.
         slots: (slots, SLOT) int64.
         users: query heads of the slots, one slot after another, int32.
         entries: (entries, ENTRY) int64, slot by slot for each query head, one head after another.
-        starts: (H + 1,) int32, where the entries of each head begin.
+        starts: (H + 1,) int32, the first entry of each head.
         parts: number of results of a sample: one for each slot, share and user.
         group: most query heads of a slot.
         deep: whether a program may read `DEEP` rows.
@@ -106,13 +104,13 @@ class Launch:
 
 
 def shares(capacity: int, batch: int) -> int:
-    """How many programs divide the rows of a slot."""
+    """How many programs share the rows of a slot."""
     rows = SHARE.get(1 << (batch - 1).bit_length(), MOST_SHARE)
     return max(1, min(-(-capacity // rows), max(PROGRAMS, -(-capacity // WIDE))))
 
 
 def _branches(slots: tuple[Slot, ...]) -> list[list[int]]:
-    """The numbers of the slots that are looked up together."""
+    """The indices of the slots that are looked up together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, slot in enumerate(slots):
         groups.setdefault((slot.branch, number if slot.rate > LOOKUP else -1), []).append(number)
@@ -159,13 +157,13 @@ def launch(slots: tuple[Slot, ...], heads: int, batch: int, device: torch.device
 
 
 def serves(q: Tensor) -> bool:
-    """Whether the kernels take q (B, H, D)."""
+    """Return whether the kernels support q (B, H, D)."""
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.shape[-1] <= MOST_DIM
 
 
 @triton.jit
 def _place(branch, position):
-    """(whether in the first segment, row, residue) of a position in a branch of (width, rate, shift, ...)."""
+    """Return (in the first segment?, row, residue) of a position in a branch of (width, rate, shift, ...)."""
     width, rate = tl.load(branch), tl.load(branch + 1)
     index = position + tl.load(branch + 2)
     segment = index // width
@@ -176,7 +174,7 @@ def _place(branch, position):
 
 @triton.jit
 def _rotated(x, head_stride, heads, column, cos, sin, ROTARY: tl.constexpr, DIM: tl.constexpr):
-    """(heads, columns) fp32 rows of x, rotated by a row of cosines and sines."""
+    """The rows of x, (heads, columns) fp32, rotated by a row of cosines and sines."""
     inside = (column < DIM)[None, :]
     at = x + heads[:, None] * head_stride
     value = tl.load(at + column[None, :], mask=inside & (heads >= 0)[:, None], other=0.0).to(tl.float32)
@@ -201,16 +199,16 @@ def _attend(
     branch = branches + tl.load(program).to(tl.int64) * 6
     which, share = tl.load(program + 1), tl.load(program + 2)
     in_first, row, residue = _place(branch, tl.load(positions + sample))
-    seen = lookup + (tl.load(branch + 3) + residue % tl.load(branch + 4)) * 2
-    slot = slots + (tl.load(seen) + which).to(tl.int64) * 8
-    used = which < tl.load(seen + 1)
+    lookup_row = lookup + (tl.load(branch + 3) + residue % tl.load(branch + 4)) * 2
+    slot = slots + (tl.load(lookup_row) + which).to(tl.int64) * 8
+    used = which < tl.load(lookup_row + 1)
     used = used & (tl.load(slot, mask=used, other=-1) == residue)
     count, size = tl.load(slot + 4, mask=used, other=1).to(tl.int32), tl.load(slot + 7, mask=used, other=0).to(tl.int32)
     row = row - tl.where(in_first, tl.load(slot + 1, mask=used, other=0), 0)
     window = tl.load(branch + 5)
     room = tl.abs(window)
     rows = tl.minimum(row + 1, room).to(tl.int32)
-    # of a window the new row takes the place of the oldest; behind global tokens it is not kept
+    # in a window the new row replaces the oldest; after global tokens it is not kept
     row = tl.where(window > 0, row % room, tl.where(row < room, row, -1)).to(tl.int32)
     each = tl.cdiv(tl.cdiv(rows, KEYS), count) * KEYS
     begin = share * each
@@ -229,7 +227,7 @@ def _attend(
             sine = tl.load(sin + angle, mask=inside, other=0.0)
             if XPOS:
                 grown = tl.load(factor + angle, mask=inside, other=1.0)
-        # unused query rows repeat none: their number is -1
+        # unused query rows have the index -1
         heads = tl.load(users + tl.load(slot + 6) + g, mask=g < size, other=-1)
         query = _rotated(q + sample * q_sb, q_sh, heads, column, cosine * grown, sine * grown, ROTARY, DIM)
         query = query.to(rows_k.dtype.element_ty)
@@ -293,7 +291,7 @@ def _merge(
         entry = entries + e * 7
         _, _, residue = _place(entry, position)
         first, step, count = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6).to(tl.int32)
-        count = tl.where(residue == tl.load(entry + 3), count, 0)  # parts of other residues are of earlier tokens
+        count = tl.where(residue == tl.load(entry + 3), count, 0)  # parts of other residues belong to earlier tokens
         for start in tl.range(0, count, ENTRIES):
             at = sample * parts + first + (start + i) * step
             lse = tl.load(part_lse + at, mask=start + i < count, other=float("-inf"))
@@ -322,16 +320,16 @@ def decode(
     scale: float,
     table: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> Tensor:
-    """(B, H, D) attention of the new token of each sample, whose key and value are stored in the cache.
+    """Store the new token of each sample in the cache; return its attention (B, H, D).
 
     Args:
         q: (B, H, D), unit stride along D.
-        k, v: (B, K, D), likewise, of q's dtype.
-        rows: keys and values of the cache, (B, R, D) each, contiguous, of q's dtype; changed in place.
-        positions: (B,) int64, where each sample's token stands.
-        tables: of this cache.
-        scale: of the scores.
-        table: rotates q and k: cosines and sines (B, D/2) or (1, D/2) fp32, and xPos's scale or None; None: no rotation.
+        k, v: (B, K, D), unit stride along D, in q's dtype.
+        rows: keys and values of the cache, (B, R, D) each, contiguous, in q's dtype; changed in place.
+        positions: (B,) int64, the position of each sample's token.
+        tables: the cache's tables.
+        scale: scale of the scores.
+        table: rotates q and k: cosines, sines (B or 1, D/2) fp32, and xPos's scale or None; None: no rotation.
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))

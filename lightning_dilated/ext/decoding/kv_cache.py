@@ -1,10 +1,10 @@
 """Decoding: new tokens against a bounded cache of keys and values, equal to the same rows of the full sequence.
 
-In a branch a head uses only its own residue of the current segment, so the cache keeps at most ceil(w / r) rows for each
-branch, kv head and residue, whatever the number of tokens; of a window the latest `width` rows of each residue. The rows of
-all branches lie in one buffer for k and one for v.
-Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one residue's
-rows of one kv head); w segment length, r dilation rate; W taps of `kv_conv`.
+In a branch, a head uses only its own residue of the current segment. So the cache keeps at most ceil(w / r) rows for
+each branch, kv head and residue, for any number of tokens; for a window, the latest `width` rows of each residue. One
+buffer for k and one for v hold the rows of all branches.
+Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one
+residue's rows of one kv head); w segment length, r dilation rate; W taps of `kv_conv`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_dilated.attention.modules import MultiheadDilatedAttention
     from lightning_dilated.models.transformer import DilatedTransformer
 
-#: most scores of cached keys that are formed at once
+#: most scores of cached keys that are computed at once
 SCORES = 1 << 26
 
 
@@ -48,10 +48,10 @@ class KVCache:
         pattern: the layer's pattern.
         num_heads: H of the layer.
         num_kv_heads: K of the layer; None means H.
-        max_length: most tokens of a sample, where a branch has wider segments. The buffers then have their final size, and
-            stay where they are; None: they grow by doubling, up to ceil(w / r) rows.
-        clock: shared with the caches of other layers, with the lengths of prompts that differ; None: one of its own.
-        recurrence: of the layer; the cache then holds its state, too, whose size does not grow.
+        max_length: most tokens of a sample, which limits branches with wider segments. The buffers then have their
+            final size and address; None: they grow by doubling, up to ceil(w / r) rows.
+        clock: positions shared with other layers' caches, for prompts of different lengths; None: a separate clock.
+        recurrence: the layer's recurrence; the cache then also holds its state, of constant size.
 
     Raises:
         ValueError: for numbers of heads that the pattern does not allow.
@@ -71,29 +71,29 @@ class KVCache:
         self.num_heads, self.num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
         self.max_length = None if max_length is None else integer(max_length, "max_length", 1)
         self.clock = Clock() if clock is None else clock
-        #: tokens added, of the longest sample
+        #: tokens added to the longest sample
         self.length = 0
-        #: what the layer's mixers need for the next token, by their names for it: tensors of the last rows before a
-        #: convolution (B, W - 1, C), zeros after `reset`, and states with `select` and `nbytes`
+        #: the mixers' data for the next token, by name: tensors of the last rows before a convolution (B, W - 1, C),
+        #: zeros after `reset`, and states with `select` and `nbytes`
         self.kept: dict[str, Any] = {}
         self._shape: tuple[int, int, int] | None = None
-        self._of = pattern, self.num_heads, self.num_kv_heads
-        self._branches = layer_slots(*self._of)
+        self._slots_key = pattern, self.num_heads, self.num_kv_heads
+        self._branches = layer_slots(*self._slots_key)
         limit = self.max_length
         self._limited = limit is not None and any(b.longest is None or b.longest > limit for b in self._branches)
         fixed = [0 if limit is None else branch.rows(limit) for branch in self._branches]
-        self._places = self.clock.places(self._of, tuple(fixed))
+        self._places = self.clock.places(self._slots_key, tuple(fixed))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._launch: tuple[Any, Any] | None = None  # what for, and the tables of the kernels
-        self._views: list[tuple[Tensor, Tensor]] = []  # of both, for each branch (B, S, capacity, D)
+        self._launch: tuple[Any, Any] | None = None  # the key and the kernels' tables
+        self._views: list[tuple[Tensor, Tensor]] = []  # of k and v, for each branch (B, S, capacity, D)
 
     # -- storing -------------------------------------------------------------------------------------------------------
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add (B, n, K, D) keys and values, rotated to their positions if the layer has rotary positions.
 
         Raises:
-            ValueError: for shapes other than those of the layer and of earlier calls, and for more tokens than `max_length`.
+            ValueError: for shapes that do not fit the layer or earlier calls, and for more tokens than `max_length`.
         """
         batch, end = len(k), self.length + k.shape[1]
         self.check(k, v)
@@ -108,7 +108,7 @@ class KVCache:
         self.length = end
 
     def check(self, k: Tensor, v: Tensor) -> None:
-        """Raise unless (B, n, K, D) keys and values are those of this layer and of the samples of earlier calls."""
+        """Raise unless (B, n, K, D) keys and values fit this layer and the samples of earlier calls."""
         shape, lengths = (k.shape[0], *k.shape[2:]), self.clock.lengths
         if k.shape != v.shape or k.shape[2] != self.num_kv_heads or shape != (self._shape or shape):
             expected = self._shape or ("B", self.num_kv_heads, "D")
@@ -134,14 +134,14 @@ class KVCache:
         self._shape = shape
 
     def _make_room(self, like: Tensor, stops: Sequence[int]) -> None:
-        """Buffers for all rows below the `stop` of each sample that its later tokens can use."""
+        """Allocate buffers for all rows that later tokens can use, below the `stop` of each sample."""
         capacities = self._places.capacities
         for stop in set(stops) if self.max_length is None else ():
             grown = (b.grown(rows, stop) for b, rows in zip(self._branches, capacities, strict=True))
             capacities = tuple(grown)
         if self._k is not None and capacities == self._places.capacities:
             return
-        places = self.clock.places(self._of, capacities)
+        places = self.clock.places(self._slots_key, capacities)
         for name in ("_k", "_v"):
             old, new = getattr(self, name), like.new_empty((like.shape[0], places.total, like.shape[3]))
             if old is not None:
@@ -152,15 +152,15 @@ class KVCache:
         self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
     def _rows_of(self, buffer: Tensor, branch: int, places: Places | None = None) -> Tensor:
-        """(B, S, capacity, D) of a branch, a view."""
+        """A view of a branch's rows, (B, S, capacity, D)."""
         places = places or self._places
         slots, capacity = len(self._branches[branch].users), places.capacities[branch]
         return buffer.narrow(1, places.bases[branch], slots * capacity).unflatten(1, (slots, capacity))
 
     def remember(self, name: str, rows: Tensor, new: int) -> None:
-        """Keep the last W - 1 rows of (B, W - 1 + n, C), the rows before n new tokens and theirs, for the next call.
+        """Keep the last W - 1 rows of (B, W - 1 + n, C) for the next call; `rows` end with the rows of n new tokens.
 
-        Padding of prompts is left out. In place, so that a captured graph finds them.
+        The padding of prompts is left out. The update is in place, so that a captured graph finds the rows.
         """
         last = rows[:, new:]
         if self.clock.ragged and self.length < self.clock.longest:
@@ -176,10 +176,10 @@ class KVCache:
     def attend(
         self, q: Tensor, out: Tensor, lse: Tensor, start: int, scale: float, engine: Engine | None = None
     ) -> None:
-        """Merge the attention of queries (B, n, H, D), from position `start` on, to the cache into out and lse.
+        """Merge the cache's attention of queries (B, n, H, D), from position `start` on, into out and lse.
 
-        out (B, n, H, D) and lse (B, n, H), at least fp32, are changed in place. A single token may stand elsewhere in each
-        sample. `engine` computes blocks that are large enough for it, and matrix products the others.
+        out (B, n, H, D) and lse (B, n, H), at least fp32, are changed in place. A single token may have different
+        positions in the samples. `engine` computes blocks that are large enough, matrix products the others.
         """
         stops = self.clock.kept(self.length, q.shape[0])
         for rows, stop in _alike(stops):
@@ -191,9 +191,9 @@ class KVCache:
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int, scale: float,
         engine: Engine | None,
     ) -> None:  # fmt: skip
-        """`attend` of one branch, for samples that have `stop` tokens."""
+        """`attend` for one branch and for samples with `stop` tokens."""
         branch = self._branches[number]
-        if branch.window is not None and stop <= start:  # each query sees other tokens of those before
+        if branch.window is not None and stop <= start:  # each query reads different earlier tokens
             self._attend_window(number, samples, q.to(out.dtype) * scale, out, lse, stop)
             return
         first = branch.first(stop - 1)
@@ -218,9 +218,9 @@ class KVCache:
                 _merge(out[:, rows], lse[:, rows], heads, *_dense(queries, keys, values))
 
     def _attend_window(self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, stop: int) -> None:
-        """`attend` of a window for queries that follow `stop` cached tokens.
+        """`attend` for a window and queries that follow `stop` cached tokens.
 
-        Query a of a residue sees the last `window` - 1 - a cached rows.
+        Query a of a residue reads the last `window` - 1 - a cached rows.
         """
         branch = self._branches[number]
         for skip in range(min(q.shape[1], branch.rate)):
@@ -238,11 +238,11 @@ class KVCache:
                 some = queries[at : at + tile]
                 rows = slice(some.start, some.stop, some.step)
                 distance = count + torch.arange(at, at + len(some), device=q.device)[:, None]  # to the first key
-                seen = distance - torch.arange(count, device=q.device) < branch.window
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, seen))
+                visible = distance - torch.arange(count, device=q.device) < branch.window
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values, visible))
 
     def kernel_serves(self, q: Tensor) -> bool:
-        """Whether `step` takes a token with these queries (B, 1, H, D)."""
+        """Return whether `step` supports a token with these queries (B, 1, H, D)."""
         if q.shape[1] != 1 or not kernels.available(q.device) or self.length < self.clock.longest:
             return False
         from lightning_dilated.ext.decoding.kernels import serves
@@ -250,7 +250,7 @@ class KVCache:
         return serves(q[:, 0]) and (self._k is None or self._k.dtype == q.dtype)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: RotaryTable | None) -> Tensor:
-        """(B, 1, H, D) of one token with k and v (B, 1, K, D), which is added; `table` rotates q and k. In two kernels."""
+        """Add one token with k and v (B, 1, K, D); return (B, 1, H, D). `table` rotates q and k."""
         from lightning_dilated.ext.decoding.kernels import decode, launch
 
         self.check(k, v)
@@ -259,8 +259,8 @@ class KVCache:
             self._make_room(k, self.clock.kept(self.length + 1, len(k)))
         positions = self.positions(len(q), q.device)
         if self._launch is None or self._launch[0] != (self._places, len(q), q.device):
-            tables = launch(_kernel_slots(self._of, self._places.capacities), self.num_heads, len(q), q.device)
-            # kept here, since a graph that is captured reads it as long as the cache lives
+            tables = launch(_kernel_slots(self._slots_key, self._places.capacities), self.num_heads, len(q), q.device)
+            # kept as long as the cache, because a captured graph reads it
             self._launch = (self._places, len(q), q.device), tables
         rotation = None if table is None else tuple(None if x is None else x.flatten(0, -2) for x in table.on(q.device))
         q, k, v = (x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (q, k, v))
@@ -270,13 +270,13 @@ class KVCache:
         return out[:, None]
 
     def positions(self, batch: int, device: torch.device) -> Tensor:
-        """(B,) int64 on the device: where the next token of each sample goes, once prompts are read."""
+        """The position of each sample's next token, (B,) int64 on the device; only after the prompts."""
         return self.clock.positions(self.length, batch, device)
 
     def token_positions(self, x: Tensor) -> tuple[Tensor | None, int | None]:
-        """(positions of x (B, n, ...) as a rotary table takes them, the furthest); (None, None): all from `length` on.
+        """Return (positions of x (B, n, ...) for a rotary table, the furthest one); (None, None): all follow `length`.
 
-        Those of one token are read from the device: they differ between samples, or a graph that is captured moves them.
+        The positions of one token are read from the device, because samples differ or a captured graph moves them.
         """
         if x.shape[1] != 1 or self.length < self.clock.longest or not (self.clock.ragged or x.is_cuda):
             return None, None
@@ -285,9 +285,9 @@ class KVCache:
 
     # -- samples -------------------------------------------------------------------------------------------------------
     def select(self, indices: Tensor) -> None:
-        """Hold the samples of these numbers (M,), int64, in their order, as beam search asks; B becomes M.
+        """Keep the samples at these indices (M,), int64, in this order, as beam search needs; B becomes M.
 
-        Samples of different lengths are selected in the place of such as are equally long, as beams of a prompt are.
+        A sample may replace another one only if both have the same length, as beams of one prompt do.
 
         Raises:
             ValueError: for other samples of different lengths.
@@ -304,16 +304,17 @@ class KVCache:
         self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
     def repeat(self, times: int) -> None:
-        """Hold each sample so many times, copies next to each other."""
+        """Repeat each sample `times` times; copies are adjacent."""
         if self._k is not None:
             self.select(torch.arange(len(self._k)).repeat_interleave(times))
 
-    # -- as the context of a layer --------------------------------------------------------------------------------------
+    # -- the context of a layer
+    # --------------------------------------------------------------------------------------------
     @classmethod
     def of_layer(
         cls, layer: MultiheadDilatedAttention, max_length: int | None = None, clock: Clock | None = None
     ) -> KVCache:
-        """Make an empty cache for a layer; the others as of the class."""
+        """Make an empty cache for a layer; further arguments as in the class."""
         recurrence = None if layer.recurrence is None else layer.recurrence.description
         heads = layer.num_heads, layer.num_kv_heads
         return cls(layer.attention.pattern, *heads, max_length=max_length, clock=clock, recurrence=recurrence)
@@ -327,10 +328,10 @@ class KVCache:
         cu_seqlens: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """The heads' outputs (B, n, H, D) of new tokens (B, n, E), which are added. The first call may bring the prompt.
+        """Add new tokens (B, n, E); return the heads' outputs (B, n, H, D). The first call may bring the prompt.
 
         Raises:
-            ValueError: for a call that does not support a cache, or not this one.
+            ValueError: for a call that does not support a cache, or not this cache.
         """
         self._check_layer(layer, causal, lengths is not None or cu_seqlens is not None)
         furthest, later = None, None
@@ -347,7 +348,6 @@ class KVCache:
         return out
 
     def _check_layer(self, layer: MultiheadDilatedAttention, causal: bool, packed: bool) -> None:
-        """Raise for a call that does not support a cache, or not this one."""
         if active_sequence() is not None:
             raise ValueError(
                 "a cache serves one rank: decode outside of SequenceGroup.active(), or within no_sequence()."
@@ -362,16 +362,17 @@ class KVCache:
                 f"this cache was made for {self.pattern} and (heads, kv heads) {cache_heads}, but the layer has "
                 f"{layer.attention.pattern} and {layer_heads}. Make it by the layer's new_cache()."
             )
-        own = None if layer.recurrence is None else layer.recurrence.description
-        if self.recurrence != own:
+        expected = None if layer.recurrence is None else layer.recurrence.description
+        if self.recurrence != expected:
             raise ValueError(
-                f"this cache was made for recurrence={self.recurrence}, but the layer has {own}. Make it by the layer's "
-                "new_cache()."
+                f"this cache was made for recurrence={self.recurrence}, but the layer has {expected}. Make it by the "
+                "layer's new_cache()."
             )
 
-    # -- what it holds -------------------------------------------------------------------------------------------------
+    # -- contents
+    # ----------------------------------------------------------------------------------------------------------
     def reset(self) -> None:
-        """Forget all tokens; the buffers stay where they are."""
+        """Remove all tokens; the buffers keep their addresses."""
         self.length = 0
         self.kept = {name: x.zero_() for name, x in self.kept.items() if isinstance(x, Tensor)}
 
@@ -389,13 +390,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         buffers = (self._k, self._v, *self.kept.values())
         return sum(x.nbytes for x in buffers if x is not None)
 
 
 def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
-    """(samples, stop) of neighbouring samples with the same stop."""
+    """Yield (samples, stop) for runs of neighbouring samples with the same stop."""
     start = 0
     for i in range(1, len(stops) + 1):
         if i == len(stops) or stops[i] != stops[start]:
@@ -404,11 +404,10 @@ def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
-    """The slots of a layer for the kernels."""
+def _kernel_slots(slots_key: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
     from lightning_dilated.ext.decoding.kernels import NO_WINDOW, Slot
 
-    places, slots = Places(layer_slots(*of), capacities), []
+    places, slots = Places(layer_slots(*slots_key), capacities), []
     for number, branch in enumerate(places.branches):
         capacity, base = capacities[number], places.bases[number]
         width = branch.width or LARGEST["segment_length"]
@@ -422,24 +421,24 @@ def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ..
 
 @functools.lru_cache(maxsize=4096)
 def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
-    """An index of these heads: a slice, which makes views, where their numbers are evenly spaced."""
+    """An index of these heads: a slice, which makes views, if they are evenly spaced."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
     if step > 0 and heads == tuple(range(heads[0], heads[-1] + 1, step)):
         return slice(heads[0], heads[-1] + 1, step)
     return torch.tensor(heads, device=device)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out (B, n, S g, D), lse (B, n, S g)) of queries (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot.
+def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (out (B, n, S g, D), lse (B, n, S g)) of q (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot.
 
-    `seen`: (n, rows) bool, the rows that each query sees; None: all.
+    `visible`: (n, rows) bool, the rows that each query reads; None: all.
     """
     batch, new, _, dim = q.shape
     slots = k.shape[1]
     grouped = q.unflatten(2, (slots, -1)).transpose(1, 2).reshape(batch, slots, -1, dim)
     s = grouped @ k.transpose(-1, -2)
-    if seen is not None:
-        s = s.masked_fill(~seen.repeat_interleave(s.shape[2] // new, 0), -torch.inf)
+    if visible is not None:
+        s = s.masked_fill(~visible.repeat_interleave(s.shape[2] // new, 0), -torch.inf)
     lse = torch.logsumexp(s, -1)
     out = torch.softmax(s, -1) @ v
     back = lambda x: x.unflatten(2, (new, -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731
@@ -447,7 +446,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple
 
 
 def _by_engine(engine: Engine, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`_dense` of queries that are not scaled, by an engine."""
+    """`_dense` for unscaled queries, by an engine."""
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     out, lse = engine.forward(*suited(engine, grouped, k, v), Terms(False, scale))
     back = lambda x: x.unflatten(2, (q.shape[1], -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731
@@ -464,6 +463,6 @@ def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_l
 def new_caches(
     stack: DilatedTransformer, max_length: int | None = None, lengths: Sequence[int] | None = None
 ) -> list[KVCache]:
-    """An empty cache for every block, see `DilatedTransformer.new_caches`."""
+    """Make an empty cache for every block, see `DilatedTransformer.new_caches`."""
     clock = Clock(lengths)
     return [block.attention.new_cache(max_length, clock) for block in stack.blocks]

@@ -1,4 +1,4 @@
-"""The model and the tokenizer that `generate` reads from a checkpoint or a folder."""
+"""Load the model and the tokenizer of `generate` from a checkpoint or a folder."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_dilated.models import DilatedModule
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: ids by which vocabularies are usually padded at most
+#: most ids that vocabularies usually add as padding
 _PADDING = 1024
 
 
 def stored_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer that a checkpoint, or a folder of `save_pretrained`, holds; None without.
+    """Return the tokenizer stored in a checkpoint or in a folder of `save_pretrained`; None if there is none.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_checkpoint`; also for a tokenizer that cannot be read.
+        FileNotFoundError, ValueError: as in `read_checkpoint`; also for a tokenizer that cannot be read.
         ModuleNotFoundError: without the library.
     """
     if Path(path).is_dir():
@@ -33,27 +33,27 @@ def stored_tokenizer(path: str | Path) -> Tokenizer | None:
 
 
 def load_language_model(path: str | Path, vocab_size: int | None = None) -> DilatedModule:
-    """A language model from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
+    """Load a language model from a checkpoint: over bytes, or over the tokens of a tokenizer with `vocab_size` tokens.
 
-    A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
-    unused, or more than half, it warns, as that may be another tokenizer than the one of the training. A model over
-    bytes (vocab_size 256 and bytes_per_token 1) is never padded.
+    A model may have more tokens than its tokenizer, because vocabularies are padded to a multiple of up to 1,024. If
+    more than 1,024 or more than half are unused, the tokenizer may not be the one of the training, and a warning says
+    so. A model over bytes (vocab_size 256 and bytes_per_token 1) is never padded.
 
     Raises:
-        ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
-            with fewer tokens than the tokenizer.
+        ValueError: for another kind of model; for a model over tokens without a tokenizer, a model over bytes with a
+            tokenizer of another size than 256, or a model with fewer tokens than the tokenizer.
     """
     model = load_any(path)
     size = getattr(model, "vocab_size", None)
     description = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {size}"
     of_bytes = model.predicts_next_token and size == 256 and model.bytes_per_token in (1, None)
     if not model.predicts_next_token or (vocab_size is None and not of_bytes):
-        more = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
+        byte_note = f" and bytes_per_token {model.bytes_per_token}" if model.predicts_next_token and size == 256 else ""
         raise ValueError(
-            f"{description}{more}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
+            f"{description}{byte_note}; generating text from the command line takes a LongNetLM or HFCausalLM over bytes "
             "(vocab_size 256), or --tokenizer with the tokenizer.json that it was trained with, if it holds none."
         )
-    model.configure_model()  # a folder of transformers is read now
+    model.configure_model()  # reads a folder of transformers
     if vocab_size is None:
         return model
     if vocab_size > size:

@@ -32,18 +32,18 @@ def decode_attention(
     engine: str = "auto",
     table: RotaryTable | None = None,
 ) -> Tensor:
-    """Causal dilated attention of n new tokens that follow those in `cache`, to which they are added.
+    """Causal dilated attention of n new tokens that follow the tokens in `cache`; adds the new tokens to the cache.
 
     One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
-    products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
-    the same engine; the two are merged by their log-sum-exp.
+    products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache
+    by the same engine; log-sum-exps merge the two.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
-        k, v: (B, n, K, D), likewise.
+        k, v: (B, n, K, D), rotated likewise.
         cache: earlier tokens of the same sequences and layer; changed in place.
         scale, engine: as in `dilated_attention`.
-        table: rotates q and k, which are then not rotated yet.
+        table: rotates q and k, which are then passed unrotated.
 
     Returns:
         (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
@@ -86,7 +86,7 @@ def decode_attention(
 def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
     """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding.
 
-    None where they do not see each other: none is a global token, and there are no other branches.
+    None if they do not read each other, because the pattern has only global tokens before `start`.
     """
 
     def continued(b: AnyBranch) -> AnyBranch:
@@ -94,8 +94,8 @@ def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern | None:
             return replace(b, tokens=b.tokens - start)
         if isinstance(b, Window):
             return b if b.offset is None else replace(b, offset=(b.offset - start) % b.dilation_rate)
-        width = b.segment_length or LARGEST["segment_length"]  # the whole sequence: an endless segment
+        width = b.segment_length or LARGEST["segment_length"]  # an endless segment for the whole sequence
         return replace(b, segment_length=width, shift=(b.shift + start) % width)
 
-    seen = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
-    return replace(pattern, branches=tuple(map(continued, seen)), padding="masked") if seen else None
+    remaining = [b for b in pattern.branches if b.tokens is None or b.tokens > start]
+    return replace(pattern, branches=tuple(map(continued, remaining)), padding="masked") if remaining else None

@@ -1,4 +1,4 @@
-"""Which token comes next: options of sampling and their checks, and draws from logits without waiting for the device.
+"""The choice of the next token: sampling options, their checks, and draws from logits without waiting for the device.
 
 Shape letters: B batch, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dilated._validation import integer, real
 
-#: a lower temperature is 0: logits divided by it are no numbers
+#: lower temperatures count as 0, because logits divided by them overflow
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -28,7 +28,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of a draw, checked; those of `generate_stream`."""
+    """Checked options of a draw, as in `generate_stream`."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -38,7 +38,7 @@ class Sampling:
         check_sampling(self.temperature, self.top_k, self.top_p)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """(B,) tokens from logits (B, V)."""
+        """Draw tokens (B,) from logits (B, V)."""
         return sample(logits, self.temperature, self.top_k, self.top_p, generator)
 
 
@@ -49,10 +49,10 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B,) tokens drawn from logits (B, V); options as of `generate_stream`.
+    """Draw tokens (B,) from logits (B, V); options as in `generate_stream`.
 
-    A token is drawn as the first of exponential clocks that run at the probabilities: the numbers are those of
-    `torch.multinomial`, which checks its input and so waits for the device.
+    The draw is the argmax of probability / exponential noise. It gives the numbers of `torch.multinomial` without that
+    function's check of its input, which waits for the device.
     """
     if temperature < TINY:
         return logits.argmax(-1)
@@ -64,14 +64,14 @@ def sample(
     if top_p is not None:
         values, order = logits.sort(descending=True)
         probability = values.softmax(-1)
-        beyond = probability.cumsum(-1) - probability >= top_p  # never the likeliest token
+        beyond = probability.cumsum(-1) - probability >= top_p  # never includes the likeliest token
         logits = logits.scatter(-1, order, values.masked_fill(beyond, -torch.inf))
     clocks = torch.empty_like(logits).exponential_(generator=generator)
     return (logits.softmax(-1) / clocks).argmax(-1)
 
 
 def stop_tokens(stop: int | Collection[int] | None, vocab_size: int) -> list[int]:
-    """The tokens that end a continuation, as a list; raises for one that can never be drawn."""
+    """Return the tokens that end a continuation as a list; raise for a token that can never be drawn."""
     if stop is None:
         return []
     stop = stop.tolist() if hasattr(stop, "tolist") else stop

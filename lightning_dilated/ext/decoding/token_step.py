@@ -1,7 +1,7 @@
-"""TokenStep: one token of each sample, from the embedding to the draw, as a CUDA graph that is captured once and replayed.
+"""TokenStep: one token of each sample, from the embedding to the draw, as a CUDA graph that is replayed.
 
-The graph reads and writes tensors of its own: the caches, the last tokens, which samples have ended, and where the next
-tokens go. So the host only starts it, and may start it again before it is done.
+The graph reads and writes fixed tensors: caches, last tokens, ended samples and next positions. The host only starts
+it, and may start it again before it is done.
 Shape letters: B batch, V vocabulary.
 """
 
@@ -26,19 +26,19 @@ from lightning_dilated.ext.decoding.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.rows import window_reach
 
-#: steps of a model that are kept for later calls, and bytes of their caches together; the latest is kept whatever its size
+#: most steps of a model kept for later calls, and most bytes of their caches; the latest step is always kept
 KEPT, KEPT_BYTES = 4, 1 << 31
 
 
 class CausalModel(Protocol):
-    """What `generate` calls: logits from tokens and caches, and the stack that makes the caches."""
+    """The model that `generate` calls: logits from tokens and caches, and the stack that makes the caches."""
 
     transformer: DilatedTransformer
     training: bool
     vocab_size: int
 
     def configure_model(self) -> None:
-        """Make the layers, unless they are there."""
+        """Create the layers if they are missing."""
 
     def eval(self) -> Any:
         """Switch to eval mode."""
@@ -50,14 +50,14 @@ class CausalModel(Protocol):
 
 
 def why_not(model: CausalModel, device: torch.device) -> str | None:
-    """None where a token step of the model can be captured, else the reason."""
+    """Return None if a token step of the model can be captured, else the reason."""
     if device.type != "cuda":
         return "needs a CUDA device"
     return kernels.why_not(device) or why_not_captured(model)
 
 
 def why_not_captured(model: CausalModel) -> str | None:
-    """None where the model's Python does the same for every token."""
+    """Return None if the model's Python code does the same for every token, else the reason."""
     if not isinstance(model, nn.Module) or not getattr(type(model).forward, "decodes", False):
         return f"{type(model).__name__} has a forward of its own"
     if any(map(has_hooks, model.modules())):
@@ -78,9 +78,9 @@ def why_not_captured(model: CausalModel) -> str | None:
 
 
 def room(model: CausalModel, length: int) -> int:
-    """`max_length` of caches for samples of this many tokens: rounded up, so that calls of about a length share a graph.
+    """`max_length` of caches for `length` tokens, rounded up so that calls of similar length share a graph.
 
-    Where no segment is wider, the widest, whatever the length.
+    It is at most the widest segment, if no branch covers the whole sequence.
     """
     branches = [b for block in model.transformer.blocks for b in block.attention_layer.attention.pattern.branches]
     widths = [b.tokens or b.segment_length or window_reach(b) for b in branches]
@@ -90,11 +90,11 @@ def room(model: CausalModel, length: int) -> int:
 
 
 def capture(run: Callable[[], None], generator: torch.Generator | None, device: torch.device) -> Callable[[], None]:
-    """The replay of a graph of `run` on a device, which draws from `generator`."""
+    """Capture a graph of `run` on a device, with draws from `generator`; return its replay."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    # a stream of this device: torch's own is that of the first device that ever captured
+    # torch's own capture stream belongs to the first device that ever captured
     with recording(graph, torch.cuda.Stream(device)):
         run()
     return graph.replay
@@ -103,16 +103,15 @@ def capture(run: Callable[[], None], generator: torch.Generator | None, device: 
 class TokenStep:
     """One token of each of B samples of a model.
 
-    First `begin`; then the caller reads the prompts into `caches`; `prepare`; `start` with the first token, and `next` for
-    every other.
+    Call `begin`, read the prompts into `caches`, call `prepare`, `start` for the first token, then `next`.
 
     Args:
-        model: not kept.
+        model: the model, without keeping a reference.
         batch: B.
         max_length: most tokens of a sample, prompt included.
         sampling: how tokens are drawn.
         ends: number of tokens that end a sample.
-        device: of the model.
+        device: the model's device.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class TokenStep:
         return sum(cache.nbytes for cache in self.caches)
 
     def begin(self, lengths: Sequence[int] | None, ends: Sequence[int]) -> None:
-        """Forget everything: the caches then take new prompts, of these lengths where they differ."""
+        """Reset everything for new prompts, of these lengths if they differ."""
         for cache in self.caches:
             cache.reset()
         self.caches[0].clock.begin(lengths)
@@ -154,12 +153,12 @@ class TokenStep:
         self._positions()
 
     def prepare(self, model: CausalModel) -> None:
-        """Capture the step, unless it is; the caches hold the prompts."""
+        """Capture the step on the first call; the caches hold the prompts."""
         if self._replay is None:
             self._replay = self._captured(model)
 
     def next(self, source: torch.Generator | None) -> None:
-        """The next token of each sample, in `token`, drawn with `source`; whether all have ended, in `done`."""
+        """Draw the next token of each sample with `source` into `token`; `done` says whether all samples have ended."""
         assert self._replay is not None, "prepare comes first"
         with self._randomness(source):
             self._replay()
@@ -170,7 +169,7 @@ class TokenStep:
         self._positions()
 
     def _take(self, logits: Tensor) -> None:
-        """Draw a token; a sample that has ended repeats its last."""
+        """Draw a token; a sample that has ended repeats its last token."""
         drawn = torch.where(self.ended, self.token, self.sampling.draw(logits, self.generator))
         self.token.copy_(drawn)
         if len(self.ends):
@@ -178,18 +177,18 @@ class TokenStep:
             self.done.copy_(self.ended.all())
 
     def _positions(self) -> Tensor:
-        """Where the next tokens go, moved on by one if a token has come."""
+        """The positions of the next tokens, advanced by one after each token."""
         return self.caches[0].positions(len(self.token), self.token.device)
 
     def _count(self, tokens: int) -> None:
-        """Tokens that came, or did not, without the host's knowledge."""
+        """Correct the host's token counts: add a token after a replay, take one back after a trial."""
         for cache in self.caches:
             cache.length += tokens
         self.caches[0].clock.count(tokens)
 
     @contextlib.contextmanager
     def _randomness(self, source: torch.Generator | None) -> Iterator[None]:
-        """Draw what `source`, or torch's default generator, would: the graph's own generator begins and ends as it."""
+        """Let the graph's generator draw as `source` (None: torch's default generator) would, and advance `source`."""
         if self.generator is None:
             yield
             return
@@ -199,17 +198,17 @@ class TokenStep:
         source.set_state(self.generator.get_state())
 
     def state(self, source: torch.Generator | None) -> Tensor | None:
-        """Of `source`, or torch's default generator, after the tokens so far; None where none is drawn."""
+        """The state of `source`, or of torch's default generator, after the tokens so far; None for greedy decoding."""
         return None if self.generator is None else (source or default_generator(self.generator.device)).get_state()
 
     def restore(self, source: torch.Generator | None, state: Tensor) -> None:
-        """Take draws back, to a `state`."""
+        """Reset the generator to a `state`, which takes back later draws."""
         (source or default_generator(self.token.device)).set_state(state)
 
     def _captured(self, model: CausalModel) -> Callable[[], None]:
-        """Run the step twice, which builds kernels and takes workspace, and capture it; all is then as it was before.
+        """Run the step twice, which builds kernels and allocates workspace, then capture it, and restore all tensors.
 
-        Rows that a trial writes into the caches are those of the next token, which writes them anew.
+        Trials write cache rows at the next token's position; that token overwrites them.
         """
         changed = [self.token, self.ended, self.done, self._positions()]
         changed += [x for cache in self.caches for x in cache.kept.values() if isinstance(x, Tensor)]
@@ -239,7 +238,7 @@ class TokenStep:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Torch's generator of a device."""
+    """torch's default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
@@ -247,7 +246,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """A stream of its own, as trials before a capture need; nothing on a CPU."""
+    """Run on a separate stream, as trials before a capture need; on a CPU do nothing."""
     if device.type != "cuda":
         yield
         return
@@ -260,7 +259,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_without_cache(kind: str) -> Iterator[None]:
-    """Autocast as it is, but for its cache of cast weights, which a graph would find freed."""
+    """Keep autocast, without its cache of cast weights, which a graph would find freed."""
     if not torch.is_autocast_enabled(kind):
         yield
         return
@@ -269,10 +268,10 @@ def _autocast_without_cache(kind: str) -> Iterator[None]:
 
 
 class Weights:
-    """Where the weights of a model lie, which a graph reads."""
+    """The addresses of a model's weights, which a graph reads."""
 
     def __init__(self, model: CausalModel) -> None:
-        # by module and name, since a weight may be replaced
+        # by module and name, because a weight may be replaced
         self._named = [
             (module, name)
             for module in model.modules()
@@ -284,7 +283,7 @@ class Weights:
         return tuple(getattr(module, name).data_ptr() for module, name in self._named)
 
     def check(self) -> None:
-        """Raise where they have moved, or others are in their place."""
+        """Raise if weights have moved or were replaced."""
         if self._addresses() != self.addresses:
             raise RuntimeError(
                 "the model's weights moved (model.to, .cuda, .half, ...) or were replaced while tokens were drawn. Draw all "
@@ -292,13 +291,13 @@ class Weights:
             )
 
 
-# -- steps of a model, for its later calls -----------------------------------------------------------------------------
+# -- steps that a model keeps for later calls --------------------------------------------------------------------------
 _steps: weakref.WeakKeyDictionary[Any, dict[tuple, TokenStep]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget(model: CausalModel) -> None:
-    """Free the graphs and caches that were kept for a model, and try again what could not be captured."""
+    """Free the graphs and caches kept for a model, and allow a failed capture to be tried again."""
     _steps.pop(model, None)
     _refused.discard(model)
 
@@ -311,9 +310,9 @@ def token_step(
     sampling: Sampling,
     ends: int,
 ) -> Iterator[TokenStep | None]:
-    """A step for prompts (B, N), of up to `longest` tokens with what follows; None where it cannot be captured.
+    """Yield a step for prompts (B, N) and up to `longest` tokens in total; None if it cannot be captured.
 
-    A step of an earlier call serves again, unless another call uses it now or the weights have moved since.
+    A step of an earlier call is used again, unless another call is using it or the weights have moved.
     """
     step = _step_of(model, tokens, longest, sampling, ends)
     if step is None:
@@ -333,32 +332,32 @@ def _step_of(
     sampling: Sampling,
     ends: int,
 ) -> TokenStep | None:
-    """One that is kept, or a new one, which is kept from now on."""
+    """Return a kept step, or a new one that is kept from now on."""
     device = tokens.device
     if model in _refused or why_not(model, device) is not None:
         return None
     kind, weights = device.type, Weights(model).addresses
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    mode = torch.is_inference_mode_enabled()  # tensors made in it can be changed in it only
+    mode = torch.is_inference_mode_enabled()  # inference tensors can be changed only in inference mode
     key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, weights
-    kept = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
-    step = kept.pop(key, None)
+    steps = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
+    step = steps.pop(key, None)
     if step is None or step.busy:
         step = TokenStep(model, len(tokens), key[1], sampling, ends, device)
     if _stays(model):
-        kept[key] = step
-        _steps[model] = _few(kept)
+        steps[key] = step
+        _steps[model] = _few(steps)
     return step
 
 
 def _stays(model: CausalModel) -> bool:
-    """Whether steps stay for later calls: not while a Trainer fits the model, which needs the memory."""
+    """Return whether steps stay for later calls: not while a Trainer fits the model, which needs the memory."""
     trainer = attached_trainer(model) if isinstance(model, pl.LightningModule) else None
     return trainer is None or trainer.state.fn != "fit" or trainer.state.status != "running"
 
 
 def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
-    """The latest steps, as far as `KEPT` and `KEPT_BYTES` allow; the last in any case."""
+    """The latest steps within `KEPT` and `KEPT_BYTES`, at least the last one."""
     few: dict[tuple, TokenStep] = {}
     for key, step in reversed(steps.items()):
         if few and (len(few) == KEPT or sum(x.nbytes for x in few.values()) + step.nbytes > KEPT_BYTES):
@@ -368,7 +367,7 @@ def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
 
 
 def refuse(model: CausalModel, error: Exception) -> None:
-    """Remember that a capture failed, unless memory was short, and warn."""
+    """Warn that a capture failed, and remember it unless memory was short."""
     forget(model)
     if not isinstance(error, torch.OutOfMemoryError):
         _refused.add(model)

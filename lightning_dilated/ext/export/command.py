@@ -1,4 +1,4 @@
-"""`lightning-dilated export`: a checkpoint's model as a file that runs without this package."""
+"""`lightning-dilated export`: write a checkpoint's model as a file that runs without this package."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def summary(made: Exported) -> str:
-    """What was written, line by line."""
+def summary(exported: Exported) -> str:
+    """Describe the written file, line by line."""
     shown = lambda x: f"{x[0]} ({', '.join(map(str, x[1]))})"  # noqa: E731
-    lines = [f"{made.path}: {made.path.stat().st_size:,} bytes, length from 2 to {made.max_len:,}"]
-    lines += [f"  input   {name}: {shown(x)}" for name, x in made.inputs.items()]
-    lines += [f"  output  {name}: {shown(x)}" for name, x in made.outputs.items()]
-    lengths = ", ".join(f"{n:,}" for n in made.checked)
-    lines.append(f"  checked against the model at lengths {lengths}: largest difference {made.error:.1e}")
-    names = [f'"{name}": {name}' if made.path.suffix == ".onnx" else name for name in made.inputs]
-    outputs = ", ".join(made.outputs) + ("," if len(made.outputs) == 1 else "")  # both files return a sequence
-    run_line = LOADED[made.path.suffix].format(path=made.path.name, names=", ".join(names), outputs=outputs)
+    lines = [f"{exported.path}: {exported.path.stat().st_size:,} bytes, length from 2 to {exported.max_len:,}"]
+    lines += [f"  input   {name}: {shown(x)}" for name, x in exported.inputs.items()]
+    lines += [f"  output  {name}: {shown(x)}" for name, x in exported.outputs.items()]
+    lengths = ", ".join(f"{n:,}" for n in exported.checked)
+    lines.append(f"  checked against the model at lengths {lengths}: largest difference {exported.error:.1e}")
+    names = [f'"{name}": {name}' if exported.path.suffix == ".onnx" else name for name in exported.inputs]
+    outputs = ", ".join(exported.outputs) + ("," if len(exported.outputs) == 1 else "")  # both files return a sequence
+    run_line = LOADED[exported.path.suffix].format(path=exported.path.name, names=", ".join(names), outputs=outputs)
     lines.append("  " + run_line)
     return "\n".join(lines)
 
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> None:
     """Parse, load, write, compare, and print what was written.
 
     Raises:
-        FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: as `load_module` and `export`.
+        FileNotFoundError, ValueError, TypeError, ModuleNotFoundError: as in `load_module` and `export`.
     """
     args = parser().parse_args(argv)
     if args.out.suffix not in LOADED and isinstance(decoder := load_any(args.ckpt_path), HFCausalLM):

@@ -1,4 +1,4 @@
-"""`lightning-dilated consolidate`: the weights of a sharded or whole checkpoint as a safetensors file or a model folder."""
+"""`lightning-dilated consolidate`: write a checkpoint's weights as a safetensors file or a model folder."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SUFFIX = ".safetensors"
 
 
 def model_config(stored: dict[str, Any], where: str) -> dict[str, Any]:
-    """{"class_path", "init_args"} of the model in a checkpoint.
+    """Return {"class_path", "init_args"} of the model in a checkpoint.
 
     Raises:
-        ValueError: for arguments that are not plain values, as `file_arguments`; `where` is the file, for messages.
+        ValueError: for arguments that are not plain values, as in `file_arguments`; `where` is the file, for messages.
     """
     return {"class_path": stored_class(stored), "init_args": file_arguments(stored_hparams(stored), where)}
 
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """(the checkpoint of a path, its model's tensors, all other values).
+    """Return (the path of the checkpoint, its model's tensors, all other values).
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -75,7 +75,7 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the contents of config.json, each tensor once). A model is made, if its class is imported, to check them.
+    """Return (the contents of config.json, each tensor once). If the model's class is imported, a model checks them.
 
     Raises:
         ValueError: for tensors that do not fit the model.
@@ -89,13 +89,13 @@ def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> t
     if isinstance(cls, type) and issubclass(cls, DilatedModule):
         model = made_of(cls, config, tensors, f"the weights of {path} do not fit", {})
         return config_of(model), tensors_of(model)
-    seen: set[tuple[int, int]] = set()
+    storages: set[tuple[int, int]] = set()
     unique = {}
     for key, x in tensors.items():
         storage = (x.data_ptr(), x.nbytes)
-        if x.nbytes == 0 or storage not in seen:
+        if x.nbytes == 0 or storage not in storages:
             unique[key] = x.detach().contiguous()
-        seen.add(storage)
+        storages.add(storage)
     return config, unique
 
 

@@ -1,11 +1,11 @@
-"""The op as plain torch operations whose graph does not depend on the number of tokens: what an exported model contains.
+"""The op as plain torch operations with the same graph for every number of tokens, as an exported model needs it.
 
-Each branch gathers the rows of its heads by segment, attends within segments, and gathers the results back; branches are
-merged by their log-sum-exp. Which operations there are follows from the pattern and the longest sequence alone, so N may
-be a symbol. A segment that holds the longest sequence is one segment. Rows of tokens and heads lie in one axis, so that no
-symbolic size can be 1, for which torch would make a graph of its own.
-Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; of a branch: w segment length, r dilation rate, t
-shift, S segments, J heads that it serves, m rows of a head in a segment.
+Each branch gathers its heads' rows by segment, attends within segments, and gathers the results back; log-sum-exps
+merge the branches. The operations depend only on the pattern and the longest sequence, so N may be a symbol. If a
+segment can hold the longest sequence, the branch has one segment. Rows of tokens and heads share one axis: torch would
+make a separate graph for a symbolic size that can be 1.
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; in a branch: w segment length, r dilation rate,
+t shift, S segments, J heads that it serves, m rows of a head in a segment.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from lightning_dilated.attention.spec import CallSpec
 from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import check_padding
 
-#: log-sum-exp of no key, and the score of a key that is not seen: finite, so that differences of two are not NaN
+#: log-sum-exp of no keys, and the score of a masked key: finite, so that differences are not NaN
 NOTHING = -1e30
-#: most scores that are formed at once, in elements; those of a single head may be more
+#: most scores that are computed at once, in elements; a single head may need more
 SCORES = 1 << 26
 
 
 def decomposed(
     q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int, known: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out (B, N, H, D) in q's dtype, lse (B, H, N), at least fp32), as the op's first two results.
+    """Return (out (B, N, H, D) in q's dtype, lse (B, H, N), at least fp32), as the op's first two results.
 
     Args:
         q: (B, N, H, D); N, from 1 to `longest`, may be symbolic, and is then at least 2.
         k, v: (B, N, K, D).
-        spec: of the call: one rank, the whole sequence, without dropout.
-        longest: the most tokens that the graph is made for.
-        known: keeps where rows lie for later calls of one trace, whose graph then computes that once; their q and k have
-            equal shapes.
+        spec: the call's options: one rank, the whole sequence, without dropout.
+        longest: the most tokens that the graph supports.
+        known: cache of row indices for later calls in one trace, so that the graph computes them once; the q and k of
+            these calls have equal shapes.
 
     Raises:
-        ValueError: for a call that cannot be exported, and for padding="attended" where it is not defined.
+        ValueError: for a call that cannot be exported, and for padding="attended" if it is not defined.
     """
     named = {"sequence": "a sequence shared by ranks", "context": "a chunk of a stream", "window": "a chunk of heads"}
     for name, what in named.items():
@@ -76,7 +76,7 @@ def decomposed(
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """(len(values),) int64, computed: a tensor made from a list cannot be traced here."""
+    """Compute a tensor (len(values),) int64; a tensor made from a list cannot be traced here."""
     runs: list[list[int]] = []
     for value in values:
         if runs and (len(runs[-1]) == 1 or value - runs[-1][-1] == runs[-1][1] - runs[-1][0]):
@@ -93,7 +93,7 @@ def _over(x: Tensor, divisor: Any) -> Tensor:
 
 
 def _modulo(x: Tensor, divisor: Any) -> Tensor:
-    return x - _over(x, divisor) * divisor  # ONNX has no remainder of a symbolic divisor
+    return x - _over(x, divisor) * divisor  # ONNX has no remainder for a symbolic divisor
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,11 @@ class _Places:
 
     Attributes:
         rows: m.
-        branch: whose windows or global tokens, if it has any, say which rows see which.
-        parts: for heads that are computed at once, J of them: which of the N H queries and of the N K keys the rows are,
-            (S J m,) each; whether a row is a token (S J m,), None where all are; and zero keys next to them, (S J, 1, 1) or
-            None.
+        branch: the branch; its window or global tokens limit the rows that a row reads.
+        parts: for each group of J heads that are computed at once: row indices in the N H queries and in
+            the N K keys, (S J m,) each; which rows are tokens (S J m,), None: all; zero keys (S J, 1, 1) or None.
         back: (N H,) the row of each token and head.
-        used: (N H,) whether the head uses the token; None where all do.
+        used: (N H,) whether the head uses the token; None if all heads use all tokens.
     """
 
     rows: Any
@@ -117,18 +116,14 @@ class _Places:
     used: Tensor | None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
-        """(out (B, N H, D), lse (B, N H)) of the branch, 0 and `NOTHING` where a head does not use a token.
-
-        Args:
-            q: (B, N H, D).
-            k, v: (B, N K, D).
-        """
+        """Return (out (B, N H, D), lse (B, N H)) of the branch for q (B, N H, D) and k, v (B, N K, D); 0 and `NOTHING`
+        if a head does not use a token."""
         batch, _, head_dim = q.shape
         outs, lses = [], []
-        for of_query, of_key, seen, pads in self.parts:
+        for of_query, of_key, is_token, pads in self.parts:
             indexed = (q, of_query), (k, of_key), (v, of_key)
             rows = (x.index_select(1, index).reshape(-1, self.rows, head_dim) for x, index in indexed)
-            out, lse = _softmax(*rows, seen, pads, batch, spec, self.branch)
+            out, lse = _softmax(*rows, is_token, pads, batch, spec, self.branch)
             outs.append(out.reshape(batch, -1, head_dim))
             lses.append(lse.reshape(batch, -1))
         out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
@@ -140,17 +135,17 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the rows of a branch lie.
+    """The layout of a branch's rows.
 
     Attributes:
-        branch: whose they are.
-        offsets: (head, offset) of the J heads that it serves.
+        branch: the branch.
+        offsets: (head, offset) for the J heads that it serves.
         tokens, heads: N and H.
-        segments, rows: S and m; there may be more than needed, of which no row is a token.
-        width: w, or N + t where `whole`.
+        segments, rows: S and m; both may be larger than needed, and the extra rows are no tokens.
+        width: w, or N + t if `whole`.
         whole: whether one segment holds every sequence.
-        step: heads whose scores are formed at once.
-        device: of the call.
+        step: heads with scores that are computed at once.
+        device: the call's device.
     """
 
     branch: AnyBranch
@@ -171,7 +166,7 @@ class _Rows:
         rate, shift, length = branch.dilation_rate, branch.shift, branch.segment_length
         offset = lambda h: spec.pattern.offset(branch, h, heads, kv_heads)  # noqa: E731
         offsets = tuple((h, offset(h)) for h in range(heads) if branch.serves(h))
-        # a size that may be 1 for some N is made larger
+        # sizes that may be 1 for some N are increased
         symbolic = int(not isinstance(tokens, int))
         whole = length is None or length >= longest + shift
         width: Any
@@ -187,7 +182,7 @@ class _Rows:
 
     @property
     def plain(self) -> bool:
-        """Whether row i of a head is token i, without rows that are none."""
+        """Return whether row i of a head is token i, and all rows are tokens."""
         return self.whole and self.branch.dilation_rate == 1 and not self.branch.shift
 
     def places(self, group: int, spec: CallSpec) -> _Places:
@@ -195,21 +190,21 @@ class _Rows:
         parts = []
         for first in range(0, len(self.offsets), self.step):
             offsets = self.offsets[first : first + self.step]
-            tokens, seen = self._tokens(offsets)
+            tokens, is_token = self._tokens(offsets)
             of_query, of_key = (
                 tokens * (self.heads // each)
                 + numbers([h // each for h, _ in offsets], self.device).index_select(0, self._head(len(offsets)))
                 for each in (1, group)
             )
-            parts.append((of_query, of_key, seen, self._pads(seen, spec)))
+            parts.append((of_query, of_key, is_token, self._pads(is_token, spec)))
         return _Places(self.rows, self.branch, tuple(parts), *self._back())
 
     def _head(self, number: int) -> Tensor:
-        """(S J m,) which of J heads a row is of, 0 to J - 1."""
+        """The index of each row's head, 0 to J - 1, (S J m,)."""
         return _modulo(_over(torch.arange(self.segments * number * self.rows, device=self.device), self.rows), number)
 
     def _tokens(self, offsets: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor | None]:
-        """(the token of each row (S J m,), clamped to those that there are; whether it is one, None where all are)."""
+        """Return (the token of each row (S J m,), clamped to existing ones; whether it is one, None if all are)."""
         number, rate, shift = len(offsets), self.branch.dilation_rate, self.branch.shift
         row = torch.arange(self.segments * number * self.rows, device=self.device)
         offset = numbers([o for _, o in offsets], self.device).index_select(0, self._head(number))
@@ -217,33 +212,33 @@ class _Rows:
         place = _over(row, number * self.rows) * self.width + within - shift
         if self.plain:
             return place, None
-        seen = (within < self.width) & (place >= 0) & (place < self.tokens)
-        return place.clamp(min=0, max=self.tokens - 1), seen
+        is_token = (within < self.width) & (place >= 0) & (place < self.tokens)
+        return place.clamp(min=0, max=self.tokens - 1), is_token
 
-    def _pads(self, seen: Tensor | None, spec: CallSpec) -> Tensor | None:
-        """(S J, 1, 1) zero keys next to the rows: ceil(min(w, N) / r) - keys; None where there are none."""
-        if seen is None or spec.causal or spec.pattern.padding != "attended":
+    def _pads(self, is_token: Tensor | None, spec: CallSpec) -> Tensor | None:
+        """Number of zero keys besides the rows, (S J, 1, 1): ceil(min(w, N) / r) - keys; None without such padding."""
+        if is_token is None or spec.causal or spec.pattern.padding != "attended":
             return None
         rate = self.branch.dilation_rate
         width = (torch.arange(self.tokens, device=self.device) < self.width).sum()
-        return (_over(width + rate - 1, rate) - seen.reshape(-1, self.rows).sum(-1))[:, None, None]
+        return (_over(width + rate - 1, rate) - is_token.reshape(-1, self.rows).sum(-1))[:, None, None]
 
     def _back(self) -> tuple[Tensor, Tensor | None]:
-        """(the row of each token and head (N H,), whether the head uses the token; None where all do)."""
+        """Return (the row of each token and head (N H,); whether the head uses the token, None if all heads do)."""
         rate, served = self.branch.dilation_rate, [h for h, _ in self.offsets]
         at = torch.arange(self.tokens * self.heads, device=self.device)
         head, place = _modulo(at, self.heads), _over(at, self.heads) + self.branch.shift
         segment, within = _over(place, self.width), _modulo(place, self.width)
-        # by head: rows of heads before its chunk in a segment, heads of its chunk, its place in the chunk
+        # for each head: heads in earlier chunks, heads in its chunk, its index in the chunk, its offset
         table: list[tuple[int, int, int, int]] = []
         for h in range(self.heads):
             i = served.index(h) if h in served else 0
             first = i // self.step * self.step
             table.append((first, min(self.step, len(served) - first), i - first, self.offsets[i][1]))
-        before, number, own, offset = (
+        before, number, index, offset = (
             numbers(list(x), self.device).index_select(0, head) for x in zip(*table, strict=True)
         )
-        row = (before * self.segments + segment * number + own) * self.rows + _over(within, rate)
+        row = (before * self.segments + segment * number + index) * self.rows + _over(within, rate)
         used = None if rate == 1 else _modulo(within, rate) == offset
         if len(served) < self.heads:
             serves = numbers([int(h in served) for h in range(self.heads)], self.device).index_select(0, head) > 0
@@ -252,7 +247,7 @@ class _Rows:
 
 
 def _near(branch: AnyBranch, causal: bool, at: Tensor) -> Iterator[Tensor]:
-    """Masks (m, m) of which rows see which in a segment; `at` numbers them."""
+    """Yield masks (m, m) of the rows that read each other in a segment; `at` holds the rows' indices."""
     if causal:
         yield at <= at[:, None]
     if branch.width is not None:
@@ -265,15 +260,15 @@ def _softmax(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor | None,
+    is_token: Tensor | None,
     pads: Tensor | None,
     batch: int,
     spec: CallSpec,
     branch: AnyBranch,
 ) -> tuple[Tensor, Tensor]:
-    """(out (B S J, m, D), lse (B S J, m)) of dense attention within segments; rows that are no tokens have any value."""
+    """Return dense attention within segments, (out (B S J, m, D), lse (B S J, m)); other rows hold any value."""
     scores = (q * spec.scale) @ k.transpose(-1, -2)
-    mask = None if seen is None else seen.reshape(-1, 1, q.shape[1])
+    mask = None if is_token is None else is_token.reshape(-1, 1, q.shape[1])
     if batch > 1:
         mask, pads = (None if x is None else torch.cat([x] * batch) for x in (mask, pads))
     for near in _near(branch, spec.causal, torch.arange(q.shape[1], device=q.device)):
@@ -281,7 +276,7 @@ def _softmax(
     if mask is not None:
         scores = torch.where(mask, scores, NOTHING)
     top = scores.amax(-1, keepdim=True)
-    if pads is not None:  # whose scores are 0
+    if pads is not None:  # their scores are 0
         top = torch.where(pads > 0, top.clamp(min=0.0), top)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)

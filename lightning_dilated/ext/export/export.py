@@ -1,7 +1,7 @@
-"""export: a model as an ONNX file or an AOTInductor package, which run without this package, checked against the model.
+"""export: write a model as an ONNX file or AOTInductor package that runs without this package, and check it.
 
-torch.export traces the model on one rank, the op is decomposed to plain torch operations, and what was written is run at
-several lengths and compared before the file gets its name.
+torch.export traces the model on one rank, and the op is decomposed into plain torch operations. Before the written file
+gets its name, it runs at several lengths, and its outputs are compared with the model's.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.recurrence.description import plain_recurrences
 from lightning_dilated.sequence import active_sequence
 
-#: suffixes of files, and what they are
+#: suffixes of files, and their formats
 FORMATS = {".onnx": "ONNX", ".pt2": "AOTInductor package"}
-#: most tokens of the sequences by which a file is compared with the model
+#: most tokens of the sequences that compare a file with the model
 CHECKED = 4096
-#: largest difference that is accepted, relative to the largest number of an output
+#: largest accepted difference, relative to the largest number of an output
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-#: Inductor's, without which index arithmetic makes compilation take minutes a layer; the second does not know `var_mean`
+#: options of Inductor, because index arithmetic would take minutes of compilation a layer; the second pass, which
+#: is turned off, does not support `var_mean`
 INDUCTOR = {"realize_opcount_threshold": 3, "constant_and_index_propagation": False}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote.
+    """The result of `export`.
 
     Attributes:
         path: the file.
-        inputs, outputs: name -> (dtype, shape), in the order in which the file takes and returns them; a length that may
-            differ is the word "length".
+        inputs, outputs: name -> (dtype, shape), in the file's order; "length" is a length that may vary.
         max_len: the largest length; the smallest is 2.
         checked: the lengths at which the file was compared with the model.
         error: the largest difference there, relative to the largest number of the output.
@@ -64,16 +64,15 @@ def export(model: DilatedModule, path: str | Path, max_len: int, batch_size: int
     """Write a model as a file that runs without this package: for inference, on one device.
 
     Args:
-        model: a LongNetLM, LongNetMLM, LongNetClassifier or SlideEncoder, in eval mode, or one of your own that
-            defines `export_inputs`.
-        path: NAME.onnx, for onnxruntime (needs the extra `export`), or NAME.pt2, which torch's `aoti_load_package` loads,
-            for the device that the model is on (needs a C++ compiler).
-        max_len: the most tokens (or tiles) of a sequence, which the file takes from 2 to this many; longer ones are an error
-            when it is run. Segments of at least this length are one segment.
+        model: a LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder or your own with `export_inputs`, in eval mode.
+        path: NAME.onnx, for onnxruntime (needs the extra `export`), or NAME.pt2, for torch's `aoti_load_package` on the
+            model's device (needs a C++ compiler).
+        max_len: the most tokens (or tiles) of a sequence; the file takes 2 to `max_len`, and raises for more. Segments
+            of at least this length become one segment.
         batch_size: sequences of equal length that are computed at once.
 
     Raises:
-        ValueError, TypeError: for what cannot be exported, before any work; or where the file's numbers are not the model's.
+        ValueError, TypeError: for what cannot be exported, before any work; or if the file's numbers are wrong.
         ModuleNotFoundError: without the libraries of the format.
     """
     path = Path(path)
@@ -89,14 +88,14 @@ def export(model: DilatedModule, path: str | Path, max_len: int, batch_size: int
         run = (_write_onnx if path.suffix == ".onnx" else _write_package)(graph, written, list(example), list(outputs))
         lengths = tuple(sorted({2, max(2, length * 2 // 3), length}))
         error = max(_compare(model, run, n, batch_size, path) for n in lengths)
-        for file in Path(folder).iterdir():  # weights of large models lie next to an .onnx
+        for file in Path(folder).iterdir():  # weights of large models are files next to the .onnx
             shutil.move(file, path.parent / file.name)
     named = [_described(x, length) for x in (example, outputs)]
     return Exported(path, *named, max_len, lengths, error)
 
 
 def refuse(model: Any, path: Path, max_len: int) -> None:
-    """Raise for what cannot be exported."""
+    """Raise if the model, path or length cannot be exported."""
     if path.suffix not in FORMATS:
         raise ValueError(f"{path} must end in .onnx (for onnxruntime) or .pt2 (an AOTInductor package).")
     if not isinstance(model, DilatedModule):
@@ -133,10 +132,10 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
 def exported_program(
     model: DilatedModule, max_len: int, batch_size: int = 1, norms: bool = False
 ) -> torch.export.ExportedProgram:
-    """The model in plain torch operations, for lengths from 2 to `max_len`; `norms`: LayerNorm too is decomposed.
+    """The model in plain torch operations, for lengths from 2 to `max_len`; `norms`: also decompose LayerNorm.
 
     Raises:
-        ValueError: where an operation of this package is left.
+        ValueError: if an operation of this package remains.
     """
     example = model.export_inputs(max(2, min(max_len, 77)), batch_size)
     shapes = {"inputs": tuple({1: torch.export.Dim("length", min=2)} for _ in example)}
@@ -154,10 +153,10 @@ def exported_program(
 
 
 def decompositions(longest: int) -> dict[Any, Any]:
-    """The operations of this package as plain torch, for `ExportedProgram.run_decompositions`, on one rank.
+    """The operations of this package as plain torch on one rank, for `ExportedProgram.run_decompositions`.
 
     Args:
-        longest: the most tokens of a sequence that the graph is for.
+        longest: the most tokens of a sequence that the graph supports.
     """
     known: dict[Any, Any] = {}
 
@@ -187,7 +186,7 @@ def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
 
 
 class _Positional(nn.Module):
-    """`model.export_outputs` over a tuple of tensors; a length above `max_len` is an index out of range in the graph."""
+    """`model.export_outputs` over a tuple of tensors; a length above `max_len` is an index out of range."""
 
     def __init__(self, model: DilatedModule, names: Sequence[str], max_len: int) -> None:
         super().__init__()
@@ -210,7 +209,7 @@ def _folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Without what torch.compile put in place of modules' calls."""
+    """Remove torch.compile's replacements of modules' calls inside the context."""
     calls = [(m, call) for m in model.modules() if (call := compiled_call(m)) is not None]
     for m, _ in calls:
         set_compiled_call(m, None)
@@ -245,14 +244,10 @@ def _write_package(graph: Any, path: Path, inputs: list[str], outputs: list[str]
 
 
 def _compare(model: DilatedModule, run: Any, length: int, batch_size: int, path: Path) -> float:
-    """The largest relative difference between the file's numbers and the model's.
-
-    Raises:
-        ValueError: where it is larger than the dtype explains.
-    """
+    """The largest relative difference between file and model; raise ValueError if it exceeds the dtype's tolerance."""
     inputs, error = model.export_inputs(length, batch_size), 0.0
-    wanted = model.export_outputs(**inputs)
-    for (name, want), got in zip(wanted.items(), run(inputs), strict=True):
+    expected = model.export_outputs(**inputs)
+    for (name, want), got in zip(expected.items(), run(inputs), strict=True):
         want = want.detach().cpu()
         largest = max(1.0, want.abs().max().item())
         difference = (got.cpu().double() - want.double()).abs().max().item() / largest

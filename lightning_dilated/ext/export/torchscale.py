@@ -19,7 +19,7 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.ext.slides.weights import check_depth, check_layer_shapes, check_names
 from lightning_dilated.models.pretrained import check_finite, layers_of
 
-#: our name <- theirs, in a layer; `.weight` and `.bias` follow
+#: our name <- torchscale's name in a layer, each followed by `.weight` or `.bias`
 LAYER = {
     "attention_norm": "self_attn_layer_norm",
     "attention.out_proj": "self_attn.out_proj",
@@ -27,9 +27,9 @@ LAYER = {
     "ffn.fc1": "ffn.fc1",
     "ffn.fc2": "ffn.fc2",
 }
-#: the same where the decoder has sub-layer norms
+#: further names if the decoder has sub-layer norms
 SUB_NORMS = {"attention.sub_norm": "self_attn.inner_attn_ln", "ffn.norm": "ffn.ffn_layernorm"}
-#: parts of the names of weights that this model does not have
+#: parts of names of weights that a LongNetLM does not have
 FOREIGN = (
     "embed_positions.weight",
     "layernorm_embedding",
@@ -49,20 +49,20 @@ def read(
     """Return the arguments of LongNetLM that follow from a decoder's tensors, and its state dict.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_state_dict` and `convert`.
+        FileNotFoundError, ValueError: as in `read_state_dict` and `convert`.
     """
     where = "the state dict" if isinstance(source, Mapping) else source
     return convert(read_state_dict(source), num_heads, scale_embedding, depth, where)
 
 
 def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The decoder's tensors by torchscale's names; no code in a file is run.
+    """Return the decoder's tensors by torchscale's names; no code in a file is run.
 
     Args:
-        source: a state dict, or a file of one, alone or under "model" as fairseq writes it; names may have a prefix.
+        source: a state dict, or a file with one, alone or under "model" as fairseq writes it; names may have a prefix.
 
     Raises:
-        FileNotFoundError, ValueError: for a file that cannot be read, or without the tensors of one decoder.
+        FileNotFoundError, ValueError: for a file that cannot be read, or without the tensors of exactly one decoder.
     """
     stored: Any = source
     if not isinstance(source, Mapping):
@@ -100,10 +100,10 @@ def convert(
     asked: int | None = None,
     where: str | Path = "the state dict",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(arguments of LongNetLM that follow from the tensors, its state dict).
+    """Return (the arguments of LongNetLM that follow from the tensors, its state dict).
 
-    With xPos, torchscale rotates neighbouring channels and this package the halves of a head, so rows of q and k are
-    permuted.
+    With xPos, torchscale rotates pairs of adjacent channels, and this package rotates the two halves of a head. Rows of
+    q and k are therefore permuted.
 
     Args:
         asked: layers that it must have; None: any number.
@@ -146,7 +146,7 @@ def convert(
 
 
 def _names(depth: int, sub: bool) -> dict[str, list[str]]:
-    """Our name of each tensor -> their names of the tensors that it concatenates."""
+    """Map our name of each tensor to torchscale's names of the tensors that it concatenates."""
     names = {"embedding.weight": ["embed_tokens.weight"], "head.weight": ["output_projection.weight"]}
     for kind in ("weight", "bias"):
         names[f"transformer.norm.{kind}"] = [f"layer_norm.{kind}"]
@@ -160,7 +160,6 @@ def _names(depth: int, sub: bool) -> dict[str, list[str]]:
 
 
 def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
-    """Raise ValueError for missing tensors, and warn of unused ones."""
     used = {x for parts in names.values() for x in parts}
     missing = sorted(used - set(theirs))
     if missing:
@@ -168,13 +167,13 @@ def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
             " Only decoders that normalise before each part have layer_norm." if "layer_norm.weight" in missing else ""
         )
         raise ValueError(f"the state dict lacks {len(missing)} tensors: {', '.join(missing[:5])}.{hint}")
-    more = sorted(k for k in set(theirs) - used if not BUFFERS.search(k))
-    if more:
-        warnings.warn(f"from_torchscale does not use {len(more)} tensors: {', '.join(more)}.", stacklevel=5)
+    unused = sorted(k for k in set(theirs) - used if not BUFFERS.search(k))
+    if unused:
+        warnings.warn(f"from_torchscale does not use {len(unused)} tensors: {', '.join(unused)}.", stacklevel=5)
 
 
 def _rows(x: Tensor, name: str, num_heads: int, xpos: bool) -> Tensor:
-    """Their tensor; of q and k with xPos, each head's even rows in front of its odd ones."""
+    """Return a torchscale tensor; for q and k with xPos, each head's even rows come before its odd rows."""
     if not xpos or not re.search(r"self_attn\.[qk]_proj\.", name):
         return x
     heads = x.unflatten(0, (num_heads, -1))

@@ -29,24 +29,24 @@ from lightning_dilated.sequence import SequenceSpec
 class LongNetClassifier(PooledModule):
     """Bidirectional LongNet with a pooled prediction: a class, an ordered class, or numbers.
 
-    Batches are mappings with `features` (B, N, F) or `tokens` (B, N) and `label` (B,); optionally `lengths` (B,) of samples
-    that are padded on the right. Or of D samples packed into one row: B = 1, `cu_seqlens` (D + 1,) int32 on the CPU, and
-    `label` (D,); predictions are then (D,).
+    Batches are mappings with `features` (B, N, F) or `tokens` (B, N) and `label` (B,), and optionally `lengths` (B,) of
+    samples that are padded on the right. D samples packed into one row have B = 1, `cu_seqlens` (D + 1,) int32 on the
+    CPU, and `label` (D,); predictions are then (D,).
 
     Args:
         pattern: see `TransformerModel`.
         feature_dim: F, for batches of features.
-        vocab_size: V, for batches of tokens. One of the two is set.
+        vocab_size: V, for batches of tokens. Set one of the two.
         task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
-        num_classes: classes; of a regression its targets, 1 if None; see `PooledModule`.
+        num_classes: classes; for a regression its targets, 1 if None; see `PooledModule`.
         pool: "mean" over the tokens, or "first", the first token's.
-        options: others of `PooledModule` and `TransformerModel`, but for residual_dtype, shift_layers and shift_below.
+        options: of `PooledModule` and `TransformerModel`, except residual_dtype, shift_layers and shift_below.
 
     Raises:
         ValueError, TypeError: naming the argument.
     """
 
-    #: coordinates are looked at, to tell blank rows; reading them from a GPU would wait for it
+    #: coordinates stay on the host, which checks them for blank rows; reading them from a GPU would wait for it
     host_entries = (*PooledModule.host_entries, "coords")
     sequence_spec = SequenceSpec(
         {"features": 1, "tokens": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
@@ -87,7 +87,7 @@ class LongNetClassifier(PooledModule):
             raise ValueError(f"{name}={self.width}, but the data's is {there}: set the model's {name} to {there}.")
 
     def build(self) -> None:
-        """Input layer, blocks and head, with fresh weights."""
+        """Build the input layer, blocks and head, with fresh weights."""
         if self.input == "tokens":
             self.embedding = nn.Embedding(self.width, self.dim)
         else:
@@ -100,21 +100,21 @@ class LongNetClassifier(PooledModule):
             self.transformer.compile_blocks()
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """Random features or tokens, and a label."""
+        """Make random features or tokens, and a label."""
         random = (
             torch.randint(0, self.width, (1, tokens)) if self.input == "tokens" else torch.randn(1, tokens, self.width)
         )
         return {self.input: random, **self.example_label()}
 
     def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
-        """Features (B, N, F) or tokens (B, N)."""
+        """Make features (B, N, F) or tokens (B, N)."""
         shape, device = (batch_size, length), next(self.parameters()).device
         if self.input == "tokens":
             return {"tokens": torch.randint(0, self.width, shape, device=device)}
         return {"features": torch.randn(*shape, self.width, device=device)}
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Embeddings (B, E), and logits (B, C) with a task, see `forward`."""
+        """Return embeddings (B, E), and with a task logits (B, C), see `forward`."""
         return self._exported(self.embed(inputs))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -127,7 +127,7 @@ class LongNetClassifier(PooledModule):
         return embedding if self.head is None else self.head(embedding)
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) pooled hidden states, on every rank of the sequence; (D, E) of a row of D packed samples."""
+        """Pooled hidden states (B, E), on every rank of the sequence; (D, E) for a row of D packed samples."""
         self.configure_model()
         checked_by_all(self._check_input, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 1, "a sample has at least one token")
@@ -167,11 +167,11 @@ class LongNetClassifier(PooledModule):
 
 
 def _blank_in_front(coords: Any, cu_seqlens: Any) -> list[int]:
-    """The samples, or of one row the documents, whose first row has no place: coordinates (B, N, 2) of -1."""
+    """The samples (or documents of one row) that begin with a blank row: coordinates (B, N, 2) of -1."""
     if not isinstance(coords, Tensor) or not coords.numel():
         return []
     first = coords[:, 0]
     if cu_seqlens is not None:
         starts = torch.as_tensor(cu_seqlens)[:-1].to(coords.device, torch.int64)
-        first = coords[0, starts[starts < coords.shape[1]]]  # attention refuses wrong bounds
+        first = coords[0, starts[starts < coords.shape[1]]]  # attention raises for wrong bounds
     return (first == -1).all(1).nonzero()[:, 0].tolist()

@@ -34,20 +34,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def metrics_file(path: Path) -> Path:
-    """The file of a fold. Raises FileNotFoundError where there is none."""
+    """The file of a fold; raises FileNotFoundError if there is none."""
     if path.is_file():
         return path
-    found = sorted(path.rglob(FILE), key=lambda x: x.stat().st_mtime) if path.is_dir() else []
-    if not found:
+    files = sorted(path.rglob(FILE), key=lambda x: x.stat().st_mtime) if path.is_dir() else []
+    if not files:
         raise FileNotFoundError(
             f"{path}: no {FILE} there. `lightning-dilated test --config CONFIG --ckpt_path X.ckpt` of a classifier, "
             "regression or survival model writes it into its run folder."
         )
-    return found[-1]
+    return files[-1]
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """{metric: value}. Raises ValueError for a file that `test` did not write."""
+    """Return {metric: value}; raise ValueError for a file that `test` did not write."""
     refuse_special(path)
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -61,13 +61,13 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def summary(folds: dict[Path, dict[str, float]]) -> list[dict[str, float | str | int]]:
-    """A row of `COLUMNS` for each metric; NaN of a fold makes the metric's numbers NaN.
+    """Return a row of `COLUMNS` for each metric; NaN in one fold makes the metric's numbers NaN.
 
     Args:
         folds: {file: {metric: value}}, two or more.
 
     Raises:
-        ValueError: for fewer, or folds of different metrics.
+        ValueError: for fewer folds, or folds with different metrics.
     """
     if len(folds) < 2:
         raise ValueError(f"a summary needs two folds or more, got {', '.join(map(str, folds))}.")

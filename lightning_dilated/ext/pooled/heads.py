@@ -1,4 +1,4 @@
-"""Heads over a pooled embedding: classification, regression and ordinal, each with its losses, predictions and metrics.
+"""Heads over a pooled embedding: classification, regression and ordinal, with their losses, predictions and metrics.
 
 Shape letters: B batch, E embedding dim, C classes (or targets of a regression), S samples of an epoch.
 """
@@ -18,7 +18,7 @@ REGRESSION_LOSSES = ("mse", "smooth_l1")
 
 
 def unrounded(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in the dtype of the weights, without autocast, which would round losses to 8 bits of mantissa."""
+    """Compute linear(x) in the weights' dtype, without autocast, which would round losses to 8 bits of mantissa."""
     with torch.autocast(x.device.type, enabled=False):
         return linear(x.to(linear.weight.dtype))
 
@@ -28,19 +28,19 @@ class Head(nn.Module):
 
     name: str
     classes: int
-    #: numbers of a sample's scores and of its label, None for one class
+    #: numbers in a sample's scores; numbers in its label, None for a class
     columns: int
     label_columns: int | None = None
-    #: the loss of an epoch is not a sum over batches
+    #: whether the loss of an epoch is not a sum over batches
     of_epoch = False
     linear: nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs (B, C) from (B, E)."""
+        """Return outputs (B, C) from (B, E)."""
         return unrounded(self.linear, x)
 
     def count(self, label: Tensor) -> Any:
-        """Return the number that the sum of losses is divided by."""
+        """Return the divisor of the sum of losses."""
         return len(label)
 
 
@@ -55,16 +55,16 @@ class ClassificationHead(Head):
         self.linear = nn.Linear(dim, classes)
 
     def check(self, label: Tensor) -> Tensor:
-        """The labels (B,) int64. Raises for labels that are not classes."""
+        """Return the labels as int64 (B,); raise for labels that are not classes."""
         return check_classes(label, self.classes)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
-        """(B,) nats."""
+        """The losses in nats, (B,)."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         return nn.functional.cross_entropy(logits.to(wide), label, reduction="none")
 
     def scores(self, logits: Tensor) -> Tensor:
-        """(B, C) probabilities, fp64."""
+        """Probabilities (B, C), fp64."""
         return logits.double().softmax(-1)
 
     def predictions(self, logits: Tensor) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class ClassificationHead(Head):
 class OrdinalHead(ClassificationHead):
     """Cumulative link model with the logistic link (McCullagh 1980): P(y > k) = sigmoid(s - t_k), t increasing.
 
-    One score s for an embedding and C - 1 thresholds t; the loss is the negative log-likelihood of the class.
+    An embedding has one score s, and there are C - 1 thresholds t; the loss is the class's negative log-likelihood.
     """
 
     name = "ordinal"
@@ -93,7 +93,7 @@ class OrdinalHead(ClassificationHead):
         self.gaps = nn.Parameter(torch.full((classes - 2,), 0.5413)) if classes > 2 else None  # softplus(0.5413) = 1
 
     def thresholds(self) -> Tensor:
-        """(C - 1,), increasing."""
+        """Thresholds (C - 1,), increasing."""
         if self.gaps is None:
             return self.first
         return torch.cat([self.first, self.first + nn.functional.softplus(self.gaps).cumsum(0)])
@@ -101,8 +101,8 @@ class OrdinalHead(ClassificationHead):
     def forward(self, x: Tensor) -> Tensor:
         """Log-probabilities (B, C) from (B, E), at least fp32.
 
-        P(y = k) = sigmoid(a) - sigmoid(b) with a = t_k - s and b = t_{k-1} - s, which is
-        sigmoid(a) sigmoid(-b) (1 - exp(b - a)): a product, so that its logarithm is exact in the tails.
+        P(y = k) = sigmoid(a) - sigmoid(b) with a = t_k - s and b = t_{k-1} - s, which equals sigmoid(a) sigmoid(-b) (1
+        - exp(b - a)). The logarithm of this product is exact in the tails.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         t, s = self.thresholds().to(wide), unrounded(self.linear, x).to(wide)
@@ -112,11 +112,11 @@ class OrdinalHead(ClassificationHead):
         return torch.cat([below[:, :1], between, above[:, -1:]], 1)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
-        """(B,) nats."""
+        """The losses in nats, (B,)."""
         return -logits.gather(1, label[:, None])[:, 0]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """(B, C) probabilities, fp64."""
+        """Probabilities (B, C), fp64."""
         return logits.double().exp()
 
 
@@ -132,7 +132,7 @@ class RegressionHead(Head):
         self.linear, self.loss = nn.Linear(dim, targets), loss
 
     def check(self, label: Tensor) -> Tensor:
-        """The labels (B, C). Raises for another shape, values that are not finite, or labels rounded to 16 bits."""
+        """Return the labels (B, C); raise for other shapes, infinite or NaN values, and 16-bit dtypes."""
         if label.dtype in (torch.bfloat16, torch.float16):
             raise TypeError(
                 f"the labels are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
@@ -146,17 +146,17 @@ class RegressionHead(Head):
         return shaped
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
-        """(B,): the mean over a sample's targets."""
+        """The mean loss over each sample's targets, (B,)."""
         name = "mse_loss" if self.loss == "mse" else "smooth_l1_loss"
         wide = torch.promote_types(logits.dtype, torch.float32)  # bf16 would round the labels
         return getattr(nn.functional, name)(logits.to(wide), label.to(wide), reduction="none").mean(1)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """(B, C), fp64."""
+        """Predicted targets (B, C), fp64."""
         return logits.double()
 
     def predictions(self, logits: Tensor) -> dict[str, Tensor]:
-        """ "prediction", or with several targets "prediction_0" and so on, each (B,)."""
+        """Return "prediction", or for several targets "prediction_0" and so on, each (B,)."""
         if self.classes == 1:
             return {"prediction": logits[:, 0]}
         return {f"prediction_{c}": logits[:, c] for c in range(self.classes)}
@@ -173,7 +173,7 @@ TASKS = (*HEADS, "survival")
 
 
 def make_head(task: str, dim: int, num_classes: int | None, regression_loss: str) -> nn.Module:
-    """The head of a task, but for survival (`survival.survival_head`).
+    """Make the head of a task other than survival (see `survival.survival_head`).
 
     Raises:
         ValueError: for an unknown task or a missing number of classes.
@@ -188,10 +188,10 @@ def make_head(task: str, dim: int, num_classes: int | None, regression_loss: str
 
 
 def check_classes(label: Tensor, classes: int) -> Tensor:
-    """(B,) labels as int64.
+    """Return the labels (B,) as int64.
 
     Raises:
-        TypeError, ValueError: unless they are integers in [0, classes), one a sample.
+        TypeError, ValueError: unless they are integers in [0, classes), one for each sample.
     """
     if label.is_floating_point() or label.dtype == torch.bool or label.ndim != 1:
         raise TypeError(f"labels of classes must be integers (B,), got {label.dtype} of shape {tuple(label.shape)}.")
@@ -206,10 +206,10 @@ def check_classes(label: Tensor, classes: int) -> Tensor:
 
 
 def class_metrics(scores: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-    """AUROC (one against the rest, mean over the classes that occur), balanced accuracy (mean recall of the classes that
-    occur) and Cohen's kappa with quadratic weights, of probabilities (S, C) and labels (S,).
+    """AUROC, balanced accuracy and Cohen's kappa with quadratic weights, from probabilities (S, C) and labels (S,).
 
-    An undefined number (AUROC where only one class occurs) is NaN, not 0.
+    AUROC is one class against the others; it and balanced accuracy (recall) are means over the classes that occur. An
+    undefined number (AUROC if only one class occurs) is NaN, not 0.
     """
     present = [c for c in range(classes) if bool((labels == c).any())]
     nan = scores.new_full((), torch.nan)
@@ -217,8 +217,8 @@ def class_metrics(scores: Tensor, labels: Tensor, classes: int) -> dict[str, Ten
         return dict.fromkeys(("auroc", "balanced_accuracy", "quadratic_kappa"), nan)
     predicted = scores.argmax(-1)
     recalls = [(predicted[labels == c] == c).double().mean() for c in present]
-    both = present if len(present) > 1 else []
-    areas = [binary_auroc(scores[:, c], (labels == c).long()) for c in both]
+    compared = present if len(present) > 1 else []
+    areas = [binary_auroc(scores[:, c], (labels == c).long()) for c in compared]
     return {
         "auroc": torch.stack(areas).mean() if areas else nan,
         "balanced_accuracy": torch.stack(recalls).mean(),

@@ -28,22 +28,22 @@ COLUMNS = ("metric", "value", "low", "high", "level", "samples", "groups", "resa
 
 
 class BootstrapIntervals(pl.Callback):
-    """Writes `test_metrics.csv` into the run folder after `test`, a row for each metric of the model's head (AUROC and so
-    on), with a percentile bootstrap interval (Efron 1979, doi 10.1214/aos/1176344552), and prints it as a table.
+    """Write `test_metrics.csv` into the run folder after `test`, with a row for each metric of the model's head.
 
-    Predictions of all ranks are gathered. Groups of samples are drawn with replacement, as many as there are: slides of a
-    patient are not independent, so SlideDataModule's `group_column` says what a group is; else each sample is one. The
-    interval depends on the predictions and `seed` alone, not on the number of ranks. It says how much the metric would vary
-    with other patients of this cohort, not with another training.
+    Each metric has a percentile bootstrap interval (Efron 1979, doi 10.1214/aos/1176344552); a table is printed, too.
+    Predictions of all ranks are gathered. A resample draws groups of samples with replacement, keeping their number:
+    slides of a patient are not independent, so `group_column` of SlideDataModule defines the groups; without it each
+    sample is a group. The interval depends only on the predictions and `seed`, not on the number of ranks. It shows how
+    much the metric would vary with other patients of this cohort, not with another training.
 
-    Columns: metric, value, low, high, level, samples, groups, resamples, and undefined, how many resamples have no value (as
-    AUROC where one class is drawn), which are left out.
+    Columns: metric, value, low, high, level, samples, groups, resamples, and undefined: the number of resamples that
+    are left out because they have no value (as AUROC if one class is drawn).
 
     Args:
-        resamples: how many; 1,000 take some seconds.
-        level: of the interval, such as 0.95.
-        seed: of the draws.
-        path: of the CSV; None means `test_metrics.csv` in the logger's folder.
+        resamples: number of resamples; 1,000 take some seconds.
+        level: the interval's level, such as 0.95.
+        seed: seed of the draws.
+        path: path of the CSV; None means `test_metrics.csv` in the logger's folder.
 
     Raises:
         TypeError: when a test begins, for a model without such a head.
@@ -57,7 +57,7 @@ class BootstrapIntervals(pl.Callback):
         self.intervals: dict[str, tuple[float, float, float]] = {}
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the model, and find the folder, which takes every rank."""
+        """Check the model, and find the folder; every rank must take part."""
         if not isinstance(pl_module, PooledModule) or pl_module.task is None:
             raise TypeError(
                 f"BootstrapIntervals is for a model with one prediction a sequence, got {type(pl_module).__name__}"
@@ -66,16 +66,16 @@ class BootstrapIntervals(pl.Callback):
         self._target = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / FILE)
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gather the predictions on every rank; compute and write on the first."""
+        """Gather the predictions on every rank; compute and write on the first rank."""
         module: Any = pl_module
         scores, labels, index = module.epoch_scores["test"].whole_epoch()
         if not trainer.is_global_zero or not len(scores):
             return
         groups = group_numbers(index.cpu().numpy(), getattr(trainer, "datamodule", None))
         scores, labels = scores.cpu(), labels.cpu()
-        found = bootstrap(module.head.metrics, scores, labels, groups, self.resamples, self.level, self.seed)
-        self.intervals = {name: (x["value"], x["low"], x["high"]) for name, x in found.items()}
-        rows = [{"metric": name, **x, "level": self.level, "resamples": self.resamples} for name, x in found.items()]
+        metrics = bootstrap(module.head.metrics, scores, labels, groups, self.resamples, self.level, self.seed)
+        self.intervals = {name: (x["value"], x["low"], x["high"]) for name, x in metrics.items()}
+        rows = [{"metric": name, **x, "level": self.level, "resamples": self.resamples} for name, x in metrics.items()]
         self._target.parent.mkdir(parents=True, exist_ok=True)
         with self._target.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
@@ -106,11 +106,11 @@ class BootstrapIntervals(pl.Callback):
 
 
 def group_numbers(index: np.ndarray, data: Any) -> np.ndarray:
-    """(S,) int64, the group of each sample, from 0 on.
+    """The group of each sample, (S,) int64, numbered from 0.
 
     Args:
-        index: (S,) of the samples in the test split; -1 where batches do not tell it.
-        data: the DataModule; `groups("test")`, where it has that, names the group of each sample.
+        index: (S,) index of each sample in the test split; -1 if batches do not have it.
+        data: the DataModule; its `groups("test")`, if it has this method, names the group of each sample.
     """
     names = data.groups("test") if callable(getattr(data, "groups", None)) else None
     if names is None or (index < 0).any():
@@ -127,20 +127,20 @@ def bootstrap(
     level: float,
     seed: int,
 ) -> dict[str, dict[str, Any]]:
-    """{metric: {"value", "low", "high", "samples", "groups", "undefined"}}.
+    """Return {metric: {"value", "low", "high", "samples", "groups", "undefined"}}.
 
     Args:
-        metrics: of scores (S, C) and labels (S, ...).
-        scores, labels: of all samples.
-        groups: (S,) numbers from 0 to G - 1, all of which occur.
-        resamples, level, seed: as of `BootstrapIntervals`.
+        metrics: function of scores (S, C) and labels (S, ...).
+        scores, labels: for all samples.
+        groups: (S,) numbers from 0 to G - 1; each occurs.
+        resamples, level, seed: as in `BootstrapIntervals`.
     """
     rng, count = np.random.default_rng([seed]), int(groups.max()) + 1
     members = np.split(np.argsort(groups, kind="stable"), np.cumsum(np.bincount(groups))[:-1])
     values = metrics(scores, labels)
     drawn: dict[str, list[float]] = {name: [] for name in values}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of single metrics without a value, which are counted
+        warnings.simplefilter("ignore")  # warnings of metrics without a value, which are counted
         for _ in range(resamples):
             rows = torch.from_numpy(np.concatenate([members[g] for g in rng.integers(0, count, count)]))
             for name, value in metrics(scores[rows], labels[rows]).items():

@@ -1,4 +1,4 @@
-"""PooledModule, the base of models with one prediction a sequence: pooling, head, metrics, and fine-tuning (LoRA included).
+"""PooledModule, the base of models with one prediction a sequence: pooling, head, metrics, and fine-tuning (with LoRA).
 
 Shape letters: B batch, N tokens, L tokens of this rank, E embedding dim, C classes.
 """
@@ -26,17 +26,17 @@ from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_sum
 
-#: linear layers of a block, and its parameters outside of one (q, k and v's joint projection)
+#: linear layers of a block, and its parameters outside linear layers (the joint projection of q, k and v)
 LAYERS = ("out_proj", "fc1", "fc2", "gate")
 PARAMETERS = ("attention.in_proj_weight",)
 
 
 def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
-    """Add low-rank updates (arXiv 2106.09685), which start at 0, to every projection of the blocks, in place.
+    """Add low-rank updates (arXiv 2106.09685), initially 0, to every projection of the blocks, in place.
 
     Args:
         transformer: a `DilatedTransformer`.
-        rank: of the updates.
+        rank: rank of the updates.
         alpha: the updates are scaled by alpha / rank.
 
     Raises:
@@ -55,10 +55,10 @@ def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
 
 
 def merge_lora(transformer: nn.Module) -> None:
-    """Add the updates to the weights, which leaves a plain transformer, in place."""
+    """Add the updates to the weights in place, which leaves a plain transformer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
+    for name, module in reversed(list(transformer.named_modules())):  # inner modules first
         if isinstance(module, BaseTunerLayer):
             module.merge()
             parent, _, child = name.rpartition(".")
@@ -66,37 +66,35 @@ def merge_lora(transformer: nn.Module) -> None:
 
 
 class PooledModule(TransformerModel):
-    """Base of the models that predict one thing for a whole sequence; a subclass defines `build` and `embed`.
+    """Base of models that make one prediction for a whole sequence; a subclass defines `build` and `embed`.
 
-    Every rank of a sequence gets the pooled embedding and computes the same head and loss; metrics count each sample once.
+    All ranks of a sequence get the pooled embedding and compute the same head and loss; metrics count a sample once.
 
     Args:
         pattern, options: see `TransformerModel`.
-        task: "classification", "regression", "ordinal", "survival" (labels (B, 2), time and event), or None for embeddings
-            only.
+        task: "classification", "regression", "ordinal", "survival" (labels (B, 2): time, event); None: embeddings only.
         num_classes: C; targets of a regression, 1 if None; bins of time of discrete survival, 4 if None.
         regression_loss: "mse" or "smooth_l1".
-        class_weights: what the training loss of a sample of each class is multiplied by: a list of C, or "balanced",
-            S / (C S_c) of S training samples of which S_c have the class, so that classes count equally and the weights'
-            mean over the samples is 1. Validation and test stay without weights.
-        survival_loss: "discrete", hazards in bins of time, exact for any batch and number of ranks; or "cox", the partial
-            likelihood, whose training compares the samples of a batch on each rank (see `survival.CoxHead`).
-        time_bins: the C - 1 edges of the bins of time; None: fit takes the quantiles of the training data's events, which
-            checkpoints keep.
-        predict_embeddings: have `predict` give each sample's embedding next to its prediction.
+        class_weights: factors of the training loss by class: a list of C numbers, or "balanced", S / (C S_c) for S
+            training samples, S_c in the class. Classes then count equally, and the mean weight over the samples is 1.
+            Validation and test have no weights.
+        survival_loss: "discrete", hazards in bins of time, exact for any batch and number of ranks; or "cox", the
+            partial likelihood, in training only over a rank's batch (see `survival.CoxHead`).
+        time_bins: the C - 1 edges of the bins of time; None: quantiles of the training events, kept in checkpoints.
+        predict_embeddings: let `predict` return each sample's embedding besides its prediction.
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
-        freeze_encoder: train the head only; the rest stays in eval mode.
-        lora_rank: train the head and low-rank updates of this rank of the blocks (arXiv 2106.09685; needs the extra `lora`).
+        freeze_encoder: train the head only; all other modules stay in eval mode.
+        lora_rank: rank of low-rank updates of the blocks, which train with the head (arXiv 2106.09685; extra `lora`).
         lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
     Logged with `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
-    `quadratic_kappa`, or `mse` and `r2`, or `concordance` (Harrell's), each with the stage's name in front.
+    `quadratic_kappa`, or `mse` and `r2`, or `concordance` (Harrell's), each prefixed with the stage's name.
     """
 
     also_in_config = ("classes", "tile_order")
     predicts_label = predicts_rows = True
-    #: first parts of the names of the parameters below the first block
+    #: first parts of the names of parameters below the first block
     input_layers: tuple[str, ...] = ()
 
     def __init__(
@@ -139,28 +137,29 @@ class PooledModule(TransformerModel):
         self.predict_embeddings = flag(predict_embeddings, "predict_embeddings")
         self.layer_decay, self.freeze_encoder = layer_decay, flag(freeze_encoder, "freeze_encoder")
         self.head: nn.Module | None = None
-        #: the label that was last moved to a device, its version, and the head's checked copy or the error it raised
+        #: the label last moved to a device, its version, and the head's checked copy or the error it raised
         self._read: tuple[Any, int, Any] = None, 0, None
-        #: names of the head's classes, and the order of a slide's tiles, once trained on data that has them
+        #: names of the head's classes, and the order of a slide's tiles; set by training on data that has them
         self.classes: list[str] | None = None
         self.tile_order: str | None = None
-        #: what the loss of each class is multiplied by, of this fit
+        #: factors of each class's loss in this fit
         self._loss_weights = None if self.class_weights == "balanced" else self.class_weights
         if task is not None:
             with torch.device("meta"):
                 head = self._make_head()
             self.epoch_scores = nn.ModuleDict({s: EpochScores(head.columns, head.label_columns) for s in STAGES[1:]})
 
-    # -- what a subclass defines -------------------------------------------------------------------------------------
+    # -- defined by subclasses
+    # -------------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) pooled embeddings of a batch, on every rank of the sequence; (D, E) of a row of D packed samples."""
+        """Pooled embeddings (B, E) of a batch, on every rank of the sequence; (D, E) for a row of D packed samples."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
     def _exported(self, embedding: Tensor) -> dict[str, Tensor]:
         return {"embeddings": embedding} | ({} if self.head is None else {"logits": self.head(embedding)})
 
     def example_label(self) -> dict[str, Tensor]:
-        """The part of `example_batch` that tells what to predict of one sample.
+        """Make the part of `example_batch` that says what to predict for one sample.
 
         Raises:
             ValueError: for a model that only makes embeddings.
@@ -183,7 +182,7 @@ class PooledModule(TransformerModel):
         return make_head(self.task, self.dim, self.num_classes, self.regression_loss)
 
     def planning_copy(self, depth: int) -> Self:
-        """DilatedModule's; bins of time and weights of classes, which the data decides, do not change what is counted."""
+        """See DilatedModule; the copy needs neither bins of time nor class weights, which depend on the data."""
         copy = super().planning_copy(depth)
         copy.class_weights = copy._loss_weights = None
         if copy.task == "survival" and copy.survival_loss == "discrete" and copy.time_bins is None:
@@ -199,7 +198,7 @@ class PooledModule(TransformerModel):
                 f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(classes)}): "
                 f"set the model's num_classes to {len(classes)}."
             )
-        if stage != "fit":  # a new fit may have other classes; a resumed one is checked when its checkpoint is loaded
+        if stage != "fit":  # a new fit may have other classes; a resumed fit checks them when its checkpoint is loaded
             self._check_classes(self.classes)
             self._keep_order()
         elif self.class_weights == "balanced":
@@ -218,7 +217,7 @@ class PooledModule(TransformerModel):
             raise ValueError(
                 "class_weights='balanced' and data.sampling='balanced' would correct for rare classes twice: leave out one."
             )
-        # the data warns of a class without samples; its weight has no effect
+        # the data warns of a class without samples; the weight of such a class has no effect
         present = sum(n > 0 for n in counts)
         return [sum(counts) / (present * n) if n else 1.0 for n in counts]
 
@@ -238,13 +237,13 @@ class PooledModule(TransformerModel):
                 self.head.edges = self.time_bins
 
     def _keep_order(self) -> None:
-        """Have the data's tiles come in the order that the model was trained with."""
+        """Make the data use the order of tiles that the model was trained with."""
         follow = self._data_setting("follow_order")
         if self.tile_order is not None and callable(follow):
             follow(self.tile_order)
 
     def on_train_start(self) -> None:
-        """Take over the data's classes and order of tiles."""
+        """Store the data's classes and order of tiles."""
         super().on_train_start()
         self.classes, self.tile_order = self._data_classes(), self._data_setting("order")
 
@@ -261,14 +260,14 @@ class PooledModule(TransformerModel):
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """DilatedModule's, and the names of the classes."""
+        """See DilatedModule; also save the names of the classes."""
         super().on_save_checkpoint(checkpoint)
         for name in ("classes", "tile_order"):
             if getattr(self, name) is not None:
                 checkpoint[name] = getattr(self, name)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """DilatedModule's; check that the data's classes are those of the checkpoint."""
+        """See DilatedModule; also check that the data has the checkpoint's classes."""
         super().on_load_checkpoint(checkpoint)
         if checkpoint.get("classes") is not None:
             self._check_classes(checkpoint["classes"])
@@ -278,13 +277,13 @@ class PooledModule(TransformerModel):
             self.time_bins = self.hparams["time_bins"] = list(bins)
             if self.head is not None:
                 self.head.edges = self.time_bins
-        # checkpoints of slides from before models kept the order were trained in the files'
+        # older slide checkpoints have no order: they were trained in the order of the files
         self.tile_order = checkpoint.get("tile_order", "file" if "SlideDataModule" in checkpoint else None)
         if attached_trainer(self) is not None:
             self._keep_order()
 
     def configure_model(self) -> None:
-        """Build the layers, once, and freeze what is not trained."""
+        """Build the layers once, and freeze parameters that are not trained."""
         fresh = not self._built
         super().configure_model()
         if fresh and self.lora_rank is not None:
@@ -295,13 +294,13 @@ class PooledModule(TransformerModel):
                 parameter.requires_grad_(name.startswith("head.") or ".lora_" in name)
 
     def merge_lora(self) -> None:
-        """Add the low-rank updates to the weights; the model is then one without `lora_rank`."""
+        """Add the low-rank updates to the weights; the model then has no `lora_rank`."""
         if self.lora_rank is not None:
             merge_lora(self.transformer)
             self.lora_rank = self.hparams["lora_rank"] = None
 
     def train(self, mode: bool = True) -> PooledModule:
-        """nn.Module's; a frozen encoder stays in eval mode."""
+        """See nn.Module; a frozen encoder stays in eval mode."""
         super().train(mode)
         if self.freeze_encoder:
             for name, child in self.named_children():
@@ -311,7 +310,7 @@ class PooledModule(TransformerModel):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def _outcome(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(logits (B, C), checked labels)."""
+        """Return (logits (B, C), checked labels)."""
         if self.task is None:
             raise ValueError(
                 f"this {type(self).__name__} makes embeddings only: give task and num_classes to train it."
@@ -324,7 +323,7 @@ class PooledModule(TransformerModel):
         return self.head(self.embed(batch)), send(label, self.head.linear.weight.device)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """DilatedModule's; labels are checked on the CPU first, since reading them from the GPU would wait for it."""
+        """See DilatedModule; labels are checked on the CPU first, because reading a GPU would wait for it."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
             try:
@@ -337,7 +336,7 @@ class PooledModule(TransformerModel):
         return moved
 
     def _checked(self, label: Any) -> Tensor:
-        """Labels as the head takes them, read from the device only if they changed since they were moved."""
+        """Labels as the head takes them; read from the device only if they changed after they were moved."""
         moved, version, checked = self._read
         if moved is None or label is not moved or version_of(label) != version:
             return self.head.check(torch.as_tensor(label))
@@ -346,8 +345,10 @@ class PooledModule(TransformerModel):
         return checked
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """(sum of the samples' losses, each times its class's weight, number of samples), the same on all ranks of the
-        sequence. Of Cox's likelihood the number is that of events."""
+        """Return (sum of losses, weighted by class; number of samples), equal on all ranks of the sequence.
+
+        For Cox's likelihood the number is the number of events.
+        """
         logits, label = self._outcome(batch)
         losses = self.head.losses(logits, label)
         if self.class_weights is not None:
@@ -355,7 +356,7 @@ class PooledModule(TransformerModel):
         return losses.sum(), self.head.count(label)
 
     def _weights(self, losses: Tensor) -> Tensor:
-        """(C,) weights of classes, like `losses`."""
+        """The weights of classes, (C,), like `losses`."""
         if self._loss_weights is None:
             raise ValueError(
                 "class_weights='balanced' counts the training samples when fit begins; outside of Trainer.fit give a list."
@@ -367,26 +368,28 @@ class PooledModule(TransformerModel):
         if not self.head.of_epoch:
             self.mean_loss[stage].update(self.head.losses(logits, label).sum(), self.head.count(label))
         group = active_sequence()
-        count = len(label) if group is None or group.rank == 0 else 0  # each sample once
+        count = len(label) if group is None or group.rank == 0 else 0  # counts each sample once
         index = batch["index"][:count] if "index" in batch else None
         self.epoch_scores[stage].update(self.head.scores(logits)[:count], label[:count], index)
 
     def _report(self, stage: str) -> None:
         metric = self.epoch_scores[stage]
-        scores, labels, _ = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
-        if self.head.of_epoch:  # the same on all ranks, whose sums and counts are added
+        scores, labels, _ = metric.whole_epoch()  # from all ranks, gathered by torchmetrics
+        if self.head.of_epoch:  # equal on all ranks, and their sums and counts are added
             self.mean_loss[stage].update(self.head.losses(scores, labels).sum(), self.head.count(labels))
         super()._report(stage)
         metric.reset()
         for i, (name, value) in enumerate(self.head.metrics(scores, labels).items()):
-            # a progress bar has room for one: Rich cuts the names of more
+            # a progress bar has room for one name: Rich truncates more
             self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val" and i == 0)
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """The batch's `index`, `slide_id` and `label`, where it has them, then the head's predictions, each (B,), or without
-        a task, and with `predict_embeddings` after them, `embedding` (B, E). Labels of survival are `time` and `event`.
-        `prediction_class` is the name of the predicted class, if the training data named its
-        classes; a label that the Trainer's precision has rounded is left out."""
+        """Return the batch's `index`, `slide_id` and `label`, if it has them, and the head's predictions, each (B,).
+
+        Without a task, and with `predict_embeddings`, there is also `embedding` (B, E). Survival labels are `time` and
+        `event`. `prediction_class` is the name of the predicted class, if the training data named its classes. A label
+        that the Trainer's precision has rounded is left out.
+        """
         self.configure_model()
         embedding = self.embed(batch)
         known = {name: batch[name] for name in ("index", "slide_id", "label") if name in batch}
@@ -406,12 +409,12 @@ class PooledModule(TransformerModel):
 
     # -- fine-tuning ---------------------------------------------------------------------------------------------------
     def layer_of(self, name: str) -> int:
-        """The layer that a parameter belongs to: 0 below the blocks, i + 1 in block i, depth + 1 above."""
+        """The layer of a parameter: 0 below the blocks, i + 1 in block i, depth + 1 above."""
         block = re.search(r"\bblocks\.(\d+)\.", name)
         return int(block[1]) + 1 if block else 0 if name.startswith(self.input_layers) else self.depth + 1
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """DilatedModule's; with `layer_decay` two groups a layer, whose `lr_scale` multiplies the learning rate."""
+        """See DilatedModule; `layer_decay` gives two groups a layer, with `lr_scale`, a factor of the rate."""
         if self.layer_decay == 1:
             return super().parameter_groups()
         groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -427,7 +430,7 @@ class PooledModule(TransformerModel):
 
 
 def checked_weights(weights: Any, task: str | None, num_classes: int | None) -> Any:
-    """`class_weights` as "balanced", a list of floats or None. Raises TypeError or ValueError for others."""
+    """Return `class_weights` as "balanced", a list of floats or None; raise TypeError or ValueError otherwise."""
     if weights is None or (weights == "balanced" and task in ("classification", "ordinal")):
         return weights
     if task not in ("classification", "ordinal"):
@@ -440,27 +443,27 @@ def checked_weights(weights: Any, task: str | None, num_classes: int | None) -> 
 
 
 def checked_by_all(check: Any, *arguments: Any) -> Any:
-    """check(*arguments); where it raises on one rank of a sequence, all ranks raise."""
+    """Run check(*arguments); if it raises on one rank of a sequence, all ranks raise."""
     group = active_sequence()
     return check(*arguments) if group is None else group.guard(check, *arguments)
 
 
 def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
-    """(B, E), on every rank, of x (B, L, E): the token at global position 0. `positions` (L,) are global.
+    """The token of x (B, L, E) at global position 0, (B, E), on every rank. `positions` (L,) are global.
 
-    Of a row of D `documents` (D, E): each one's first token.
+    For a row of D `documents`, each document's first token, (D, E).
     """
     if documents is not None:
         return documents.first(x)
-    # in every layout it is a shard's first; one rank holds it
+    # position 0 is the first of a shard in every layout; one rank holds it
     holds = active_sequence() is None or bool((positions[:1] == 0).any())
-    return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
+    return sequence_sum(x[:, : int(holds)].sum(1))  # on other ranks an empty sum, which is part of the graph
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`.
+    """Return lengths (B,) int64 on the CPU; raise ValueError for one below `least`, or above `rows` if `rows` >= 0.
 
-    Values are not looked at while torch traces the call: it compiles or exports for any.
+    While torch traces the call, values are not checked: the graph serves any values.
     """
     if lengths is None:
         return None

@@ -15,13 +15,13 @@ from lightning_dilated.models.metrics import Float64Metric
 
 
 class EpochScores(Float64Metric):
-    """All scores and labels of an epoch, of all ranks, for metrics that are not sums over batches, such as AUROC.
+    """All scores and labels of an epoch and of all ranks, for metrics that are not sums over batches, such as AUROC.
 
-    Samples come in the order of their index in the data set, where batches tell it, so on any number of ranks.
+    If batches have it, the index in the data set orders the samples, so the order is equal on any number of ranks.
 
     Args:
         columns: C, scores of a sample.
-        label_columns: of a label; None for labels (B,).
+        label_columns: numbers of a label; None for labels (B,).
     """
 
     def __init__(self, columns: int, label_columns: int | None = None) -> None:
@@ -43,21 +43,19 @@ class EpochScores(Float64Metric):
         self._begin()
 
     def update(self, scores: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
-        """Add samples: scores (B, C), labels (B,) or (B, C), and their index (B,), or None; a rank without samples adds
-        empty ones."""
+        """Add samples: scores (B, C), labels (B,) or (B, C), and indices (B,) or None; B may be 0."""
         self.scores.append(scores.detach().double())
         self.labels.append(labels.detach().double())
         unknown = scores.new_full((len(scores),), -1)
         self.index.append((unknown if index is None else index.to(scores.device)).detach().double())
 
     def compute(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(scores (S, C), labels, index (S,) or -1), fp64."""
+        """Return (scores (S, C), labels, index (S,) or -1), fp64."""
         whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
         return whole(self.scores), whole(self.labels), whole(self.index)
 
     def whole_epoch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `compute`, by rising index, and in these shapes for a single sample, too: torchmetrics turns tensors of one
-        number into scalars."""
+        """Return `compute`'s tensors by rising index, in full shape for one sample, too: torchmetrics squeezes it."""
         scores, labels, index = (
             x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
         )
@@ -70,7 +68,7 @@ def check_documents(batch: Mapping[str, Any], rows: int, least: int, what: str) 
 
     Args:
         rows: B of the batch.
-        least: the fewest tokens of a sample; `what` says why.
+        least: the fewest tokens of a sample; `what` gives the reason.
     """
     bounds = batch.get("cu_seqlens")
     if bounds is None:

@@ -1,6 +1,6 @@
-"""Survival: heads for times to an event, discrete-time hazards and Cox's partial likelihood, and Harrell's concordance.
+"""Survival: heads for times to an event (discrete-time hazards, Cox's partial likelihood), and Harrell's concordance.
 
-A label is (time, event): event 1 where it happened at that time, 0 where it had not happened by then (censored).
+A label is (time, event): event is 1 if it happened at that time, 0 if it had not happened by then (censored).
 
 Shape letters: B batch, E embedding dim, K bins of time, S samples of an epoch.
 """
@@ -19,20 +19,20 @@ from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.ext.pooled.heads import Head
 
 LOSSES = ("discrete", "cox")
-#: bins of time where num_classes does not say
+#: bins of time without num_classes
 BINS = 4
-#: rows of a comparison of all samples with all that are computed at a time
+#: rows that are computed at a time when all samples are compared with all
 ROWS = 1024
 
 
 class SurvivalHead(Head):
-    """Base of the heads for times to an event; labels are (B, 2), times and events."""
+    """Base of the heads for times to an event; labels (B, 2) hold times and events."""
 
     name = "survival"
     columns, label_columns = 1, 2
 
     def check(self, label: Tensor) -> Tensor:
-        """Return the labels (B, 2). Raises TypeError or ValueError for other shapes and values."""
+        """Return the labels (B, 2); raise TypeError or ValueError for other shapes and values."""
         if label.dtype in (torch.bfloat16, torch.float16):
             raise TypeError(
                 f"the times are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
@@ -54,12 +54,12 @@ class SurvivalHead(Head):
 
 
 class HazardHead(SurvivalHead):
-    """Discrete-time survival: K logits of the hazard, the probability of the event in a bin of time if it did not happen
-    before (Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257).
+    """Discrete-time survival: K logits of the hazard, the probability of the event in a bin if it has not happened yet.
 
-    Bin k holds the times from edge k - 1 to below edge k, the last one all from its edge on. A sample with an event in bin k
-    has the loss -log h_k - sum over j < k of log(1 - h_j); a censored one the sum alone, the bins that it surely survived.
-    It is a sum over samples, so it is exact for any batch and on any number of ranks.
+    Gensheimer & Narasimhan 2019, doi 10.7717/peerj.6257. Bin k holds the times from edge k - 1 to below edge k; the
+    last bin has no upper edge. A sample with an event in bin k has the loss -log h_k - sum over j < k of log(1 - h_j).
+    A censored sample has only the sum, over the bins that it surely survived. The loss is a sum over samples, so it is
+    exact for any batch and on any number of ranks.
 
     Args:
         dim: E.
@@ -73,7 +73,7 @@ class HazardHead(SurvivalHead):
         self.linear, self.edges = nn.Linear(dim, bins), None if edges is None else list(edges)
 
     def check(self, label: Tensor) -> Tensor:
-        """Return the labels (B, 2), checked; bins need their edges."""
+        """Return the checked labels (B, 2); raise ValueError if the edges of the bins are unknown."""
         if self.edges is None:
             raise ValueError(
                 "the bins of time are not known: fit takes them from SlideDataModule's training slides, and a checkpoint "
@@ -82,12 +82,12 @@ class HazardHead(SurvivalHead):
         return super().check(label)
 
     def bins(self, time: Tensor) -> Tensor:
-        """(B,) int64, the bin of each time."""
+        """The bin of each time, (B,) int64."""
         edges = send(torch.tensor(self.edges, dtype=torch.float64), time.device)
         return torch.bucketize(time.double(), edges, right=True)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
-        """(B,) nats."""
+        """The losses in nats, (B,)."""
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         bin_of = self.bins(label[:, 0])[:, None]
         before = torch.arange(self.classes, device=z.device) < bin_of
@@ -95,11 +95,11 @@ class HazardHead(SurvivalHead):
         return -survived - label[:, 1].to(z) * nn.functional.logsigmoid(z).gather(1, bin_of)[:, 0]
 
     def survival(self, logits: Tensor) -> Tensor:
-        """(B, K) fp64, the probability that the event did not happen by the end of each bin."""
+        """The probability that the event did not happen by the end of each bin, (B, K) fp64."""
         return nn.functional.logsigmoid(-logits.double()).cumsum(1).exp()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """(B, 1) fp64 risks: less the expected number of bins that are survived."""
+        """Risks (B, 1) fp64: minus the expected number of survived bins."""
         return -self.survival(logits).sum(1, keepdim=True)
 
     def predictions(self, logits: Tensor) -> dict[str, Tensor]:
@@ -109,11 +109,11 @@ class HazardHead(SurvivalHead):
 
 
 class CoxHead(SurvivalHead):
-    """Proportional hazards: a log-risk without bias; Cox's partial likelihood, with Efron's rule for tied times.
+    """Proportional hazards: a log-risk without bias, with Cox's partial likelihood, and Efron's rule for tied times.
 
-    The loss compares a sample that had the event with all that were at risk then, as far as they are in the batch of this
-    process: training estimates the likelihood, the better the larger the batch, and ranks with other samples do not compare
-    theirs. Validation and test are exact: there the risk set is the whole epoch's, of all ranks.
+    The loss compares a sample that had the event with all samples at risk at that time. Training sees only the batch of
+    this process, so it estimates the likelihood: larger batches are better, and ranks do not compare their samples.
+    Validation and test are exact: their risk set is the whole epoch on all ranks.
 
     Args:
         dim: E.
@@ -126,28 +126,28 @@ class CoxHead(SurvivalHead):
         self.classes, self.linear = 1, nn.Linear(dim, 1, bias=False)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
-        """(B,) nats, 0 without an event."""
+        """The losses in nats, (B,); 0 without an event."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         return cox_losses(logits[:, 0].to(wide), label[:, 0], label[:, 1])
 
     def count(self, label: Tensor) -> Tensor:
-        """The number of events, which the sum of losses is divided by."""
+        """The number of events, the divisor of the sum of losses."""
         return label[:, 1].sum()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """(B, 1) fp64 log-risks."""
+        """Log-risks (B, 1) fp64."""
         return logits.double()
 
     def predictions(self, logits: Tensor) -> dict[str, Tensor]:
-        """ "risk" (B,), its logarithm relative to the baseline."""
+        """Return "risk" (B,), the log-risk relative to the baseline."""
         return {"risk": logits[:, 0]}
 
 
 def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Negative log partial likelihood of each sample with an event, 0 of the others; tied events by Efron's rule.
+    """Negative log partial likelihood of each sample with an event, 0 for other samples; tied events by Efron's rule.
 
-    Of d events at one time, number l = 0 .. d - 1 (in the order of the batch) is compared with all that are at risk, less
-    l / d of the d tied ones (Efron 1977, doi 10.1080/01621459.1977.10480613). Only the sum is Efron's.
+    Of d events at one time, event l = 0 .. d - 1 (in the order of the batch) is compared with all samples at risk,
+    minus l / d of the d tied ones (Efron 1977, doi 10.1080/01621459.1977.10480613). Only the sum is Efron's.
 
     Args:
         risk: (B,) log-risks.
@@ -168,23 +168,22 @@ def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         top = risk[None].detach().masked_fill(~at_risk, -torch.inf).amax(1)
         weights = (risk[None] - top[:, None]).masked_fill(~at_risk, -torch.inf).exp()
         total = weights.sum(1) - share * (weights * tied).sum(1)
-        # the row itself is at risk, and of d tied ones at most a share (d - 1) / d is taken off
+        # the row itself is at risk, and a share of at most (d - 1) / d of d tied ones is removed
         out.append(torch.where(happened[rows], total.log() + top - risk[rows], 0.0))
     return torch.cat(out) if out else risk
 
 
 def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
-    """Harrell's concordance: of the pairs whose order is known, the share in which the one with the earlier event has the
-    higher risk; equal risks count half (Harrell et al. 1982, doi 10.1001/jama.1982.03320430047030).
+    """Harrell's concordance: the share of ordered pairs in which the sample with the earlier event has the higher risk.
 
-    The order of a pair is known where the earlier time is an event; at equal times, where one is an event and the other is
-    not, which then lived longer.
+    Equal risks count half (Harrell et al. 1982, doi 10.1001/jama.1982.03320430047030). A pair is ordered if the earlier
+    time is an event. At equal times it is ordered if only one is an event; the other sample lived longer.
 
     Args:
         risk, time, event: (S,).
 
     Returns:
-        A number, fp64; NaN without such a pair, or with a risk that is not a number.
+        A number, fp64; NaN without an ordered pair, or with a risk that is not finite.
     """
     risk, time, happened = risk.double(), time.double(), event > 0
     agreeing = known = risk.new_zeros(())
@@ -200,14 +199,14 @@ def concordance_index(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
 
 
 def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[float]:
-    """K - 1 edges between K bins that hold equally many events.
+    """Return K - 1 edges between K bins that hold equally many events.
 
     Args:
         labels: (time, event) of the training samples.
         bins: K.
 
     Raises:
-        ValueError: where the times of events do not differ enough.
+        ValueError: if the times of events do not differ enough.
     """
     times = np.array([time for time, event in labels if event], np.float64)
     edges = np.quantile(times, np.arange(1, bins) / bins) if len(times) else np.empty(0)
@@ -221,7 +220,7 @@ def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[flo
 
 
 def check_edges(edges: Sequence[float] | None, bins: int) -> list[float] | None:
-    """The edges of K bins as a list. Raises TypeError or ValueError unless they are K - 1 rising times above 0."""
+    """Return the edges of K bins as a list; raise TypeError or ValueError unless K - 1 rising times above 0."""
     if edges is None:
         return None
     values = [real(t, f"time_bins[{i}]", above=0) for i, t in enumerate(edges)]
@@ -233,7 +232,7 @@ def check_edges(edges: Sequence[float] | None, bins: int) -> list[float] | None:
 
 
 def survival_head(dim: int, bins: int | None, loss: str, edges: Sequence[float] | None) -> nn.Module:
-    """The head of a survival loss. Raises TypeError or ValueError for options that do not go together."""
+    """Make the head of a survival loss; raise TypeError or ValueError for options that do not fit each other."""
     one_of(loss, "survival_loss", LOSSES)
     if loss == "cox":
         if bins is not None or edges is not None:

@@ -1,4 +1,4 @@
-"""RecurrentBranch: what a layer's memory adds to its heads' outputs: of sequences, chunks of a stream, and new tokens.
+"""RecurrentBranch: adds a layer's recurrent memory to its heads, in whole sequences, chunks of a stream and decoding.
 
 Shape letters: B batch, N tokens (of this rank), n new tokens, E embedding dim, H query heads, K kv heads, D head dim,
 W taps of the convolution.
@@ -29,9 +29,9 @@ EPS = 1e-6
 
 
 class Decay(nn.Module):
-    """log_decay = -exp(A_log) softplus(a + dt_bias), as Gated DeltaNet has it, in fp32 (fp64) whatever the model's dtype.
+    """log_decay = -exp(A_log) softplus(a + dt_bias), as in Gated DeltaNet, in fp32 (fp64) for every model dtype.
 
-    The parameters stay in fp32 where a model is cast to 16 bits, `Trainer(precision="bf16-true")` included: a decay near 1
+    The parameters stay in fp32 if a model is cast to 16 bits, `Trainer(precision="bf16-true")` included: a decay near 1
     needs digits that bf16 does not have, and updates of log-values are small.
     """
 
@@ -46,13 +46,13 @@ class Decay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As published: exp(A_log) uniform in (0, 16), softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        """Initialize as published: exp(A_log) uniform in (0, 16), softplus(dt_bias) log-uniform in [0.001, 0.1]."""
         self.A_log.uniform_(0, 16).clamp_(min=1e-2).log_()
         step = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
         step.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
     def forward(self, a: Tensor) -> Tensor:
-        """(B, N, K) from a (B, N, K)."""
+        """Return log_decay (B, N, K) for a (B, N, K)."""
         with torch.autocast(a.device.type, enabled=False):
             step = nn.functional.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
             return -self.A_log.exp() * step
@@ -66,16 +66,16 @@ class Decay(nn.Module):
         return super()._apply(wide, recurse)
 
 
-#: what a cache keeps of a recurrence: its state, and the last rows before its convolution
+#: keys of a cache's entries for a recurrence: its state, and the last rows before its convolution
 STATE, ROWS = "recurrence", "recurrence, rows"
 
 
 class RecurrentBranch(Mixer):
-    """What a `Recurrence` adds to a layer's heads: scale sigmoid(W_g x) RMSNorm(memory read by q).
+    """Add to a layer's heads: scale sigmoid(W_g x) RMSNorm(memory read by q).
 
     Args:
         recurrence: the description.
-        embed_dim, num_heads, num_kv_heads, head_dim, causal: of the layer.
+        embed_dim, num_heads, num_kv_heads, head_dim, causal: the layer's.
 
     Raises:
         ValueError: for a kind that needs a causal layer.
@@ -110,7 +110,7 @@ class RecurrentBranch(Mixer):
         self.decay = Decay(num_kv_heads, **factory) if gated else None
 
     def fast_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, without weight decay."""
+        """Parameters that train at `LR_SCALE` (models/learning_rate.py) times the rate, without weight decay."""
         return [self.scale, *([] if self.decay is None else self.decay.parameters())]
 
     def forward(
@@ -123,10 +123,10 @@ class RecurrentBranch(Mixer):
         cu_seqlens: Tensor | None = None,
         chunk: LayerPlace | None = None,
     ) -> Tensor:
-        """(B, N, H, D) from the layer's input x (B, N, E), q (B, N, H, D) and k, v (B, N, K, D) before their rotation.
+        """Return (B, N, H, D) from the layer's input x (B, N, E) and unrotated q (B, N, H, D) and k, v (B, N, K, D).
 
         Args:
-            lengths, cu_seqlens: as of `dilated_attention`.
+            lengths, cu_seqlens: as in `dilated_attention`.
             chunk: the layer's place in a stream.
         """
         group, documents = active_sequence(), (x, lengths, cu_seqlens)
@@ -145,11 +145,11 @@ class RecurrentBranch(Mixer):
     def add(
         self, query: Tensor, rows: Sequence[Tensor], lengths: Any, cu_seqlens: Any, place: LayerPlace | None
     ) -> Tensor:
-        """As `Mixer`."""
+        """See `Mixer.add`."""
         return self(query, *rows, lengths, cu_seqlens, place)
 
     def add_new(self, x: Tensor, rows: Sequence[Tensor], cache: KVCache) -> Tensor:
-        """As `Mixer`; the cache keeps the state after the tokens."""
+        """See `Mixer.add_new`; the cache keeps the state after the tokens."""
         (q, k, v), new = rows, x.shape[1]
         if self.conv is not None:
             parts = [y.flatten(2) for y in rows]
@@ -185,7 +185,7 @@ class RecurrentBranch(Mixer):
         return self._by_heads(self.conv.together([y.flatten(2) for y in (q, k, v)], lengths, cu_seqlens, place))
 
     def _controls(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(log_decay, beta), (B, N, K) each; None where the kind has none."""
+        """Return (log_decay, beta), each (B, N, K), or (None, None) for kinds without gates."""
         if self.controls is None or self.decay is None:
             return None, None
         a, b = self.controls(x).chunk(2, -1)
@@ -193,7 +193,7 @@ class RecurrentBranch(Mixer):
         return self.decay(a), b.to(wide).sigmoid()
 
     def _gated(self, memory: Tensor, x: Tensor) -> Tensor:
-        """In memory's dtype, computed in at least fp32."""
+        """Return the gated, normalized memory in its own dtype, computed in at least fp32."""
         wide = torch.promote_types(memory.dtype, torch.float32)
         gate = self.out_gate(x).to(wide).sigmoid() * self.scale.to(wide)
         rows = memory.to(wide)

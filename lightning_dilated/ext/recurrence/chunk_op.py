@@ -1,7 +1,7 @@
-"""A layer's recurrence in a chunk of a stream, as one op: the state before a chunk is kept, and its gradient passed back.
+"""A layer's recurrence in a chunk of a stream, as one op; it leaves states and their gradients for other chunks.
 
-In exact training the chunks are differentiated from the last to the first: each computes its part once more from the state
-before it, with the gradient that the chunk after it has left for the state between them.
+Exact training differentiates the chunks from the last to the first. Each chunk computes its part again from the state
+before it, and uses the gradient that the later chunk has left for the state between them.
 Shape letters: B batch, L tokens of this rank's piece of a chunk, H query heads, K kv heads, D head dim.
 """
 
@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Chunk:
-    """One layer's call in one chunk.
-
-    Args:
-        place: (2,) the numbers of layer and chunk.
-    """
+    """One layer's call in one chunk; `place` (2,) holds the indices of the layer and the chunk."""
 
     def __init__(
         self, samples: int, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor, stream: str, spec: str
@@ -57,12 +53,12 @@ class _Chunk:
         self.part = Part(span, starts, None if lengths is None else lengths.tolist())
 
     def before(self, tensors: Sequence[Tensor | None]) -> RecurrentState:
-        """The state before the chunk, without a graph."""
+        """Return the state before the chunk, without a graph."""
         return self.part.before(self.states.before(self.number), tensors, self.settings)
 
 
 def _starts(stream: Stream, samples: int, cu_seqlens: Tensor | None) -> list[list[int]]:
-    """Of each sample, the positions at which documents begin."""
+    """Return, for each sample, the positions at which documents begin."""
     if stream.documents is not None:
         starts: list[list[int]] = [[] for _ in range(samples)]
         for document in stream.documents:
@@ -72,9 +68,9 @@ def _starts(stream: Stream, samples: int, cu_seqlens: Tensor | None) -> list[lis
     return [[0]] * samples if cu_seqlens is None else [cu_seqlens.tolist()[:-1]]
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *rest: Any) -> Tensor:
-    """(B, L, H, D); rising, the chunk leaves its state for the next one."""
-    tensors, chunk = (q, k, v, log_decay, beta), _Chunk(len(q), *rest)
+def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *extra: Any) -> Tensor:
+    """Return the output (B, L, H, D). In a forward pass over the stream, also leave the state for the next chunk."""
+    tensors, chunk = (q, k, v, log_decay, beta), _Chunk(len(q), *extra)
     with no_sequence():
         out, after = part_forward(chunk.part, tensors, chunk.before(tensors), chunk.settings)
     if chunk.stream.rising:
@@ -83,7 +79,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta:
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, log_decay and beta; that of the state before the chunk is left for the chunk before it."""
+    """Return the gradients of q, k, v, log_decay and beta; leave the state's gradient for the chunk before."""
     tensors, chunk = args[:5], _Chunk(len(grad), *args[5:])
     exact, before = chunk.stream.exact, chunk.before(tensors)
     later = chunk.states.take_grad(chunk.number) if exact else None
@@ -94,16 +90,16 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return results
 
 
-_REST = "Tensor place, str stream, str spec"
+_EXTRA = "Tensor place, str stream, str spec"
 _OP = Op(
     "chunk_recurrence",
-    schemas=(f"({ROWS}, {_REST}) -> Tensor", f"(Tensor grad, {ROWS}, {_REST}) -> {GRADIENTS}"),
+    schemas=(f"({ROWS}, {_EXTRA}) -> Tensor", f"(Tensor grad, {ROWS}, {_EXTRA}) -> {GRADIENTS}"),
     caller=CALLER,
     remedy=REMEDY,
     run=(run_forward, run_backward),
     fake=(fake_forward, fake_backward),
     saves=lambda args, out: (args[:-2], args[-2:]),
-    arguments=lambda grad, saved, rest: (grad, *saved, *rest),
+    arguments=lambda grad, saved, extra: (grad, *saved, *extra),
     flops=(rule_flops, twice_rule_flops),
 )
 CHUNK, CHUNK_BACKWARD = _OP.forward, _OP.backward

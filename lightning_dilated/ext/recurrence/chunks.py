@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from lightning_dilated.ext.recurrence.rules import positive, ratio, unit
 from lightning_dilated.ext.recurrence.runs import Tables
 
-#: chunks of a run, at least 2, from which they are passed in groups: a GPU waits for the launches of a step, not for its
-#: products
+#: chunks of a run, at least 2, from which they are passed in groups, because launches and not products limit a GPU here
 GROUPED_FROM = 32
 
 
@@ -29,12 +28,12 @@ class Transition(NamedTuple):
 
 
 class GatedChunks(NamedTuple):
-    """What chunks of the gated delta rule do to the state, and read of it.
+    """The effect of gated delta chunks on the state, and what their tokens read from it.
 
     Attributes:
         added: B (T, K, D, E).
         read: R (T, K, G, C, D).
-        own: O (T, K, G, C, E), what a chunk's tokens read of each other.
+        own: O (T, K, G, C, E), what a chunk's tokens read from each other.
     """
 
     transition: Transition
@@ -44,25 +43,25 @@ class GatedChunks(NamedTuple):
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """(T, C, ...): rows of x (rows, ...) by number; one past the last gives 0."""
+    """Rows of x (rows, ...) by index (T, C), as (T, C, ...); the index `rows` gives 0."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
 
 
 def put(chunks: Tensor, tables: Tables) -> Tensor:
-    """(B L, H, E): the tokens of chunks (T, K, G, C, E), 0 for tokens without a document."""
+    """Return the tokens of chunks (T, K, G, C, E) as (B L, H, E); 0 for tokens without a document."""
     rows = chunks.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
     return take(rows, tables.outputs)
 
 
 def grouped(q: Tensor, index: Tensor, kv_heads: int) -> Tensor:
-    """(T, K, G, C, D) of q's rows (rows, H, D)."""
+    """Return rows of q (rows, H, D) as (T, K, G, C, D)."""
     return take(q, index).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def fading(log_decay: Tensor) -> Tensor:
-    """(T, K, C, C): how much of what token j adds is left at token i, exp of the log_decay (T, K, C) from j + 1 to i.
+    """The share of token j that is left at token i, (T, K, C, C): exp of log_decay (T, K, C) summed from j + 1 to i.
 
-    Each j has a sum of its own: a difference of sums from the chunk's first token on loses what follows a very negative one.
+    Each j has its own sum: a difference of prefix sums would lose digits after a very negative log_decay.
     """
     width = log_decay.shape[-1]
     later = torch.ones(width, width, dtype=torch.bool, device=log_decay.device).triu()
@@ -73,8 +72,8 @@ def fading(log_decay: Tensor) -> Tensor:
 def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, tables: Tables) -> GatedChunks:
     """The chunks of rows q (rows, H, D), k (rows, K, D), v (rows, K, E), log_decay and beta (rows, K).
 
-    The WY form (arXiv 2412.06464): what each token adds once the chunk's earlier ones have changed the state solves a
-    triangular system.
+    The WY form (arXiv 2412.06464): a triangular system gives each token's addition to the state that the chunk's
+    earlier tokens have changed.
     """
     q = unit(grouped(q, tables.queries, k.shape[1]))
     k, v = unit(take(k, tables.keys).transpose(1, 2)), take(v, tables.keys).transpose(1, 2)
@@ -92,12 +91,8 @@ def gated_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tenso
 
 
 class SegmentChunks(NamedTuple):
-    """Memory segments of linear and delta.
-
-    Attributes:
-        keys, values: features (T, K, C, D) and values (T, K, C, E), 0 in empty slots.
-        sums: (T, K, D, E + 1): Phi^T V, and in the last column Phi^T 1.
-    """
+    """Memory segments of linear and delta: features (T, K, C, D) and values (T, K, C, E), 0 in empty slots, and sums
+    (T, K, D, E + 1): Phi^T V, and in the last column Phi^T 1."""
 
     keys: Tensor
     values: Tensor
@@ -111,23 +106,23 @@ def segment_chunks(features: Tensor, v: Tensor, tables: Tables) -> SegmentChunks
 
 
 def delta_transition(chunks: SegmentChunks, normalizer: Tensor, closed: Tensor) -> Transition:
-    """The delta rule of each segment, after the `normalizer` (T, K, D, 1) of the segments before it.
+    """The delta rule of each segment, given the `normalizer` (T, K, D, 1) of the segments before it.
 
-    A key is divided by the larger of its products with the normalizers of the past (the paper's) and of its own segment:
-    the transition's spectral radius is then at most 1 (D Phi Phi^T has no row sum above 1), however ragged the segments.
+    A key is divided by its product with the past normalizer (the paper's) or its own segment's, whichever is larger.
+    The transition's spectral radius is then at most 1 for any lengths of segments: D Phi Phi^T has no row sum above 1.
     """
-    past, own = chunks.keys @ normalizer, chunks.keys @ chunks.sums[..., -1:]
-    return Transition(None, chunks.keys, ratio(chunks.keys, torch.maximum(past, own)) * closed[:, None, None, None])
+    past, current = chunks.keys @ normalizer, chunks.keys @ chunks.sums[..., -1:]
+    return Transition(None, chunks.keys, ratio(chunks.keys, torch.maximum(past, current)) * closed[:, None, None, None])
 
 
 def read_normalized(q: Tensor, state: Tensor, tables: Tables) -> Tensor:
-    """(T, K, G, C, E): phi(q) M / phi(q) z of rows q (rows, H, D) and [M | z] (T, K, D, E + 1); 0 where z is."""
+    """phi(q) M / phi(q) z (T, K, G, C, E) for q (rows, H, D) and [M | z] (T, K, D, E + 1); 0 where phi(q) z is 0."""
     read = positive(grouped(q, tables.queries, state.shape[1])) @ state[:, :, None]
     return ratio(read[..., :-1], read[..., -1:])
 
 
 def pass_states(transition: Transition, added: Tensor, begin: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(the state before each chunk (T, K, D, E), the state after each run (n, K, D, E)).
+    """Return (the state before each chunk (T, K, D, E), the state after each run (n, K, D, E)).
 
     Args:
         added: (T, K, D, E).
@@ -151,46 +146,46 @@ def _pass_steps(transition: Transition, added: Tensor, begin: Tensor, counts: tu
         after.append(state[count:])
         state = state[:count]
         before.append(state)
-        kept = state if decay is None else decay * state
+        next_state = state if decay is None else decay * state
         if right is not None:
             changed = right @ state
-            kept = kept - (changed if left is None else left.mT @ changed)
-        state = kept + new
+            next_state = next_state - (changed if left is None else left.mT @ changed)
+        state = next_state + new
     return torch.cat(before), torch.cat([state, *reversed(after)])
 
 
 def _pass_groups(
     transition: Transition, added: Tensor, begin: Tensor, group: int, number: int
 ) -> tuple[Tensor, Tensor]:
-    """`pass_states` of runs of equal length, in `number` groups of `group` chunks and what is left.
+    """`pass_states` for runs of equal length, in `number` groups of `group` chunks and the remaining chunks.
 
-    All groups at once give what each makes of any state, then group after group the state before each, then all at once
-    those before their chunks: 2 `group` + `number` steps in place of their product.
+    The first pass computes every group's map in parallel, then a loop computes the state before each group, then a
+    second pass computes the states before all chunks in parallel: 2 `group` + `number` steps instead of their product.
     """
     runs, dim = len(begin), begin.shape[2]
     inside = runs * group * number
-    counts, rest = (number * runs,) * group, (runs,) * ((len(added) - inside) // runs)
+    counts, tail_counts = (number * runs,) * group, (runs,) * ((len(added) - inside) // runs)
 
     def by_group(x: Tensor | None) -> Tensor | None:
-        """Of chunks step by step those of all groups step by step."""
+        """Reorder chunks by their step within a group, then by group."""
         return None if x is None else x[:inside].unflatten(0, (number, group, runs)).transpose(0, 1).flatten(0, 2)
 
     maps, sums = Transition(*map(by_group, transition)), by_group(added)
     whole = torch.eye(dim, dtype=begin.dtype, device=begin.device).expand(number * runs, *begin.shape[1:2], dim, dim)
     _, composed = _pass_steps(maps, pad(sums, (dim, 0)), pad(whole, (0, begin.shape[3])), counts)
     state, firsts = begin, []
-    for one in composed.split(runs):
+    for group_map in composed.split(runs):
         firsts.append(state)
-        state = one[..., :dim] @ state + one[..., dim:]
+        state = group_map[..., :dim] @ state + group_map[..., dim:]
     before, _ = _pass_steps(maps, sums, torch.cat(firsts), counts)
     before = before.unflatten(0, (group, number, runs)).transpose(0, 1).flatten(0, 2)
     last = Transition(*(None if x is None else x[inside:] for x in transition))
-    later, after = _pass_steps(last, added[inside:], state, rest)
+    later, after = _pass_steps(last, added[inside:], state, tail_counts)
     return torch.cat([before, later]), after
 
 
 def _multiplied(transition: Transition) -> Transition:
-    """With X^T Y (T, K, D, D) in place of Y, where that is the smaller one; `left` is None then."""
+    """Replace Y by X^T Y (T, K, D, D), which is smaller if C >= D, and `left` by None."""
     return Transition(transition.decay, None, transition.left.mT @ transition.right)
 
 

@@ -1,4 +1,4 @@
-"""Recurrent attention of checked arguments: chunks of this rank's runs, and the states that pass between them.
+"""Recurrent attention with checked arguments: the chunks of this rank's runs, and the states that ranks exchange.
 
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, S documents, n runs,
 T chunks, m tokens of a memory segment.
@@ -36,7 +36,7 @@ from lightning_dilated.sequence.collectives import sequence_sum
 
 
 class Output(Enum):
-    """What is asked of a call's output: its numbers, a tensor to differentiate that may hold anything, nothing."""
+    """The contents of a call's output: its values, arbitrary values of a differentiable tensor, or nothing."""
 
     READ = "read"
     UNREAD = "unread"
@@ -45,9 +45,10 @@ class Output(Enum):
 
 @dataclass(frozen=True)
 class Inputs:
-    """This rank's tensors: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), and of gated_delta log_decay and beta (B, L, K).
+    """This rank's tensors: q (B, L, H, D), k (B, L, K, D), v (B, L, K, E), log_decay and beta (B, L, K).
 
-    All in the dtype of the state, but q, k and v as the call has them where `kernels` compute it.
+    log_decay and beta are None except for gated_delta. All tensors have the dtype of the state; with
+    `kernels`, q, k and v keep the dtype of the call.
     """
 
     q: Tensor
@@ -63,16 +64,16 @@ class Inputs:
 
 
 class Computation:
-    """One call on one rank; `scan` is None where no other rank holds tokens of the sequence."""
+    """One call on one rank; `scan` is None if no other rank holds tokens of the sequence."""
 
     def __init__(self, kind: str, inputs: Inputs, call: Call, state: RecurrentState, scan: Scan | None) -> None:
         self.kind, self.inputs, self.call, self.state, self.scan = kind, inputs, call, state, scan
         self.rank = 0 if scan is None else scan.group.rank
-        own, device = tables(call, self.rank, CHUNK), inputs.q.device
-        self.tables: Tables = own.states_to(device) if inputs.kernels else own.to(device)
+        cpu_tables, device = tables(call, self.rank, CHUNK), inputs.q.device
+        self.tables: Tables = cpu_tables.states_to(device) if inputs.kernels else cpu_tables.to(device)
 
     def run(self, return_state: bool, output: Output = Output.READ) -> tuple[Tensor, RecurrentState | None]:
-        """(out (B, L, H, E), the state after the call if asked for)."""
+        """Return (out (B, L, H, E), the state after the call or None)."""
         if self.kind == "gated_delta":
             out, state = self._gated(return_state, output)
         elif self.call.after:
@@ -100,7 +101,7 @@ class Computation:
     def _by_kernels(
         self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, output: Output
     ) -> tuple[Tensor, Tensor]:
-        """(out (B L, H, E), the state after each run)."""
+        """Return (out (B L, H, E), the state after each run)."""
         rows, places = (k, v, log_decay, beta), layout(self.call, self.rank, k.shape[1])
         begin = self._begins(self.state.matrix, lambda states: gated_delta(None, *rows, states, places)[1], False)
         query = None if output is Output.NONE else q
@@ -128,10 +129,10 @@ class Computation:
         return out, RecurrentState(final[..., :-1], self._seen(), final[..., -1], pending)
 
     def _both_sides(self) -> Tensor:
-        """Each segment reads the sums of all others of its document."""
+        """The output of a call that is not causal: each segment reads the sums of its document's other segments."""
         chunks = self._chunks()
         local = (self.tables.queries < len(self.inputs.q) * self.inputs.q.shape[1])[:, None, :, None]
-        keys = chunks.keys * local  # without the halo: other ranks count it
+        keys = chunks.keys * local  # exclude the halo: other ranks count it
         sums = torch.cat([keys.mT @ chunks.values, keys.sum(-2)[..., None]], -1)
         documents = send(self.tables.documents, sums.device)
         every = sums.new_zeros(len(self.call.documents), *sums.shape[1:]).index_add(0, documents, sums)
@@ -139,11 +140,11 @@ class Computation:
             every = sequence_sum(self._anchored(every), self.scan.group)
             self.scan.rows.append(every.flatten()[:0])
         single = self.tables.single[:, None, None, None]
-        others = torch.where(single, 0, every[documents] - chunks.sums)
-        return put(read_normalized(self.inputs.q.flatten(0, 1), others, self.tables), self.tables)
+        other_sums = torch.where(single, 0, every[documents] - chunks.sums)
+        return put(read_normalized(self.inputs.q.flatten(0, 1), other_sums, self.tables), self.tables)
 
     def _anchored(self, x: Tensor) -> Tensor:
-        """x, with a gradient wherever some rank's has one."""
+        """Return x, with a gradient if the call's inputs have one, even on a rank without tokens."""
         return x if self.scan is None else x + self.scan.anchor.sum()
 
     # -- memory segments --------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class Computation:
         return segment_chunks(features, values, self.tables)
 
     def _with_pending(self, sums: Tensor) -> Tensor:
-        """With the state's sums of the open segment in the first chunk of each run that goes on with it."""
+        """Add the state's sums of the open segment to the first chunk of each run that continues it."""
         matrix, normalizer = self.state.pending
         pending = take(torch.cat([matrix, normalizer[..., None]], -1), self.tables.started)
         return torch.cat([sums[: len(pending)] + pending, sums[len(pending) :]])
@@ -186,22 +187,22 @@ class Computation:
 
     # -- states -----------------------------------------------------------------------------------------------------
     def _states(self, transition: Transition, added: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """(the state before each chunk, the state after each run); `initial` (S, K, D, E) begins documents."""
+        """Return (the state before each chunk, the state after each run); `initial` (S, K, D, E) begins documents."""
 
         def after(states: Tensor) -> Tensor:
-            more = states.shape[3] - added.shape[3]
-            columns = pad(added, (more, 0)) if more else added
+            missing = states.shape[3] - added.shape[3]
+            columns = pad(added, (missing, 0)) if missing else added
             return pass_states(transition, columns, states, self.tables.counts)[1]
 
         begins = self._begins(initial, after, transition.right is None)
         return pass_states(transition, added, begins, self.tables.counts)
 
     def _begins(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
-        """(n, K, D, E): the state before each run; `initial` (S, K, D, E) begins documents.
+        """Return the state before each run, (n, K, D, E); documents begin with `initial` (S, K, D, E).
 
         Args:
-            after: the states after the runs of those before (n, K, D, W), with nothing added to columns before the last E.
-            sums: whether the state only gets sums added.
+            after: maps the states before runs (n, K, D, W) to the states after; adds nothing before the last E columns.
+            sums: whether the state changes only by addition.
         """
         incoming = initial.new_zeros(self.tables.outgoing.numel(), *initial.shape[1:])
         if self.scan is not None:
@@ -209,14 +210,14 @@ class Computation:
         return torch.cat([incoming, initial])[self.tables.begins]
 
     def _incoming(self, initial: Tensor, after: Callable[[Tensor], Tensor], sums: bool) -> Tensor:
-        """(pieces, B, K, D, E): the state before each of this rank's pieces; arguments as of `_begins`."""
+        """Return the state before each of this rank's pieces, (pieces, B, K, D, E); arguments as in `_begins`."""
         number, columns = len(self.tables.runs), initial.shape[-1]
         sizes, dim = initial.shape[1:3], initial.shape[2]
         continued = self.tables.continued[:, None, None, None].to(initial.dtype)
-        own = (self.tables.begins - self.tables.outgoing.numel()).clamp(min=0)
-        begin = initial[own] * (1 - continued) if number else initial.new_zeros(0, *initial.shape[1:])
+        documents = (self.tables.begins - self.tables.outgoing.numel()).clamp(min=0)
+        begin = initial[documents] * (1 - continued) if number else initial.new_zeros(0, *initial.shape[1:])
         unchanged = initial.new_zeros(1, *initial.shape[1:])
-        if sums:  # A is one number
+        if sums:  # A is a single number
             maps = torch.cat([continued.expand(number, *sizes, 1), after(begin)], -1)
             through = torch.cat([initial.new_ones(1, *sizes, 1), unchanged], -1)
         else:
@@ -226,7 +227,7 @@ class Computation:
         return self.scan.before(torch.cat([maps, through])[self.tables.outgoing], columns)
 
     def _final(self, after: Tensor, initial: Tensor) -> Tensor:
-        """(S, ...): what the run that ends each document has, on every rank."""
+        """Return the state after each document's last run, (S, ...), on every rank."""
         final = take(torch.cat([after, initial]), self.tables.finals[None])[0]
         if self.scan is None:
             return final
@@ -238,6 +239,6 @@ class Computation:
 
 
 def pieces(ranges: Sequence[Sequence[range]]) -> tuple[tuple[int, range], ...]:
-    """(rank, positions) of every non-empty piece in the order of the sequence."""
-    every = [(rank, piece) for rank, own in enumerate(ranges) for piece in own if piece]
+    """Return (rank, positions) of every non-empty piece, in the order of the sequence."""
+    every = [(rank, piece) for rank, rank_pieces in enumerate(ranges) for piece in rank_pieces if piece]
     return tuple(sorted(every, key=lambda pair: pair[1].start))

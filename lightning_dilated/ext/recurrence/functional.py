@@ -1,4 +1,4 @@
-"""recurrent_attention: the public function; it checks every argument before any work is done.
+"""recurrent_attention, the public function; it checks all arguments before any computation.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, E value dim, S samples or packed documents.
 """
@@ -83,49 +83,51 @@ def recurrent_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     sequence: SequenceGroup | None = None,
 ) -> Tensor | tuple[Tensor, RecurrentState]:
-    """Attention to a memory of constant size, a matrix S (D, E) a kv head that tokens are written to and read from.
+    """Attention to a memory of constant size: each kv head has a matrix S (D, E) that tokens write to and read from.
 
-    `kind` is the rule by which it changes; phi(x) = elu(x) + 1, and z sums phi(k) as S sums phi(k) v^T:
+    `kind` is the rule that updates S. phi(x) = elu(x) + 1, and z sums phi(k) as S sums phi(k) v^T:
 
-    - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1} +
-      b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
+    - "gated_delta" (Gated DeltaNet, arXiv 2412.06464): with q and k of length 1, S_t = a_t (I - b_t k_t k_t^T) S_{t-1}
+      + b_t k_t v_t^T and out_t = S_t^T q_t, where a = exp(log_decay) and b = beta.
     - "linear" (Infini-attention, arXiv 2404.07143): tokens come in memory segments of `segment` tokens. A token reads
-      phi(q) S / phi(q) z of the segments before its own, 0 in the first; not causal, of all segments but its own.
+      phi(q) S / phi(q) z of earlier segments, 0 in the first one; if not causal, of all segments but its own.
     - "delta" (the same paper): a segment adds Phi^T (V - D Phi S) instead of Phi^T V. The paper divides by Phi z of the
-      segments before; D = 1 / max(Phi z, Phi Phi^T 1) divides by that of the segment itself where it is larger. Without
-      this a segment with more keys than those before it may expand the state.
+      earlier segments; D = 1 / max(Phi z, Phi Phi^T 1) divides by the segment's own sum if that is larger. Otherwise a
+      segment with more keys than all earlier ones could expand the state.
 
-    Take q and k before rotary positions. Products are taken in fp32 (fp64 for float64), also under autocast; on GPUs leave
-    `torch.backends.cuda.matmul.allow_tf32` off. Triton kernels compute gated_delta on NVIDIA GPUs of compute capability 8.0
-    and later with D and E up to 128, but not in float64, and with D or E up to 16 only in 16 bits and with none above 64:
-    there and elsewhere torch's operations do. Rows of 16 bits have products in TF32, or in bf16 where both
-    factors are, with fp32 sums, and with bf16 rows what one kernel leaves for another is bf16, so that gradients of the
-    gates are as exact as bf16, too; fp32 rows have three TF32 products each, which keep 22 of 24 bits. Their gradient cannot
-    be differentiated again. Memory is O(N). Tensors without values (meta, FakeTensorMode) give those that a call returns.
+    Pass q and k before rotary positions. Products are computed in fp32 (fp64 for float64), also under autocast; on GPUs
+    leave `torch.backends.cuda.matmul.allow_tf32` off. Memory is O(N). For tensors without values (meta, FakeTensorMode)
+    the results have no values either.
+
+    Triton kernels compute gated_delta on NVIDIA GPUs of compute capability 8.0 and later, for D and E up to 128, except
+    in float64. If D or E is at most 16, they take only 16-bit rows with D and E up to 64. All other calls use torch's
+    operations. The kernels multiply 16-bit rows in TF32, or in bf16 if both factors are bf16, and sum in fp32. With
+    bf16 rows the intermediate results are bf16 too, and so is the precision of the gates' gradients. fp32 rows take
+    three TF32 products each, which keep 22 of 24 bits. The kernels' gradients cannot be differentiated again.
 
     Args:
         q: (B, N, H, D), any floating dtype.
         k: (B, N, K, D) with K dividing H; query head h reads the memory of kv head h // (H / K).
         v: (B, N, K, E).
-        log_decay: (B, N, K), finite and at most 0, of gated_delta.
-        beta: (B, N, K), between 0 and 1 (to 2 for negative eigenvalues), of gated_delta.
-        segment: m, of linear and delta.
-        causal: only linear may also see later tokens.
-        state: where the call goes on: that of an earlier one with `return_state`, an entry for each sample, or for each
+        log_decay: (B, N, K), finite and at most 0, for gated_delta.
+        beta: (B, N, K), between 0 and 1 (to 2 for negative eigenvalues), for gated_delta.
+        segment: m, for linear and delta.
+        causal: False only for linear, where tokens then also read later ones.
+        state: the state that an earlier call returned, to continue from; one entry for each sample, or for each
             document of `cu_seqlens`. Its gradient flows to the earlier call; `state.detach()` stops it.
         return_state: also return the state after each sample's (or document's) last token.
         lengths: (B,) integers, the real tokens of each right-padded sample; padding adds nothing and gives 0.
-        cu_seqlens: (documents + 1,) integers that rise from 0 to N; each document (B = 1) has a memory of its own.
-        sequence: the ranks that share the sequence: q, k, v, log_decay and beta then hold this rank's tokens, while
-            `lengths`, `cu_seqlens` and `state` are global, and every rank makes the same call. The returned state is on
-            every rank; gradients of a state on the ranks sum to its gradient. None: the active group, or one rank without
-            one. Where ranks cut memory segments, they also exchange keys and values of up to m - 1 tokens.
+        cu_seqlens: (documents + 1,) integers that rise from 0 to N; each document (B = 1) has its own memory.
+        sequence: the ranks that share the sequence; None: the active group, or one rank if there is none. On ranks, q,
+            k, v, log_decay and beta hold this rank's tokens, `lengths`, `cu_seqlens` and `state` are global, and every
+            rank makes the same call. Every rank returns the state; its gradient is the sum over ranks. If ranks cut
+            memory segments, they also exchange keys and values of up to m - 1 tokens.
 
     Returns:
         out (B, N, H, E) in v's dtype; with `return_state` also a `RecurrentState` in fp32 (fp64).
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed; on every rank, if they differ.
+        TypeError, ValueError: naming the argument, its value and what is allowed; on every rank, also if ranks differ.
     """
     out, after = recur(
         *(q, k, v, log_decay, beta), kind=kind, segment=segment, causal=causal, state=state, return_state=return_state,
@@ -137,7 +139,7 @@ def recurrent_attention(
 def recur(
     *rows: Any, output: Output = Output.READ, return_state: bool = False, sequence: Any = None, **settings: Any
 ) -> tuple[Tensor, RecurrentState | None]:
-    """Return (out, None or the state after it) as `recurrent_attention` does; kernels compute of out what `output` says."""
+    """Like `recurrent_attention`, but return (out, state or None), with the contents of out that `output` asks for."""
     group = group_of(sequence)
     check = partial(_checked, return_state=return_state, group=group, **settings)
     checked = check(*rows) if group is None else group.guard(check, *rows)
@@ -148,17 +150,16 @@ def recur(
 
 
 def _without_values(x: Tensor) -> bool:
-    """Return whether a tensor has a shape and no values."""
     return x.is_meta or is_fake(x)
 
 
 def _readable(x: Tensor) -> bool:
-    """Return whether the host may read values: not while a graph is made, nor within torch.func."""
+    """Return whether the host may read values: not during tracing or in a transform of torch.func."""
     return not (is_fake(x) or is_traced() or transformed())
 
 
 def _shapes(checked: _Checked, return_state: bool) -> tuple[Tensor, RecurrentState | None]:
-    """Return the results of a call of tensors without values: tensors without values, with a gradient."""
+    """The results of a call on tensors without values: tensors without values, with a gradient."""
     q, k, v = checked.inputs.all[:3]
     anchor = torch.stack([x.sum().to(checked.dtype) for x in checked.tensors()]).sum()
     out = (v.new_zeros(*q.shape[:3], v.shape[3], dtype=checked.dtype) + anchor).to(v.dtype)
@@ -186,7 +187,7 @@ class _Checked:
     bounds: tuple[int, ...] | None
 
     def facts(self, return_state: bool) -> dict[str, Any]:
-        """What has to be equal on all ranks."""
+        """The arguments that must be equal on all ranks."""
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors())
         return {
             "call": "recurrent_attention",
@@ -206,7 +207,7 @@ class _Checked:
         return (*self.inputs.all, *(() if self.state is None else self.state.floating()))
 
     def documents(self, seq_len: int) -> tuple[Document, ...]:
-        """All of a sequence of N tokens."""
+        """All documents of a sequence of N tokens."""
         if self.bounds is not None:
             check_bounds(list(self.bounds), seq_len)
             every = [(0, a, b) for a, b in pairwise(self.bounds)]
@@ -216,8 +217,8 @@ class _Checked:
             if any(not 0 <= n <= seq_len for n in lengths):
                 raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got {list(lengths)[:8]}.")
             every = [(sample, 0, n) for sample, n in enumerate(lengths)]
-        seen = [0] * len(every) if self.state is None else self.state.tokens.tolist()
-        before = [n % self.segment if self.segment else 0 for n in seen]
+        tokens_read = [0] * len(every) if self.state is None else self.state.tokens.tolist()
+        before = [n % self.segment if self.segment else 0 for n in tokens_read]
         return tuple(Document(*bounds, n) for bounds, n in zip(every, before, strict=True))
 
 
@@ -248,7 +249,7 @@ def _compute(
 
 
 def _widened(checked: _Checked) -> _Checked:
-    """The same with all tensors in the dtype of the state, but the rows that kernels read, on the device of q."""
+    """Cast all tensors to the state's dtype, except rows that kernels read; move gates and state to q's device."""
     x, state = checked.inputs, checked.state
     device, dtype = x.q.device, checked.dtype
     log_decay, beta = (None if gate is None else gate.to(device, dtype) for gate in (x.log_decay, x.beta))
@@ -324,7 +325,7 @@ def _check_gates(kind: str, k: Tensor, log_decay: Any, beta: Any) -> None:
                 f"{name} must be a floating tensor {tuple(k.shape[:3])}, a number a token and kv head, on {k.device}; got "
                 f"{x.dtype} {tuple(x.shape)} on {x.device}."
             )
-        # elsewhere it would wait for the device
+        # on other devices, reading the values would wait for the device
         if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and _readable(x):
             low, high = (float(edge) for edge in x.detach().aminmax())
             if low < least or high > most or low == -torch.inf:
@@ -342,7 +343,6 @@ def _check_segment(kind: str, segment: Any) -> None:
 
 
 def _check_state(state: Any, like: RecurrentState) -> None:
-    """Raise unless `state` has the shapes of `like`."""
     if not isinstance(state, RecurrentState):
         raise TypeError(f"state must be a RecurrentState that an earlier call returned, got {type(state).__name__}.")
     shapes = [[tuple(x.shape) for x in (*each.floating(), each.tokens)] for each in (state, like)]
@@ -354,7 +354,7 @@ def _check_state(state: Any, like: RecurrentState) -> None:
 
 
 def _integers(values: Any, name: str, shapes: bool) -> tuple[int, ...] | None:
-    """The values; 0 for each of a tensor without values, which goes with `shapes`, tokens without values."""
+    """The values as a tuple; zeros for a tensor without values, which is allowed if q has none either (`shapes`)."""
     if values is None:
         return None
     if isinstance(values, Tensor):

@@ -1,18 +1,18 @@
-"""The gated delta rule by chunks of 64 tokens, forward: the inverse of each chunk, the pass over chunks, and the output.
+"""The gated delta rule by chunks of 64 tokens, forward: the inverse of each chunk, the pass over chunks, the output.
 
 With unit keys k, total = cumsum(log_decay) of the chunk, and S the state before it: row i of `new` is
-v_i - exp(total_i) k_i S - sum over j < i of B_ij beta_j new_j, with B_ij = k_i.k_j exp(total_i - total_j). This is solved by
-G = B (1 + beta B)^-1, whose numbers lie within -1 and 1: new = x - G (beta x), with x = v - exp(total) k S. Then
-S' = exp(total_last) S + sum over i of exp(total_last - total_i) k_i (beta_i new_i)^T.
+v_i - exp(total_i) k_i S - sum over j < i of B_ij beta_j new_j, with B_ij = k_i.k_j exp(total_i - total_j).
+The solution uses G = B (1 + beta B)^-1, with numbers between -1 and 1: new = x - G (beta x), x = v - exp(total) k S.
+Then S' = exp(total_last) S + sum over i of exp(total_last - total_i) k_i (beta_i new_i)^T.
 
-Totals are kept in two numbers, sums of multiples of 2^-10 and of what is left of each log_decay: the former are exact, so
-that differences of totals are as exact as the sums of the log_decay between them.
+Each total is stored as two numbers: a sum of multiples of 2^-10, which is exact, and a sum of the remainders of the
+log_decay. Differences of totals are therefore as exact as the sums of the log_decay between them.
 
-Rows are read as they are, and products with them are exact where they have 16 bits; what makes them units is multiplied
-afterwards. Runs are passed one by one, or in groups of chunks: all groups at once as maps of the state, then group after
-group, then all groups at once from the states before them.
-Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state of
-which the last E have values, n runs, m groups.
+Keys and queries are normalized after their products, which are exact for rows of 16 bits. A run is passed chunk by
+chunk, or in groups of chunks: first the maps of all groups in parallel, then the state before each group in a loop,
+then all groups in parallel from these states.
+Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state
+(the last E have values), n runs, m groups.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 #: C
 SLOTS = 64
-#: columns of the state that a program takes, and those that one takes through chunks where rows or numbers are wide, for
-#: which it needs more registers
+#: columns of the state for each program; the smaller number is for passes over chunks with wide tiles or fp32 rows,
+#: which need more registers
 COLUMNS, FEW_COLUMNS = 64, 32
-#: the `input_precision` of products whose factors need more than the 11 bits of TF32: three TF32 products, which keep 22 of
-#: 24 bits. Without tensor cores ("ieee") they would spill thousands of bytes a thread, and take minutes to compile
+#: `input_precision` of products with factors that need more than TF32's 11 bits: three TF32 products keep 22 of 24
+#: bits. "ieee", without tensor cores, would spill thousands of bytes a thread and take minutes to compile
 EXACT = "tf32x3"
-#: that of the inverse of rows of 16 bits: 1.6e-3 off at most where keys are alike, less than half of what bf16 rounds
+#: `input_precision` of the inverse for 16-bit rows: an error of at most 1.6e-3 for similar keys, under half of bf16's
 SOLVED = "tf32"
 #: (warps, stages) of each kernel by columns of a tile, for rows of 16 bits
 CONFIGS = {
@@ -47,18 +47,18 @@ CONFIGS = {
     "queries": {64: (4, 1), 128: (8, 1)},
     "gradients": {64: (4, 1), 128: (8, 1)},
 }
-#: warps for fp32 rows, whose products need both halves of each number; the inverse has tiles of 32
+#: warps for fp32 rows: products need both halves of each number. The inverse has tiles of 32
 WIDE_WARPS = {kernel: 4 if kernel == "invert" else 8 for kernel in CONFIGS}
 
 
 class Chunks(NamedTuple):
-    """Where the tokens of each chunk stand, int64 on the device.
+    """The tokens of each chunk, int64 on the device.
 
     Attributes:
         rows: (T, 2) first row and number of rows of each chunk.
         runs: (n, 2) first chunk and one past the last of each run.
-        groups: (m, 2) likewise of each group, run after run; None: runs are passed chunk by chunk.
-        members: (n, 2) first group and one past the last of each run; None likewise.
+        groups: (m, 2) first chunk and one past the last of each group, run after run; None: runs have no groups.
+        members: (n, 2) first group and one past the last of each run; None without groups.
     """
 
     rows: Tensor
@@ -69,12 +69,7 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call.
-
-    Attributes:
-        k: (rows, K, D). v: (rows, K, E); the last stride is 1.
-        log_decay, beta: (rows, K) fp32.
-    """
+    """The rows of a call: k (rows, K, D) and v (rows, K, E) with last stride 1, log_decay and beta (rows, K) fp32."""
 
     k: Tensor
     v: Tensor
@@ -91,7 +86,7 @@ class Rows:
 
     @property
     def wide(self) -> bool:
-        """Whether products need both halves of each number."""
+        """Return whether products need both halves of each number."""
         return self.k.dtype == torch.float32
 
     @property
@@ -100,32 +95,32 @@ class Rows:
         return max(64, block_dim(max(self.dim, self.v.shape[2])))
 
     def config(self, kernel: str) -> dict[str, int]:
-        """Warps and stages."""
+        """Launch options of a kernel: warps and stages."""
         warps, stages = CONFIGS[kernel][self.block]
         return {"num_warps": WIDE_WARPS[kernel] if self.wide else warps, "num_stages": stages}
 
     @property
     def stored(self) -> torch.dtype:
-        """Of numbers that one kernel leaves for another, but those that pass from chunk to chunk, which are fp32: kernels
-        wait for memory. fp16 might not hold them."""
+        """The dtype of tensors that one kernel writes for another: bf16 for bf16 rows, because kernels wait for memory;
+        fp16 might overflow. The states between chunks are always fp32."""
         return torch.bfloat16 if self.k.dtype == torch.bfloat16 else torch.float32
 
     def passed_columns(self, width: int) -> int:
-        """Columns of the state (D, `width`) that a program takes through chunks."""
+        """How many columns of the state (D, `width`) a program passes through the chunks."""
         return min(FEW_COLUMNS if self.wide or self.block > 64 else COLUMNS, block_dim(width))
 
     def sizes(self) -> dict[str, object]:
-        """Arguments of every kernel that have to be known as it is compiled."""
+        """Compile-time arguments of every kernel."""
         products = EXACT if self.wide else "tf32"
         return {"SLOTS": SLOTS, "DIM": self.dim, "BLOCK": block_dim(self.dim), "PRECISION": products}
 
 
 @dataclass(frozen=True)
 class Inverse:
-    """What does not depend on the state.
+    """The part of a chunk's solution that does not depend on the state.
 
     Attributes:
-        matrix: G (T, K, C, C), in fp16 where rows have 16 bits: no less exact than the factor of a TF32 product.
+        matrix: G (T, K, C, C), in fp16 for rows of 16 bits: no less exact than a factor of a TF32 product.
         total: (T, K, 2, C) fp32, the sum of log_decay up to each slot, see `halves`.
         rate: (T, K, C) fp32, 1 / length of each key.
     """
@@ -137,13 +132,13 @@ class Inverse:
 
 @dataclass(frozen=True)
 class Passed:
-    """States and what is added to them.
+    """The states, and the rows added to them.
 
     Attributes:
         before: (T, K, D, W) the state before each chunk, in `Rows.stored`.
-        new: (T, K, C, W), likewise.
+        new: (T, K, C, W), in `Rows.stored`.
         last: (n, K, D, W) the state after each run.
-        maps: (m, K, D, D + E) what each group makes of a state, S -> A S + B; None without groups.
+        maps: (m, K, D, D + E) the map S -> A S + B of each group; None without groups.
     """
 
     before: Tensor
@@ -154,16 +149,16 @@ class Passed:
 
 @triton.jit
 def unit_rate(x):
-    """(rows,) 1 / length of each row (rows, BLOCK), which stays finite for zeros."""
+    """1 / length of each row (rows, BLOCK), as (rows,); finite for zeros."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
 @triton.jit
 def halves(decay):
-    """(multiples of 2^-10, what is left) of numbers at most 0; exp of less than -128 is 0 in fp32, so those are -128.
+    """Split numbers of at most 0, clamped to -128 (exp is 0 there), into (multiples of 2^-10, remainders).
 
-    The sums of 64 of the former, at most 2^23 multiples, are exact.
+    The sums of 64 multiples are exact: at most 2^23 units.
     """
     decay = tl.where(decay < -128, -128.0, decay)  # NaN stays
     coarse = (decay * 1024).to(tl.int32).to(tl.float32) / 1024
@@ -172,7 +167,7 @@ def halves(decay):
 
 @triton.jit
 def totals(total, at, i, SLOTS: tl.constexpr):
-    """(coarse, fine) total of the slots i of a chunk."""
+    """Return (coarse, fine) totals of the slots i of a chunk."""
     return tl.load(total + 2 * at * SLOTS + i), tl.load(total + (2 * at + 1) * SLOTS + i)
 
 
@@ -185,28 +180,28 @@ def decays(total, at, i, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def fade(coarse_i, fine_i, coarse_j, fine_j, seen):
-    """exp(total_i - total_j) where `seen`, else 0; not exp of each, which leaves the range of the numbers."""
+def fade(coarse_i, fine_i, coarse_j, fine_j, visible):
+    """exp(total_i - total_j) where `visible`, else 0; exp of each total alone could leave the range of fp32."""
     between = (coarse_i[:, None] - coarse_j[None, :]) + (fine_i[:, None] - fine_j[None, :])
-    return tl.exp(tl.where(seen, between, float("-inf")))
+    return tl.exp(tl.where(visible, between, float("-inf")))
 
 
 @triton.jit
 def column_of(x, x_sr, first, count, i):
-    """Numbers of a (rows, K) tensor in the slots i of a chunk; 0 in empty ones."""
+    """Numbers of a (rows, K) tensor in the slots i of a chunk; 0 in empty slots."""
     return tl.load(x + (first + i) * x_sr, mask=i < count, other=0.0)
 
 
 @triton.jit
 def read_turned(base, i, stride, column, rows, DIM: tl.constexpr):
-    """The transpose of `read`. First factors are loaded so: Triton 3.4 to 3.7.0 may get transposed registers wrong there."""
+    """The transpose of `read`, for first factors: Triton 3.4 to 3.7.0 may transpose registers wrongly there."""
     at = base + i.to(tl.int64)[None, :] * stride + column[:, None]
     return tl.load(at, mask=(i < rows)[None, :] & (column < DIM)[:, None], other=0.0)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b in fp32; factors of one dtype are taken as they are, which is exact where they have 16 bits."""
+    """a @ b in fp32. Factors of one dtype are not converted, which is exact for 16 bits."""
     if a.dtype == b.dtype:
         result = tl.dot(a, b, input_precision=PRECISION)
     else:
@@ -216,14 +211,14 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _solve(system, beta, i, PRECISION: tl.constexpr):
-    """G of a strictly lower triangular B (32, 32), from blocks of 2 rows to those of 4, 8, 16 and 32.
+    """G of a strictly lower triangular B (32, 32), from blocks of 2 rows to blocks of 4, 8, 16 and 32.
 
-    Each step of two blocks: what is below the diagonal becomes (1 - G beta) B (1 - beta G). No number grows on the way, as
-    powers of B would.
+    Each step joins two blocks: the part below the diagonal becomes (1 - G beta) B (1 - beta G). Intermediate numbers
+    stay small, unlike powers of B.
     """
     row, column = i[:, None], i[None, :]
     g = tl.where(row // 2 == column // 2, system, 0.0)
-    for level in range(1, 5):  # not unrolled, which would take long to compile
+    for level in range(1, 5):  # unrolling would take long to compile
         corner = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
         below = tl.where(corner, system, 0.0)
         below -= tl.dot(below, beta[:, None] * g, input_precision=PRECISION)
@@ -292,7 +287,7 @@ def _pass(
     MAPS: tl.constexpr, STORE: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the state over the chunks of an item, a run or group. MAPS: from [1 | 0]; else from `begin`."""
+    """Pass a block of columns of the state through the chunks of a run or group, from [1 | 0] if MAPS, else `begin`."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -335,9 +330,9 @@ def pass_groups(
     BACK: tl.constexpr, SUMS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the state over the groups of a run, S -> A S + B; BACK: from the last group on, S -> A^T S + B.
+    """Pass a block of columns of the state through a run's groups, S -> A S + B; BACK: in reverse, S -> A^T S + B.
 
-    Column c of B is column sums_first + c - extra of `sums`, 0 where c < extra.
+    Column c of B is column sums_first + c - extra of `sums`, or 0 if c < extra.
     """
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, e = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
@@ -371,7 +366,7 @@ def _read(
     GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The output of the query heads of a kv head and chunk, in a block of columns."""
+    """Write the output of the query heads of a kv head in one chunk and block of columns."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -387,17 +382,17 @@ def _read(
                     other=0.0)  # fmt: skip
     x = tl.load(new + at * SLOTS * width + i[:, None] * width + column[None, :], mask=there, other=0.0).to(tl.float32)
     for g in range(GROUP):
-        own = head * GROUP + g
-        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
+        query_head = head * GROUP + g
+        query = read(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * weight
         value = past[:, None] * product(query, state, PRECISION)
         value = tl.dot(scores, x, value, input_precision=PRECISION) * unit_rate(query)[:, None]
-        to = out + (first + i)[:, None] * o_sr + own * o_sh + column[None, :]
+        to = out + (first + i)[:, None] * o_sr + query_head * o_sh + column[None, :]
         tl.store(to, value.to(out.dtype.element_ty), mask=(i < count)[:, None] & there)
 
 
 def invert(rows: Rows, chunks: Chunks) -> Inverse:
-    """The inverse of each chunk."""
+    """Invert each chunk."""
     number, device = (len(chunks.rows), rows.heads), rows.k.device
     narrow = torch.float32 if rows.wide else torch.float16
     total = torch.empty(*number, 2, SLOTS, dtype=torch.float32, device=device)
@@ -414,7 +409,7 @@ def invert(rows: Rows, chunks: Chunks) -> Inverse:
 def _launch_pass(
     rows: Rows, chunks: Chunks, inverse: Inverse, items: Tensor, begin: Tensor | None, width: int, passed: Passed | None
 ) -> Tensor:
-    """(items, K, D, W) the state after each item, of which `begin` has those before; None: [1 | 0]."""
+    """The state after each item, (items, K, D, W), from the states `begin` before them; None: from [1 | 0]."""
     last = torch.empty(len(items), rows.heads, rows.dim, width, dtype=torch.float32, device=rows.k.device)
     columns = rows.passed_columns(width)
     _pass[(len(items) * rows.heads, triton.cdiv(width, columns))](
@@ -428,7 +423,7 @@ def _launch_pass(
 
 
 def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the maps of groups, the state before each, that after each run) of `begin` (n, K, D, W)."""
+    """Return (the maps of groups, the state before each group, the state after each run), from `begin` (n, K, D, W)."""
     assert chunks.groups is not None and chunks.members is not None
     dim, values, width = rows.dim, rows.v.shape[2], begin.shape[3]
     maps = _launch_pass(rows, chunks, inverse, chunks.groups, None, dim + values, None)
@@ -443,7 +438,7 @@ def maps_of_groups(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) 
 
 
 def pass_chunks(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Passed:
-    """The states of all chunks, from `begin` (n, K, D, W) fp32, contiguous, before the runs."""
+    """The states of all chunks, from `begin` (n, K, D, W) fp32, contiguous, the state before each run."""
     width, number = begin.shape[3], (len(chunks.rows), rows.heads)
     before = begin.new_empty(*number, rows.dim, width, dtype=rows.stored)
     passed = Passed(before, begin.new_empty(*number, SLOTS, width, dtype=rows.stored), begin, None)
@@ -456,14 +451,14 @@ def pass_chunks(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> 
 
 
 def last_states(rows: Rows, chunks: Chunks, inverse: Inverse, begin: Tensor) -> Tensor:
-    """`Passed.last` alone."""
+    """Compute `Passed.last` only."""
     if chunks.groups is None:
         return _launch_pass(rows, chunks, inverse, chunks.runs, begin, begin.shape[3], None)
     return maps_of_groups(rows, chunks, inverse, begin)[2]
 
 
 def output(q: Tensor, rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, out: Tensor) -> None:
-    """Fill `out` (rows, H, E), contiguous, for q (rows, H, D) whose last stride is 1."""
+    """Fill `out` (rows, H, E), contiguous, from q (rows, H, D) with last stride 1."""
     width = passed.new.shape[3]
     columns = min(COLUMNS, block_dim(width))
     _read[(len(chunks.rows) * rows.heads, triton.cdiv(width, columns))](

@@ -1,11 +1,11 @@
-"""The gated delta rule by chunks of 64 tokens, backward: what outputs give, the pass from the last chunk on, the gradients.
+"""The gated delta rule by chunks of 64 tokens, backward: gradients from the outputs, the reverse pass, the results.
 
-With dN the gradient of what is added, beta new: the passes make X = dN - G^T (beta dN), of which the gradients of k, v, beta
-and log_decay are products with rows, states and `new` (see `gated_delta`). Each of these tensors is written by a kernel and
-read by the next, so that none takes the transpose of a product, which Triton 3.4 to 3.7.0 may get wrong on Hopper.
-Sums have a fixed order: every run gives the same bits.
-Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state of
-which the last E have values, n runs, m groups.
+Let dN be the gradient of the added rows, beta new. The pass computes X = dN - G^T (beta dN). The gradients of k, v,
+beta and log_decay follow from X by products with rows, states and `new` (see `gated_delta`). Each of these tensors is
+written by one kernel and read by the next: no kernel transposes a product, which Triton 3.4 to 3.7.0 may get wrong on
+Hopper. Sums have a fixed order: every run gives the same bits.
+Shape letters: T chunks, C slots of a chunk, K kv heads, H query heads, D head dim, E value dim, W columns of the state
+(the last E have values), n runs, m groups.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ from lightning_dilated.kernels.tiles import block_dim, read
 
 
 class Reading(NamedTuple):
-    """A call that reads the state; W = E then.
-
-    Attributes:
-        q: (rows, H, D), the last stride 1.
-        grad: (rows, H, E) of the output, likewise.
-    """
+    """Rows of a call that reads the state, W = E: q (rows, H, D), the output's gradient (rows, H, E); last strides 1."""
 
     q: Tensor
     grad: Tensor
@@ -51,7 +46,7 @@ class Reading(NamedTuple):
 
 class Gradients(NamedTuple):
     """Attributes:
-    q, k, v: like the rows, contiguous; q is None where nothing reads the state.
+    q, k, v: like the rows, contiguous; q is None if nothing reads the state.
     log_decay, beta: (rows, K) fp32.
     begin: (n, K, D, W) fp32.
     """
@@ -70,7 +65,7 @@ def _sums(
     GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the outputs of a chunk give to what its tokens add, (C, W), and to the state before it, (D, W)."""
+    """The gradients from a chunk's outputs to the rows that it adds, (C, W), and to the state before it, (D, W)."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -83,14 +78,14 @@ def _sums(
     of_new = tl.zeros([SLOTS, COLUMNS], tl.float32)
     of_state = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for g in range(GROUP):
-        own = head * GROUP + g
-        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
+        query_head = head * GROUP + g
+        query = read(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM, BLOCK, False)
         there = (i < count)[:, None] & (column < width)[None, :]
-        do = tl.load(grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there, other=0.0)
+        do = tl.load(grad + (first + i)[:, None] * g_sr + query_head * g_sh + column[None, :], mask=there, other=0.0)
         do = do.to(tl.float32) * unit_rate(query)[:, None]
         scores = tl.dot(key, tl.trans(query), input_precision=PRECISION) * later
         of_new = tl.dot(scores, do, of_new, input_precision=PRECISION)
-        turned = read_turned(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
+        turned = read_turned(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM).to(tl.float32)
         of_state = tl.dot(turned, past[:, None] * do, of_state, input_precision=PRECISION)
     to = to_new + at * SLOTS * width + i[:, None] * width + column[None, :]
     tl.store(to, of_new.to(to_new.dtype.element_ty), mask=(column < width)[None, :])
@@ -105,7 +100,7 @@ def _pass_back(
     ZERO: tl.constexpr, STORE: tl.constexpr, READ: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the state's gradient over the chunks of an item, the last one first."""
+    """Pass a block of columns of the state's gradient through an item's chunks, the last chunk first."""
     item, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     d, i = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -151,7 +146,7 @@ def _queries(
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a chunk, what its outputs give to unit keys, (C, D), and the part of the totals that queries have."""
+    """Write dq, the outputs' gradient of unit keys, (C, D), and the queries' part of the gradient of the totals."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -166,15 +161,16 @@ def _queries(
     read_keys = tl.zeros([SLOTS, BLOCK], tl.float32)
     along = tl.zeros([SLOTS], tl.float32)
     for g in range(GROUP):
-        own = head * GROUP + g
-        query = read(q + first * q_sr + own * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
+        query_head = head * GROUP + g
+        query = read(q + first * q_sr + query_head * q_sh, i, q_sr, d, count, DIM, BLOCK, False).to(tl.float32)
         rate_q = unit_rate(query)
         reading = tl.zeros([SLOTS, BLOCK], tl.float32)
         for block in tl.static_range(BLOCKS):
             column = block * COLUMNS + c
             known = (column < width)[None, :]
             do = tl.load(
-                grad + (first + i)[:, None] * g_sr + own * g_sh + column[None, :], mask=there[:, None] & known, other=0.0
+                grad + (first + i)[:, None] * g_sr + query_head * g_sh + column[None, :],
+                mask=there[:, None] & known, other=0.0,
             )  # fmt: skip
             n = tl.load(new + column[None, :], mask=known, other=0.0)
             pairs = product(n, tl.trans(do), PRECISION)
@@ -188,7 +184,7 @@ def _queries(
         along_q = rate_q * tl.sum(query * reading, 1)
         along += along_q
         result = rate_q[:, None] * (reading - (rate_q * along_q)[:, None] * query)
-        to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + own * DIM + d[None, :]
+        to = dq + (first + i)[:, None] * (heads * GROUP * DIM) + query_head * DIM + d[None, :]
         tl.store(to, result.to(dq.dtype.element_ty), mask=there[:, None] & (d < DIM)[None, :])
     to = to_key + at * SLOTS * DIM + i[:, None] * DIM + d[None, :]
     tl.store(to, read_keys.to(to_key.dtype.element_ty), mask=(d < DIM)[None, :])
@@ -202,8 +198,8 @@ def _gradients(
     READ: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a chunk's keys, values and gates. A factor exp(total_i) comes with row i, exp(-total_j) with row j:
-    the gradient of the totals is that of rows by themselves."""
+    """Write the gradients of a chunk's keys, values and gates. Row i has a factor exp(total_i) and row j exp(-total_j),
+    so the gradient of the totals is a product of rows with their own gradients."""
     at, head = tl.program_id(0).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     chunk = at // heads
     first, count = tl.load(rows + 2 * chunk), tl.load(rows + 2 * chunk + 1)
@@ -219,11 +215,11 @@ def _gradients(
     new += at * SLOTS * width + i[:, None] * width
     solved += at * SLOTS * width + i[:, None] * width
     dv += (first + i)[:, None] * (heads * values) + head * values - extra
-    changed = tl.zeros([SLOTS, BLOCK], tl.float32)  # of keys where they read the state or earlier keys
-    stored = tl.zeros([SLOTS, BLOCK], tl.float32)  # of keys where later ones read them
+    changed = tl.zeros([SLOTS, BLOCK], tl.float32)  # gradients of keys as readers of the state or earlier keys
+    stored = tl.zeros([SLOTS, BLOCK], tl.float32)  # gradients of keys as read by later ones
     to_beta = tl.zeros([SLOTS], tl.float32)
     at_end = 0.0
-    # all of this is linear in the columns: a block at a time takes the fewest registers
+    # the sum is linear in the columns: one block at a time takes the fewest registers
     for block in tl.static_range(BLOCKS):
         column = block * COLUMNS + c
         known = (column < width)[None, :]
@@ -267,7 +263,7 @@ def backward(
 
     Args:
         last: (n, K, D, W) fp32, contiguous, the gradient of the state after each run.
-        covered: whether every row lies in a chunk; others get zeros.
+        covered: whether every row belongs to a chunk; other rows get zeros.
     """
     sums = None if reading is None else launch_sums(rows, chunks, inverse, reading)
     begin, after, solved = launch_back(rows, chunks, inverse, passed, sums, last)
@@ -287,14 +283,14 @@ def backward(
 
 
 def _empty(x: Tensor, covered: bool) -> Tensor:
-    """A contiguous tensor like x, zeros where not every row is `covered`."""
+    """A contiguous tensor like x: zeros unless every row is `covered`."""
     return (torch.empty if covered else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
 
 
 def launch_queries(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, reading: Reading, covered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, (T, K, C, D), (T, K, C)), see `_queries`."""
+    """Return dq, the gradient of unit keys (T, K, C, D) and of totals (T, K, C), see `_queries`."""
     (q, grad), width, number = reading, reading.grad.shape[2], (len(chunks.rows), rows.heads)
     dq, columns = _empty(q, covered), min(COLUMNS, block_dim(width))
     to_key = inverse.total.new_empty(*number, SLOTS, rows.dim, dtype=rows.stored)
@@ -309,7 +305,7 @@ def launch_queries(
 
 
 def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) -> tuple[Tensor, Tensor]:
-    """(T, K, C, E) and (T, K, D, E), see `_sums`."""
+    """Return gradients (T, K, C, E) and (T, K, D, E), see `_sums`."""
     (q, grad), width = reading, reading.grad.shape[2]
     number, columns = (len(chunks.rows), rows.heads), min(COLUMNS, block_dim(width))
     to_new = inverse.total.new_empty(*number, SLOTS, width, dtype=rows.stored)
@@ -325,7 +321,7 @@ def launch_sums(rows: Rows, chunks: Chunks, inverse: Inverse, reading: Reading) 
 def launch_back(
     rows: Rows, chunks: Chunks, inverse: Inverse, passed: Passed, sums: tuple[Tensor, Tensor] | None, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the gradient of `begin`, that of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
+    """Return (the gradient of `begin`, the gradient of the state after each chunk (T, K, D, W), X (T, K, C, W))."""
     width, columns = last.shape[3], rows.passed_columns(last.shape[3])
     after, solved = torch.empty_like(passed.before), torch.empty_like(passed.new)
     to_new, to_state = sums or (after, after)

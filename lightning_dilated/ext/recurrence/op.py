@@ -1,8 +1,8 @@
-"""recurrent_attention as one op of torch, which compiled blocks and recomputation know: nothing but its inputs is saved.
+"""recurrent_attention as one op of torch for compiled blocks and recomputation; it saves only its inputs.
 
-The backward computes the call once more and differentiates that, on many ranks with the exchange of their states. One
-rank computes long sequences window by window, the backward from the last one on. FLOPs count the rule itself
-(`Recurrence.flops`), three times that with the backward.
+The backward computes the call again and differentiates it, with the exchange of states if ranks share the sequence. On
+one rank a long sequence is computed window by window, and the backward starts at the last window. FLOPs count the rule
+itself (`Recurrence.flops`), three times as much with the backward.
 Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -28,17 +28,14 @@ from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.recurrence.description import Recurrence
 from lightning_dilated.sequence.group import find_sequence, no_sequence
 
-#: tokens of each sample that one rank computes at a time: intermediate results of gated_delta take about 50 KiB a token
-#: forward, and 90 backward, with 12 heads of 64
+#: tokens of each sample that one rank computes at a time. With 12 heads of 64, intermediate results of gated_delta take
+#: about 50 KiB a token forward and 90 KiB backward
 WINDOW = 1 << 14
 
 
 class RecurrenceSpec(NamedTuple):
-    """What a call asks for besides its tensors; torch carries it as a string, its code.
-
-    Attributes:
-        sequence: name of the `SequenceGroup` that shares the sequence; "" is one rank.
-    """
+    """Arguments of a call other than tensors; `encode` turns them into a string, because an op takes no Python objects.
+    `sequence` is the name of the `SequenceGroup` that shares the sequence, or "" for one rank."""
 
     kind: str
     segment: int | None
@@ -47,30 +44,30 @@ class RecurrenceSpec(NamedTuple):
 
     @classmethod
     def decode(cls, code: str) -> RecurrenceSpec:
-        """From `encode`'s string."""
+        """Return the spec of a string that `encode` returned."""
         kind, segment, causal, sequence = code.split("|", 3)
         return cls(kind, int(segment) if segment else None, causal == "1", sequence)
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of `recurrent_attention`."""
+        """Return the keyword arguments of `recurrent_attention`."""
         group = find_sequence(self.sequence) if self.sequence else None
         return {"kind": self.kind, "segment": self.segment, "causal": self.causal, "sequence": group}
 
 
 def encode(kind: str, segment: int | None, causal: bool, sequence: str = "") -> str:
-    """The code of a `RecurrenceSpec`; torch.compile traces it."""
+    """Encode a `RecurrenceSpec` as a string; torch.compile can trace it."""
     return f"{kind}|{'' if segment is None else segment}|{int(causal)}|{sequence}"
 
 
 @contextlib.contextmanager
 def differentiated(tensors: Sequence[Tensor | None]):
-    """Within an op: (copies of tensors, None among them, that require gradients), while autograd records."""
+    """Inside an op, yield copies of the tensors that require gradients (None stays None), and let autograd record."""
     with autograd_within_op(), torch.enable_grad():
         yield [None if x is None else x.detach().requires_grad_() for x in tensors]
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Of each input, zeros where the outputs do not depend on it; an empty tensor for None."""
+    """Return the gradient of each input: zeros if no output depends on it, an empty tensor for None."""
     leaves = [x for x in inputs if x is not None]
     results = iter(torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True))
     return [outputs[0].new_empty(0) if x is None else next(results) for x in inputs]
@@ -79,7 +76,7 @@ def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads:
 def part_forward(
     part: Part, tensors: Sequence[Tensor | None], before: RecurrentState, settings: dict[str, Any]
 ) -> tuple[Tensor, RecurrentState]:
-    """(out (B, n, H, D), the state after the part) of its tensors; on one rank `WINDOW` tokens at a time."""
+    """Return (out (B, n, H, D), the state after the part); one rank computes a window of tokens at a time."""
     windows = _windows(part, tensors, settings)
     if len(windows) == 1:
         return part.run(tensors, before, settings)
@@ -101,10 +98,10 @@ def part_backward(
     grad: Tensor,
     later: Sequence[Tensor] | None,
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """(the gradients of q, k, v, log_decay and beta, those of the state before the part) by computing it once more.
+    """Compute the part again; return (gradients of q, k, v, log_decay and beta, gradients of the state before it).
 
     Args:
-        later: gradients of the state after the part, by `RecurrentState.floating`; None: nothing reads it.
+        later: gradients of the state after the part, in the order of `RecurrentState.floating`; None: nothing reads it.
     """
     windows, results = _windows(part, tensors, settings), like_inputs(*tensors)
     befores = [before]
@@ -118,7 +115,7 @@ def part_backward(
 
 
 def _rows(results: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are no stand-ins for None."""
+    """Leave out the empty tensors that represent None."""
     return [x for x in results if x.ndim > 1]
 
 
@@ -131,7 +128,7 @@ def _window_backward(
     later: Sequence[Tensor] | None,
     into: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Write the gradients of a window's rows; those of the state before it."""
+    """Write the gradients of a window's rows into `into`; return the gradients of the state before the window."""
     with differentiated([*rows, *before.floating()]) as inputs:
         begin = before.with_tensors([x for x in inputs[5:] if x is not None])
         out, after = window.run(inputs[:5], begin, settings, Output.UNREAD)
@@ -139,17 +136,17 @@ def _window_backward(
         grads = gradients(outputs, inputs, [grad, *(later or ())])
     for total, x in zip(into, _rows(grads[:5]), strict=True):
         total.copy_(x)
-    state = before.with_tensors(grads[5:])  # which is not read where a document begins
+    state = before.with_tensors(grads[5:])  # the state before is not read where a document begins
     return list(state.where(window.begins(), state.zeros()).floating())
 
 
 def _windows(part: Part, tensors: Sequence[Tensor | None], settings: dict[str, Any]) -> list[Part]:
-    """Ranks that share the part compute it at once."""
+    """Return the windows of a part; ranks that share the part compute it in one window."""
     return [part] if settings["sequence"] is not None else part.split(_window(settings["kind"], *tensors[:3]))
 
 
 def _window(kind: str, q: Tensor | None, k: Tensor | None, v: Tensor | None) -> int:
-    """Tokens of each sample that one rank computes at a time."""
+    """Return how many tokens of each sample one rank computes at a time."""
     assert q is not None and k is not None and v is not None
     if not triton_chunks.serves(kind, q, k, v):
         return WINDOW
@@ -164,26 +161,26 @@ def _cut(tensors: Sequence[Tensor | None], part: Part, window: Part) -> list[Ten
     return [None if x is None else x[:, _place(part, window)] for x in tensors]
 
 
-def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *rest: Any) -> Tensor:
-    """(B, L, H, D) of `rest`: lengths, cu_seqlens and `RecurrenceSpec`'s code."""
-    tensors, settings = (q, k, v, log_decay, beta), RecurrenceSpec.decode(rest[-1]).settings()
+def run_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, *extra: Any) -> Tensor:
+    """Return (B, L, H, D); `extra` holds lengths, cu_seqlens and an encoded `RecurrenceSpec`."""
+    tensors, settings = (q, k, v, log_decay, beta), RecurrenceSpec.decode(extra[-1]).settings()
     with no_sequence():
-        part = _long(tensors, *rest)
+        part = _long(tensors, *extra)
         if part is None:
-            return recurrent_attention(*tensors, **settings, lengths=rest[0], cu_seqlens=rest[1])
+            return recurrent_attention(*tensors, **settings, lengths=extra[0], cu_seqlens=extra[1])
         return part_forward(part, tensors, part.before(None, tensors, settings), settings)[0]
 
 
 def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, log_decay and beta; empty tensors for those that are None."""
-    tensors, rest = args[:5], args[5:]
-    settings = RecurrenceSpec.decode(rest[-1]).settings()
+    """Return the gradients of q, k, v, log_decay and beta; empty tensors for inputs that are None."""
+    tensors, extra = args[:5], args[5:]
+    settings = RecurrenceSpec.decode(extra[-1]).settings()
     with no_sequence():
-        part = _long(tensors, *rest)
+        part = _long(tensors, *extra)
         if part is not None:
             return part_backward(part, tensors, part.before(None, tensors, settings), settings, grad, None)[0]
         with differentiated(tensors) as inputs:
-            limits = {"lengths": rest[0], "cu_seqlens": rest[1]}
+            limits = {"lengths": extra[0], "cu_seqlens": extra[1]}
             out, _ = recur(*inputs, **settings, **limits, output=Output.UNREAD)
             return tuple(x.contiguous() for x in gradients([out], inputs, [grad]))
 
@@ -191,7 +188,7 @@ def run_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
 def _long(
     tensors: Sequence[Tensor | None], lengths: Tensor | None, cu_seqlens: Tensor | None, spec: str
 ) -> Part | None:
-    """A causal call of one rank that is computed window by window, as a part of a sequence; None: it is computed at once."""
+    """Return a long causal call of one rank as a part that is computed window by window; None for other calls."""
     kind, _, causal, sequence = RecurrenceSpec.decode(spec)
     q = tensors[0]
     assert q is not None
@@ -206,9 +203,9 @@ def _long(
     return Part(range(length), starts, None if lengths is None else lengths.tolist())
 
 
-# -- what torch asks of an op ------------------------------------------------------------------------------------------
+# -- functions that torch requires of an op ----------------------------------------------------------------------------
 def like_inputs(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """What gradients of q, k, v, log_decay and beta look like."""
+    """Return empty tensors like the gradients of q, k, v, log_decay and beta."""
     q = tensors[0]
     contiguous = torch.contiguous_format
     return tuple(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous) for x in tensors)
@@ -223,7 +220,7 @@ def fake_backward(grad, q, k, v, log_decay, beta, *others):
 
 
 def rule_flops(q: Tensor, k: Tensor, *others: Any) -> int:
-    """FLOPs of a forward; the last argument is the spec, and padding is counted."""
+    """Return the FLOPs of a forward, padding included; the last argument is the encoded spec."""
     kind, segment, *_ = RecurrenceSpec.decode(others[-1])
     return q.shape[0] * q.shape[1] * Recurrence(kind, segment).flops(q.shape[2], k.shape[2], q.shape[3])
 

@@ -1,4 +1,4 @@
-"""A part of the positions of a sequence on one rank, after the state before it: documents may begin within.
+"""Part: a range of positions of a sequence on one rank, with its recurrence; documents may begin inside it.
 
 Shape letters: B batch, N tokens of the sequence, n tokens of the part.
 """
@@ -23,8 +23,8 @@ Tensors = Sequence[Tensor | None]
 class Part(NamedTuple):
     """Attributes:
     span: positions of the part.
-    starts: of each sample, the positions of the whole sequence at which documents begin.
-    lengths: tokens of each right-padded sample; None: all are as long as the sequence.
+    starts: for each sample, the positions of the whole sequence at which documents begin.
+    lengths: tokens of each right-padded sample; None: all samples are as long as the sequence.
     """
 
     span: range
@@ -32,16 +32,16 @@ class Part(NamedTuple):
     lengths: Sequence[int] | None = None
 
     def split(self, tokens: int) -> list[Part]:
-        """Parts of at most so many tokens, in their order."""
+        """Return consecutive parts of at most `tokens` tokens."""
         starts = range(self.span.start, max(self.span.stop, self.span.start + 1), tokens)
         return [self._replace(span=range(at, min(at + tokens, self.span.stop))) for at in starts]
 
     def begins(self) -> list[bool]:
-        """Of each sample, whether a document begins with the part."""
+        """Return, for each sample, whether a document begins at the first position of the part."""
         return [self.span.start in starts for starts in self.starts]
 
     def before(self, known: RecurrentState | None, tensors: Tensors, settings: dict[str, Any]) -> RecurrentState:
-        """The state before the part: `known`, and an empty one for samples that begin with it, or where None is known."""
+        """Return the state before the part: `known`, or empty for samples that begin a document here, and for None."""
         q, k, v = (x for x in tensors[:3] if x is not None)
         dtype, shape = torch.promote_types(q.dtype, torch.float32), (*k.shape[2:], v.shape[3])
         empty = empty_state(settings["kind"], settings["segment"] or 1, len(q), shape, q, dtype)
@@ -50,9 +50,9 @@ class Part(NamedTuple):
     def run(
         self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any], output: Output = Output.READ
     ) -> tuple[Tensor, RecurrentState]:
-        """(out as `output` says, the state after the part) of the part's tensors.
+        """Return (out as `output` asks, the state after the part), from the part's tensors and the state before it.
 
-        Samples are computed one by one where documents begin within the part.
+        If documents begin inside the part, samples are computed one by one.
         """
         call: Callable[..., Any] = partial(recur, **settings, return_state=True, output=output)
         begins = [[x for x in starts if self.span.start < x < self.span.stop] for starts in self.starts]
@@ -70,5 +70,5 @@ class Part(NamedTuple):
         return torch.cat([out for out, _ in results]), RecurrentState.join([after for _, after in results])
 
     def after(self, tensors: Tensors, state: RecurrentState, settings: dict[str, Any]) -> RecurrentState:
-        """The state after the part alone."""
+        """Return the state after the part without its output."""
         return self.run(tensors, state, settings, Output.NONE)[1]

@@ -1,4 +1,4 @@
-"""The kinds of recurrent attention, and their definition token by token, which every other path is tested against.
+"""The kinds of recurrent attention and their token-by-token definition, the reference for tests of all other paths.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, E value dim, m tokens of a memory segment.
 """
@@ -12,24 +12,24 @@ from torch import Tensor
 
 
 def positive(x: Tensor) -> Tensor:
-    """elu(x) + 1, the features of linear and delta; exp(x) below 0 keeps the digits that elu would round away."""
+    """Return elu(x) + 1, the features of linear and delta; exp(x) below 0 keeps digits that elu would round away."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def unit(x: Tensor) -> Tensor:
-    """x over its length, which stays just below 1; 0 for a zero row."""
+    """Return x divided by its length, which stays just below 1; 0 for a zero row."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, 0 with a zero gradient where the denominator is 0."""
+    """Return numerator / denominator; 0 with a zero gradient where the denominator is 0."""
     empty = denominator == 0
     return torch.where(empty, 0, numerator / torch.where(empty, 1, denominator))
 
 
 class Oracle(NamedTuple):
-    """What one document gives: out (N, H, E), the state's matrix (K, D, E), its normalizer (K, D), and the number of tokens
-    in the open segment."""
+    """Results for one document: out (N, H, E), the state's matrix (K, D, E) and normalizer (K, D), and the number of
+    tokens in the open segment."""
 
     out: Tensor
     matrix: Tensor
@@ -50,11 +50,11 @@ def oracle(
     matrix: Tensor | None = None,
     normalizer: Tensor | None = None,
 ) -> Oracle:
-    """The definition for one document, without cleverness.
+    """Compute one document by the definition, token by token or segment by segment.
 
     Args:
-        q: (N, H, D). k: (N, K, D). v: (N, K, E). log_decay, beta: (N, K), of gated_delta.
-        matrix, normalizer: the state before the first token, at a segment's begin; None: zeros.
+        q: (N, H, D). k: (N, K, D). v: (N, K, E). log_decay, beta: (N, K), for gated_delta.
+        matrix, normalizer: the state before the first token, at the start of a segment; None: zeros.
     """
     matrix = q.new_zeros(k.shape[1], k.shape[2], v.shape[2]) if matrix is None else matrix
     normalizer = q.new_zeros(k.shape[1:]) if normalizer is None else normalizer
@@ -68,19 +68,19 @@ def oracle(
         rows = slice(start, start + segment)
         keys, values, z = fk[rows], v[rows], fk[rows].sum(0)
         added = torch.einsum("nkd,nke->kde", keys, values)
-        others = (matrix, normalizer) if causal else (every[0] - added, every[1] - z)
-        read, norm = (x.repeat_interleave(group, 0) for x in others)
+        visible = (matrix, normalizer) if causal else (every[0] - added, every[1] - z)
+        read, norm = (x.repeat_interleave(group, 0) for x in visible)
         shares = torch.einsum("nhd,hd->nh", fq[rows], norm)
-        single = not causal and len(q) <= segment  # nothing lies outside of the only segment
+        single = not causal and len(q) <= segment  # the only segment has nothing else to read
         rows_out = ratio(torch.einsum("nhd,hde->nhe", fq[rows], read), shares[..., None])
         out.append(torch.zeros_like(rows_out) if single else rows_out)
         opened = len(keys) % segment
-        if opened:  # the last segment is open: no later one has read it
+        if opened:  # no later segment has read the last, open one
             break
         if kind == "delta":
-            past, own = (torch.einsum("nkd,kd->nk", keys, x) for x in (normalizer, z))
+            past, current = (torch.einsum("nkd,kd->nk", keys, x) for x in (normalizer, z))
             stored = torch.einsum("nkd,kde->nke", keys, matrix)
-            added = added - torch.einsum("nkd,nke->kde", keys, ratio(stored, torch.maximum(past, own)[..., None]))
+            added = added - torch.einsum("nkd,nke->kde", keys, ratio(stored, torch.maximum(past, current)[..., None]))
         matrix, normalizer = matrix + added, normalizer + z
     return Oracle(torch.cat([v.new_zeros(0, q.shape[1], v.shape[2]), *out]), matrix, normalizer, opened)
 

@@ -1,4 +1,4 @@
-"""Which tokens of a rank are computed together: runs of a document, cut into chunks. Integers and index tables only.
+"""The tokens of a rank that are computed together: runs of a document, cut into chunks. Integers and index tables only.
 
 Shape letters: B batch, L tokens of this rank, m tokens of a memory segment, C slots of a chunk, T chunks of all runs.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_dilated._compat.torch import real_tensors
 from lightning_dilated._device import send
 
-#: tokens of a chunk where the kind does not fix them
+#: tokens of a chunk for kinds without memory segments
 CHUNK = 64
 
 
@@ -35,12 +35,12 @@ class Call:
     """One call, as integers that are equal on all ranks.
 
     Attributes:
-        documents: all of them, empty ones too; those of a sample one after another.
+        documents: all documents, empty ones too; the documents of a sample are consecutive.
         batch: B.
         pieces: (rank, positions) of every non-empty run of consecutive positions, in the order of the sequence.
-        segment: m; None where the state changes with every token.
+        segment: m; None if the state changes with every token.
         pending_rows: the tokens of the open segment are carried as rows (delta) and not as sums (linear).
-        after: also count tokens of a memory segment that lie after a piece (not causal).
+        after: a memory segment that a piece cuts also includes its tokens after the piece (not causal).
     """
 
     documents: tuple[Document, ...]
@@ -51,19 +51,19 @@ class Call:
     after: bool = False
 
     def runs(self) -> Iterator[tuple[int, int, range]]:
-        """(piece, document, positions) of all parts of documents that lie in one piece."""
+        """Yield (piece, document, positions) for each part of a document within one piece."""
         for (number, (_, piece)), (index, doc) in itertools.product(enumerate(self.pieces), enumerate(self.documents)):
             start, stop = max(piece.start, doc.start), min(piece.stop, doc.stop)
             if start < stop:
                 yield number, index, range(start, stop)
 
     def seen(self, document: int, position: int) -> int:
-        """Tokens of the position's memory segment that come before it."""
+        """How many tokens of the position's memory segment come before it."""
         doc = self.documents[document]
         return 0 if self.segment is None else (doc.before + position - doc.start) % self.segment
 
     def unseen(self, document: int, position: int) -> int:
-        """Tokens from a position on that belong to the memory segment of the one before, where these count."""
+        """How many tokens from a position on share the memory segment of the token before; 0 unless `after`."""
         seen = self.seen(document, position)
         if not (self.after and seen and self.segment):
             return 0
@@ -71,7 +71,7 @@ class Call:
 
     @functools.cached_property
     def halo(self) -> tuple[int, int]:
-        """How many tokens before and after its pieces a rank needs to know the memory segments that they cut."""
+        """Most tokens before and after a piece that a rank needs for memory segments cut by the piece's ends."""
         left = right = 0
         for _, doc, part in self.runs():
             left = max(left, min(self.seen(doc, part.start), part.start - self.documents[doc].start))
@@ -83,8 +83,8 @@ class Run(NamedTuple):
     """A part of a document in one of the rank's pieces.
 
     Attributes:
-        piece: its number among those of the rank.
-        skipped: slots of its first chunk that stay empty, or hold tokens before `start`.
+        piece: index of the piece among the rank's pieces.
+        skipped: leading slots of its first chunk that are empty or hold tokens before `start`.
         trail: tokens after `stop` that complete its last memory segment.
     """
 
@@ -102,25 +102,25 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """Where a rank's tokens stand among its chunks.
+    """Index tables between a rank's tokens and its chunks.
 
-    The chunks are numbered step by step: first the first chunk of each run, then the second of those that have one, and so
-    on; runs with more chunks come first.
+    Chunks are numbered step by step: the first chunk of each run, then the second chunk of each run that has one, and
+    so on. Runs with more chunks come first.
 
     Attributes:
-        runs: of this rank.
+        runs: this rank's runs.
         width: C.
-        counts: how many runs have an i-th chunk.
-        queries: (T, C) rows of the rank's tokens (B L in all), and B L for an empty slot.
-        keys: (T, C) rows of keys and values: the tokens of pieces with their halo, then the state's pending rows, then zero.
-        outputs: (B L,) slots, T C for a token without a document.
+        counts: for each step i, how many runs have an i-th chunk.
+        queries: (T, C) the row of each slot's token among B L rows; B L for an empty slot.
+        keys: (T, C) rows of keys and values: tokens of pieces and halos, then the state's pending rows, then a zero.
+        outputs: (B L,) the slot of each token; T C for a token without a document.
         closed: (T,) whether the chunk is a memory segment that ends there.
         last: (runs,) each run's last chunk.
-        started: (runs,) the document whose pending sums belong to the run's first chunk; one past the last: none.
-        begins: (runs,) the state before a run: a piece's and sample's incoming one, then the documents' initial ones.
-        outgoing: (pieces, B) the run whose state leaves a piece; one past the last: the state passes through.
-        continued: (runs,) whether a run goes on with a document of an earlier piece.
-        finals: (documents,) the run that ends each document, then the initial states (of empty ones), then none.
+        started: (runs,) the document with pending sums for the run's first chunk; the number of documents if none.
+        begins: (runs,) the state before a run: incoming states (pieces, B) come first, then documents' initial states.
+        outgoing: (pieces, B) the run with the state after the piece; the number of runs if the state passes unchanged.
+        continued: (runs,) whether a run continues a document of an earlier piece.
+        finals: (documents,) the state after each document: runs come first, then initial states (if empty), then none.
         single: (T,) whether the chunk's document has no other memory segment.
     """
 
@@ -140,38 +140,37 @@ class Tables:
     single: Tensor
 
     def to(self, device: torch.device) -> Tables:
-        """The same tables on a device."""
         values = {name: send(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         return Tables(**values)
 
     def states_to(self, device: torch.device) -> Tables:
-        """The same tables with those of states on a device, and those of rows and chunks where they are."""
+        """Return a copy with the tables of states on `device`; the tables of rows and chunks stay on the CPU."""
         names = ("begins", "outgoing", "continued", "finals")
         return replace(self, **{name: send(getattr(self, name), device) for name in names})
 
     @property
     def documents(self) -> Tensor:
-        """(T,) the document of each chunk, on the CPU."""
+        """The document of each chunk, (T,), on the CPU."""
         every = torch.tensor([run.document for run in self.runs], dtype=torch.int64)
         return torch.cat([every[:0], *(every[:n] for n in self.counts)])
 
 
 @functools.lru_cache(maxsize=8)  # tables are as long as the sequence
-@torch.inference_mode(False)  # a call that trains may find them
+@torch.inference_mode(False)  # inference mode off: a training call may reuse the cached tables
 @real_tensors()
 def tables(call: Call, rank: int, chunk: int) -> Tables:
-    """The tables of one rank, on the CPU; `chunk`: C, where the call has no memory segments."""
-    own = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]
-    runs = sorted(_runs(call, own), key=lambda run: -run.slots)
+    """The tables of one rank, on the CPU; `chunk` is C for calls without memory segments."""
+    piece_numbers = [number for number, (owner, _) in enumerate(call.pieces) if owner == rank]
+    runs = sorted(_runs(call, piece_numbers), key=lambda run: -run.slots)
     most = max((run.slots for run in runs), default=1)
     width = call.segment if call.segment is not None and most > call.segment else most
     width = min(width, chunk) if call.segment is None else width
-    if width == most and call.segment is not None and not call.pending_rows:  # one chunk each: no need of empty slots
+    if width == most and call.segment is not None and not call.pending_rows:  # one chunk a run needs no empty slots
         width, runs = _narrowed(call, runs)
     numbers = [-(-run.slots // width) for run in runs]
     counts = tuple(sum(n > step for n in numbers) for step in range(max(numbers, default=0)))
-    lengths = [len(call.pieces[number][1]) for number in own]
-    rows = _Rows(call, tuple(call.pieces[number][1] for number in own), sum(lengths))
+    lengths = [len(call.pieces[number][1]) for number in piece_numbers]
+    rows = _Rows(call, tuple(call.pieces[number][1] for number in piece_numbers), sum(lengths))
     total = sum(counts)
     firsts = [0, *itertools.accumulate(counts)]
     queries = torch.full((total * width,), rows.local_rows)
@@ -189,7 +188,7 @@ def tables(call: Call, rank: int, chunk: int) -> Tables:
         keys[at] = rows.keys(run)
         last[place] = firsts[numbers[place] - 1] + place
         if call.segment is not None:
-            empty = call.seen(run.document, run.start) - run.skipped  # where `_narrowed` left slots out
+            empty = call.seen(run.document, run.start) - run.skipped  # slots that `_narrowed` left out
             for step in range(numbers[place]):
                 closed[firsts[step] + place] = run.slots - run.trail + empty >= (step + 1) * call.segment
     single = torch.tensor([_segments(call, run.document) == 1 for run in runs], dtype=torch.bool)
@@ -202,28 +201,28 @@ def tables(call: Call, rank: int, chunk: int) -> Tables:
         outputs,
         closed,
         last,
-        *_states(call, own, runs, rank),
+        *_states(call, piece_numbers, runs, rank),
         torch.cat([single[:0], *(single[:n] for n in counts)]),
     )
 
 
-def _runs(call: Call, own: Sequence[int]) -> Iterator[Run]:
-    numbers = {number: local for local, number in enumerate(own)}
+def _runs(call: Call, piece_numbers: Sequence[int]) -> Iterator[Run]:
+    numbers = {number: local for local, number in enumerate(piece_numbers)}
     for piece, document, part in call.runs():
         if piece in numbers:
-            seen, trail = call.seen(document, part.start), call.unseen(document, part.stop)
-            yield Run(document, numbers[piece], part.start, part.stop, seen, trail)
+            skipped, trail = call.seen(document, part.start), call.unseen(document, part.stop)
+            yield Run(document, numbers[piece], part.start, part.stop, skipped, trail)
 
 
 def _narrowed(call: Call, runs: list[Run]) -> tuple[int, list[Run]]:
-    """(C, runs) without the slots of tokens that the state has summed up, as far as all runs have them."""
+    """Return (C, runs) without leading slots that are empty in all runs, because the state has summed their tokens."""
     unused = min((run.skipped - _before(call, run) for run in runs), default=0)
     runs = [run._replace(skipped=run.skipped - unused) for run in runs]
     return max((run.slots for run in runs), default=1), runs
 
 
 def _before(call: Call, run: Run) -> int:
-    """Tokens of this call that precede the run in its first memory segment."""
+    """How many tokens of this call precede the run in its first memory segment."""
     return min(call.seen(run.document, run.start), run.start - call.documents[run.document].start)
 
 
@@ -233,7 +232,7 @@ def _segments(call: Call, document: int) -> int:
 
 
 class _Rows:
-    """Numbers of rows, for the positions of a run."""
+    """Row numbers for the positions of a run."""
 
     def __init__(self, call: Call, pieces: tuple[range, ...], length: int) -> None:
         self.call, self.pieces, self.length = call, pieces, length
@@ -246,7 +245,7 @@ class _Rows:
             self.key_rows += len(call.documents) * (call.segment or 0)
 
     def local(self, run: Run, positions: Tensor) -> Tensor:
-        """Rows of (B, L) at positions of a piece."""
+        """Rows of (B, L) for positions of the run's piece."""
         sample = self.call.documents[run.document].sample
         return sample * self.length + self.before[run.piece] + positions - self.pieces[run.piece].start
 
@@ -254,7 +253,7 @@ class _Rows:
         """Rows for all slots of a run."""
         positions = torch.arange(run.start - run.skipped, run.stop + run.trail)
         doc, piece = self.call.documents[run.document], self.pieces[run.piece]
-        if not self.around:  # no halo: the rows are those of (B, L)
+        if not self.around:  # without a halo, the rows are in (B, L)
             rows = self.local(run, positions)
         else:
             start = self.call.batch * (self.before[run.piece] + run.piece * self.around)
@@ -267,11 +266,11 @@ class _Rows:
         return torch.where(positions < doc.start, pending, rows)
 
 
-def _states(call: Call, own: Sequence[int], runs: Sequence[Run], rank: int) -> tuple[Tensor, ...]:
-    """(started, begins, outgoing, continued, finals) of `Tables`."""
+def _states(call: Call, piece_numbers: Sequence[int], runs: Sequence[Run], rank: int) -> tuple[Tensor, ...]:
+    """Return (started, begins, outgoing, continued, finals) of `Tables`."""
     number = len(call.documents)
     started, begins, continued = [], [], []
-    outgoing = torch.full((len(own), call.batch), len(runs))
+    outgoing = torch.full((len(piece_numbers), call.batch), len(runs))
     latest: dict[tuple[int, int], int] = {}
     finals = [len(runs) + number] * number
     for place, run in enumerate(runs):
@@ -280,7 +279,7 @@ def _states(call: Call, own: Sequence[int], runs: Sequence[Run], rank: int) -> t
         started.append(run.document if carried else number)
         continued.append(doc.start < run.start)
         incoming = run.piece * call.batch + doc.sample
-        begins.append(incoming if doc.start < run.start else len(own) * call.batch + run.document)
+        begins.append(incoming if doc.start < run.start else len(piece_numbers) * call.batch + run.document)
         if run.start >= latest.get((run.piece, doc.sample), 0):
             latest[run.piece, doc.sample] = run.start
             outgoing[run.piece, doc.sample] = place

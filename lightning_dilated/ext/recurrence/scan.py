@@ -1,6 +1,6 @@
 """The state before each piece of a sequence on many ranks: an exclusive scan of affine maps S -> A S + B.
 
-Shape letters: P pieces in the order of the sequence, p those of this rank, B batch, K kv heads, D head dim, E columns,
+Shape letters: P pieces in the order of the sequence, p pieces of this rank, B batch, K kv heads, D head dim, E columns,
 R ranks, F numbers of a map.
 """
 
@@ -19,19 +19,19 @@ from torch.autograd.function import once_differentiable
 from lightning_dilated.ext.convolution.halo import halo_wire
 from lightning_dilated.sequence.group import SequenceGroup
 
-#: (piece whose map is sent, piece that takes it)
+#: pairs (sending piece, receiving piece)
 Round = tuple[tuple[int, int], ...]
-#: most pieces that may all send to each other
+#: most pieces for `all_to_later`
 MOST = 32
 
 
 def all_to_later(pieces: int) -> tuple[Round, ...]:
-    """One round: each piece takes the maps of all earlier ones."""
+    """One round: each piece receives the maps of all earlier pieces."""
     return (tuple((source, target) for target in range(pieces) for source in range(target)),)
 
 
 def doubling(pieces: int) -> tuple[Round, ...]:
-    """1 + log2(P - 1) rounds: each piece takes the map of the one before, then of all before in steps 1, 2, 4, ..."""
+    """1 + log2(P - 1) rounds: each piece receives the map of the piece before, then composed maps 1, 2, 4, ... back."""
     rounds: list[Round] = [tuple((target - 1, target) for target in range(1, pieces))]
     step = 1
     while step + 1 < pieces:
@@ -48,14 +48,14 @@ def received(rounds: tuple[Round, ...], owners: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose(owners: tuple[int, ...]) -> tuple[Round, ...]:
-    """The rounds that move less to the busiest rank, or those that are fewer; `owners`: the rank of each piece."""
+    """The rounds that move fewer maps to the busiest rank; in a tie, fewer rounds. `owners`: the rank of each piece."""
     if len(owners) > MOST:
         return doubling(len(owners))
     return min((all_to_later(len(owners)), doubling(len(owners))), key=lambda rounds: received(rounds, owners))
 
 
 def maps_received(ranks: int) -> int:
-    """Return the most maps of the state that a rank receives in a forward, where each rank has a piece of one sequence."""
+    """Return the most maps of the state that a rank receives in a forward, if each rank has one piece."""
     owners = tuple(range(ranks))
     return received(choose(owners), owners)
 
@@ -65,8 +65,8 @@ class Scan:
 
     Args:
         owners: the rank of each piece.
-        number: of the call, for error messages.
-        inputs: of the call: every rank's results have a gradient if these have one, on empty shards, too.
+        number: the call's number, for error messages.
+        inputs: the call's inputs; if they have a gradient, every rank's results have one, on empty shards too.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Scan:
         self.rows: list[Tensor] = []
 
     def before(self, maps: Tensor, columns: int) -> Tensor:
-        """(p, B, K, D, E): what all earlier pieces make of the state, which the first one begins.
+        """Return the state before each own piece, (p, B, K, D, E), starting from zero before the first piece.
 
         Args:
-            maps: (p, B, K, D, A + E): A and B of each own piece side by side. A has D columns; or none, where a state only
-                gets sums added: then a last column holds 1 where the state is kept, and 0 where it begins anew.
+            maps: (p, B, K, D, A + E): A and B of each own piece side by side. A has D columns. If a state only gets
+                sums added, the map is [A | B] with one column A: 1 if the state is kept, 0 if it restarts at 0.
             columns: E.
         """
         shape = maps.shape[1:]
@@ -97,7 +97,7 @@ class Scan:
                     state = advance(arrived[source, target], state)
                 results.append(state)
             return torch.stack(results) if results else maps.new_zeros(0, *zeros.shape)
-        # a piece without an earlier one takes nothing, and sends nothing after the first round
+        # a piece without an earlier one receives nothing, and sends nothing after the first round
         prefix = self._move(maps, rounds[0])
         current = {target: prefix[source, target] for source, target in rounds[0] if target in self.own}
         for pairs in rounds[1:]:
@@ -109,7 +109,7 @@ class Scan:
         return torch.stack(results) if results else maps.new_zeros(0, *zeros.shape)
 
     def _move(self, maps: Tensor, pairs: Round) -> dict[tuple[int, int], Tensor]:
-        """The maps (B, K, D, A + E) that own pieces take in one round, by (source, target)."""
+        """The maps (B, K, D, A + E) that own pieces receive in one round, by (source, target)."""
         rows = maps.reshape(len(maps), math.prod(maps.shape[1:]))
         route = find_route(self.owners, self.group.rank, pairs)
         moved = _Move.apply(rows, self.anchor, self.group, route, self.number)
@@ -117,18 +117,18 @@ class Scan:
         return {pair: row.view(maps.shape[1:]) for pair, row in zip(route.arriving, moved, strict=True)}
 
     def tie(self, x: Tensor) -> Tensor:
-        """x, whose backward takes part in those of all scans even where x uses no received map."""
+        """Return x, with a backward that takes part in all scans even if x uses no received map."""
         return _Tie.apply(x, *self.rows) if self.rows else x
 
 
 def advance(pair: Tensor, state: Tensor) -> Tensor:
-    """A S + B, of A and B side by side (..., D, A + E); see `Scan.before`."""
-    kept, added = split(pair, state.shape[-1])
-    return (kept * state if kept.shape[-1] == 1 else kept @ state) + added
+    """A S + B, for A and B side by side (..., D, A + E); see `Scan.before`."""
+    a, b = split(pair, state.shape[-1])
+    return (a * state if a.shape[-1] == 1 else a @ state) + b
 
 
 def compose(second: Tensor, first: Tensor, columns: int) -> Tensor:
-    """The map of one piece after that of another."""
+    """The map `first` followed by the map `second`."""
     (a, b), (c, d) = split(second, columns), split(first, columns)
     if a.shape[-1] == 1 and second.shape[-1] == columns + 1:
         return torch.cat([a * c, a * d + b], -1)
@@ -136,16 +136,16 @@ def compose(second: Tensor, first: Tensor, columns: int) -> Tensor:
 
 
 def split(pair: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """(A, B)."""
+    """Split a map into (A, B)."""
     return pair.split([pair.shape[-1] - columns, columns], -1)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which rows a rank sends and receives in one round.
+    """The rows that a rank sends and receives in one round.
 
     Attributes:
-        leaving: own pieces (by their number among them), in the order of `sends`.
+        leaving: indices of own pieces, in the order of `sends`.
         arriving: (source, target) of the received rows, in the order of `receives`.
         sends, receives: {rank: rows}.
     """
@@ -158,16 +158,15 @@ class Route:
 
 @functools.lru_cache(maxsize=256)
 def find_route(owners: tuple[int, ...], rank: int, pairs: Round) -> Route:
-    """The route of one rank."""
-    own = [piece for piece, owner in enumerate(owners) if owner == rank]
+    pieces = [piece for piece, owner in enumerate(owners) if owner == rank]
     leaves = sorted((owners[b], a, b) for a, b in pairs if owners[a] == rank)
     arrives = sorted((owners[a], a, b) for a, b in pairs if owners[b] == rank)
     sends, receives = (dict(Counter(peer for peer, *_ in rows)) for rows in (leaves, arrives))
-    return Route(tuple(own.index(a) for _, a, _ in leaves), tuple((a, b) for _, a, b in arrives), sends, receives)
+    return Route(tuple(pieces.index(a) for _, a, _ in leaves), tuple((a, b) for _, a, b in arrives), sends, receives)
 
 
 class _Move(torch.autograd.Function):
-    """(received rows, F) of own pieces' rows (p, F); a collective call, forward and backward."""
+    """Send own pieces' rows (p, F) and return the received rows; forward and backward are collective calls."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, anchor: Tensor, group: SequenceGroup, route: Route, number: int) -> Tensor:

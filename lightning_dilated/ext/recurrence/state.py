@@ -1,4 +1,4 @@
-"""RecurrentState: what recurrent attention carries from one call to the next, of constant size.
+"""RecurrentState: the state, of constant size, that recurrent attention passes from one call to the next.
 
 Shape letters: S samples (or packed documents), K kv heads, D head dim, E value dim, m tokens of a memory segment.
 """
@@ -17,14 +17,14 @@ from lightning_dilated._device import send
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """The memory of each sample, or of each packed document; `recurrent_attention(return_state=True)` makes one.
+    """The memory of each sample or packed document; `recurrent_attention(return_state=True)` returns it.
 
     Attributes:
         matrix: (S, K, D, E), fp32 (fp64 for float64 inputs).
-        tokens: (S,) int64 on the CPU, how many tokens each has seen.
+        tokens: (S,) int64 on the CPU, the number of tokens that each sample has read.
         normalizer: (S, K, D), the sum of the features of all keys in `matrix`; None for gated_delta.
-        pending: what the open memory segment holds, which no token reads yet; None for gated_delta. Of linear the sums
-            (S, K, D, E) and (S, K, D), of delta the features (S, K, m, D) and values (S, K, m, E) of its tokens, then zeros.
+        pending: the open memory segment, which no token reads yet; None for gated_delta. Linear: its sums (S, K, D, E)
+            and (S, K, D). Delta: features (S, K, m, D) and values (S, K, m, E) of its tokens, zero-padded.
     """
 
     matrix: Tensor
@@ -38,28 +38,28 @@ class RecurrentState:
         return sum(x.numel() * x.element_size() for x in (*self.floating(), self.tokens))
 
     def floating(self) -> tuple[Tensor, ...]:
-        """The tensors that carry gradients."""
+        """Return the tensors that carry gradients."""
         normalizer = () if self.normalizer is None else (self.normalizer,)
         return (self.matrix, *normalizer, *(self.pending or ()))
 
     def detach(self) -> RecurrentState:
-        """The same numbers without a gradient to earlier calls (truncated back-propagation)."""
+        """Return the same state without a gradient to earlier calls (truncated back-propagation)."""
         return self._each(torch.Tensor.detach)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """The same with another device and dtype; `tokens` stay as they are."""
+        """Return the same state on another device and in another dtype; `tokens` do not change."""
         return self._each(lambda x: x.to(device, dtype))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> RecurrentState:
-        """The same with other tensors in place of `floating`'s, in their order."""
-        return self._made(tensors, self.tokens)
+        """Return a state with `tensors` in place of `floating()`, in the same order."""
+        return self._from_tensors(tensors, self.tokens)
 
     def zeros(self) -> RecurrentState:
-        """The state before the first token, of the same shapes."""
+        """Return the state before the first token, with the same shapes."""
         return replace(self._each(torch.zeros_like), tokens=torch.zeros_like(self.tokens))
 
     def where(self, replaced: Sequence[bool], other: RecurrentState) -> RecurrentState:
-        """With the samples of `other` where `replaced` (S,) is true."""
+        """Return this state with the samples of `other` where `replaced` (S,) is true."""
         flags = torch.tensor(replaced)
         if not flags.any():
             return self
@@ -69,40 +69,40 @@ class RecurrentState:
         return replace(self.with_tensors(chosen), tokens=torch.where(flags, other.tokens, self.tokens))
 
     def select(self, samples: Sequence[int] | Tensor) -> RecurrentState:
-        """The samples of these numbers, in their order, with tensors of their own."""
+        """Return a copy with the samples at these indices, in this order."""
         index = torch.as_tensor(samples, dtype=torch.int64)
         at = send(index, self.matrix.device)
         return replace(self._each(lambda x: x.index_select(0, at)), tokens=self.tokens.index_select(0, index.cpu()))
 
     @classmethod
     def join(cls, states: Sequence[RecurrentState]) -> RecurrentState:
-        """The samples of several states in their order."""
+        """Concatenate the samples of several states."""
         joined = map(torch.cat, zip(*(s.floating() for s in states), strict=True))
-        return cls._made(joined, torch.cat([s.tokens for s in states]))
+        return cls._from_tensors(joined, torch.cat([s.tokens for s in states]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors only, for checkpoints."""
+        """Return a dict of tensors, for checkpoints."""
         return {"tensors": list(self.floating()), "tokens": self.tokens}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RecurrentState:
-        """From a `state_dict`."""
-        return cls._made(state["tensors"], state["tokens"])
+        """Restore a state from its `state_dict`."""
+        return cls._from_tensors(state["tensors"], state["tokens"])
 
     @classmethod
-    def _made(cls, floating: Iterable[Tensor], tokens: Tensor) -> RecurrentState:
-        matrix, *others = floating
-        normalizer, *pending = others or (None,)
+    def _from_tensors(cls, floating: Iterable[Tensor], tokens: Tensor) -> RecurrentState:
+        matrix, *optional = floating
+        normalizer, *pending = optional or (None,)
         return cls(matrix, tokens, normalizer, (pending[0], pending[1]) if pending else None)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RecurrentState:
-        return self._made(map(change, self.floating()), self.tokens)
+        return self._from_tensors(map(change, self.floating()), self.tokens)
 
 
 def empty_state(
     kind: str, segment: int, samples: int, shape: tuple[int, int, int], like: Tensor, dtype: torch.dtype
 ) -> RecurrentState:
-    """The state before the first token; `shape` is (K, D, E), the device that of `like`."""
+    """Return the state before the first token; `shape` is (K, D, E), and the device is `like`'s."""
     heads, dim, values = shape
     zeros = lambda *size: torch.zeros(samples, heads, *size, device=like.device, dtype=dtype)  # noqa: E731
     tokens = torch.zeros(samples, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Chunks of the gated delta rule by Triton kernels, as one function of autograd; `chunks.py` serves what they do not.
+"""Chunks of the gated delta rule by Triton kernels, as one autograd function; `chunks.py` computes all other calls.
 
-Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, W columns of the state of
-which the last E get values added, n runs, T chunks, m groups.
+Shape letters: B batch, L tokens of this rank, H query heads, K kv heads, D head dim, E value dim, W columns of the
+state (values are added to the last E), n runs, T chunks, m groups.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ if TYPE_CHECKING:
     from lightning_dilated.ext.recurrence.gated_delta import Chunks, Rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: the largest D and E
 LARGEST = 128
-#: the largest D and E of tiles of 16 columns; the largest of rows of 16 bits that kernels of 4 warps take
+#: largest D and E with tiles of 16 columns; largest D and E that kernels of 4 warps take in 16-bit rows
 NARROW, SMALL = 16, 64
-#: bytes that a window of a long call may hold in its backward. Each window computes the states before its groups of chunks
-#: once more, which takes a tenth of the time of windows half as long
+#: bytes that a window of a long call may use in its backward. Each window computes the states before its groups of
+#: chunks again, which takes a tenth of the time if windows are half as long
 WINDOW_MEMORY = 5 << 30
-#: chunks of the longest run from which runs are passed in groups of about the square root of them
+#: runs are passed in groups if the longest has at least this many chunks; a group has about the square root of them
 GROUPED_FROM = 32
-#: runs times kv heads that keep a GPU busy by themselves: they are passed chunk by chunk
+#: runs times kv heads that keep a GPU busy without groups
 BUSY = 256
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """None where the kernels serve q (B, L, H, D), k (B, L, K, D) and v (B, L, K, E), else the reason."""
+    """Return None if the kernels serve q (B, L, H, D), k (B, L, K, D) and v (B, L, K, E), else the reason."""
     if q.dtype not in DTYPES:
         return f"takes {', '.join(str(x).removeprefix('torch.') for x in DTYPES)}, not {str(q.dtype).removeprefix('torch.')}"
     dims = k.shape[3], v.shape[3]
@@ -53,25 +52,25 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def proven(dtype: torch.dtype, dim: int, values: int) -> bool:
-    """Whether the kernels of these D and E, up to `LARGEST`, were right on a GPU.
+    """Return whether the kernels were verified on a GPU for these D and E (up to `LARGEST`).
 
-    Tiles of 16 columns with 8 warps are not: on Hopper, Triton 3.6 has the second four read beyond the shared memory.
+    Tiles of 16 columns with 8 warps fail: on Hopper, Triton 3.6 lets four of the warps read beyond shared memory.
     """
     eight_warps = dtype == torch.float32 or max(dim, values) > SMALL
     return min(dim, values) > NARROW or not eight_warps
 
 
 def serves(kind: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels compute a call of a kind."""
+    """Return whether the kernels compute this call."""
     return kind == "gated_delta" and why_not(q, k, v) is None
 
 
 class Layout(NamedTuple):
-    """Where a rank's runs stand, on the CPU.
+    """The chunks of a rank's runs, on the CPU.
 
     Attributes:
-        table: (numbers, 2) int64, what `Chunks` has, one after another.
-        sizes: rows of `Chunks.rows`, `runs`, `groups` and `members` in it; no groups: 0.
+        table: (entries, 2) int64, the tables of `Chunks` concatenated.
+        sizes: lengths of the tables `rows`, `runs`, `groups` and `members`; 0 without groups.
         covered: whether every row of (B L) belongs to a run.
     """
 
@@ -80,7 +79,7 @@ class Layout(NamedTuple):
     covered: bool
 
     def on(self, device: torch.device) -> Chunks:
-        """The same on a device, by one copy."""
+        """Copy the tables to a device, in one transfer."""
         from lightning_dilated.ext.recurrence.gated_delta import Chunks
 
         rows, runs, groups, members = send(self.table, device).split(self.sizes)
@@ -88,10 +87,10 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # a call that trains may find it
+@torch.inference_mode(False)  # inference mode off: a training call may reuse it
 @real_tensors()
 def layout(call: Call, rank: int, heads: int) -> Layout:
-    """That of one rank's part of a call with K = `heads`."""
+    """The layout of one rank's part of a call with K = `heads`."""
     places = tables(call, rank, CHUNK)
     firsts = places.queries[: len(places.runs), 0].tolist()
     lengths = [run.stop - run.start for run in places.runs]
@@ -110,7 +109,7 @@ def layout(call: Call, rank: int, heads: int) -> Layout:
 
 
 def _spans(numbers: list[int]) -> list[tuple[int, int]]:
-    """(first, one past the last) of so many, one after another."""
+    """Return consecutive ranges (first, one past the last) of these lengths."""
     return list(itertools.pairwise([0, *itertools.accumulate(numbers)]))
 
 
@@ -125,14 +124,14 @@ def gated_delta(
     places: Layout,
     read: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """(the output (rows, H, E), 0 for rows without a run; the state after each run (n, K, D, W)).
+    """Return (the output (rows, H, E), 0 for rows without a run; the state after each run (n, K, D, W)).
 
     Args:
-        q: (rows, H, D); W is E then. None: no output.
-        k: (rows, K, D). v: (rows, K, E), of one dtype, any strides.
+        q: (rows, H, D), with W = E; None: no output.
+        k: (rows, K, D). v: (rows, K, E), in one dtype, any strides.
         log_decay, beta: (rows, K) fp32.
-        begin: (n, K, D, W) fp32, before each run. W above E: columns that get nothing added, [1 | 0] for the map of a run.
-        read: whether anything reads the output; else it holds anything, and is there to be differentiated.
+        begin: (n, K, D, W) fp32, before each run. Nothing is added to columns before the last E; [1 | 0] gives maps.
+        read: whether anything reads the output; otherwise it has arbitrary contents and is only differentiated.
     """
     tensors = q, k, v, log_decay, beta, begin
     differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -148,33 +147,33 @@ def held_bytes(
     backward: bool,
     cut: bool = True,
 ) -> int | None:
-    """At most what the kernels hold beside the inputs and results of a call of one rank; None where they serve none.
+    """Return the most bytes that the kernels hold besides a call's inputs and results; None if they serve no such call.
 
     Args:
         tokens: B L. heads: H and K. dims: D and E.
-        backward: of a forward and the backward after it.
-        cut: whether the tokens are one of several windows of a call, to whose results its own are copied.
+        backward: count a forward and its backward.
+        cut: whether the tokens are one of several windows of a call; their results are copied into the call's.
     """
     dim, values = dims
     if dtype not in DTYPES or max(dims) > LARGEST:
         return None
-    stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number of `Rows.stored`
+    stored = 2 if dtype == torch.bfloat16 else 4  # bytes of a number in `Rows.stored`
     state, row = stored * dim * values / CHUNK, stored * values
     held = state + row + CHUNK * max(2, dtype.itemsize) + 12 + 8  # with gates in fp32
     if cut or backward:
-        held += heads[0] / heads[1] * values * dtype.itemsize  # the output of a window, or one that no gradient needs
+        held += heads[0] / heads[1] * values * dtype.itemsize  # a window's output, or an output that no gradient needs
     if backward:
         held += max(2 * state + 2 * row, state + row + stored * dim + 4)
     if cut and backward:
         held += (dim * (1 + heads[0] / heads[1]) + values) * dtype.itemsize + 8  # gradients of a window
     chunks = -(-tokens // CHUNK)
     groups = 4 * dim * (dim + 4 * values) * (chunks // math.isqrt(max(chunks, 1)) + 2)
-    return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # and states between windows
+    return round(heads[1] * (chunks * CHUNK * held + groups + 40 * dim * values))  # plus states between windows
 
 
 @functools.lru_cache(maxsize=256)
 def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> int:
-    """Tokens of each of B samples that are computed at a time: a power of two; arguments as of `held_bytes`."""
+    """Tokens of each of B samples that are computed at a time, a power of two; arguments as in `held_bytes`."""
     tokens = 1 << 14
     while (held_bytes(2 * max(1, batch) * tokens, heads, dims, dtype, True) or math.inf) <= WINDOW_MEMORY:
         tokens *= 2
@@ -182,7 +181,7 @@ def window(batch: int, heads: tuple[int, int], dims: tuple[int, int], dtype: tor
 
 
 class _GatedDelta(torch.autograd.Function):
-    """Saves what the passes over chunks make, so that the backward computes none of it again."""
+    """Save the results of the passes over chunks, so that the backward does not compute them again."""
 
     @staticmethod
     def forward(
@@ -229,15 +228,15 @@ class _GatedDelta(torch.autograd.Function):
         from lightning_dilated.ext.recurrence import gated_delta_backward as back
 
         query, *tensors = ctx.saved_tensors
-        rows, rest = forward.Rows(*tensors[:4]), tensors[4:]
-        if not rest:
+        rows, intermediates = forward.Rows(*tensors[:4]), tensors[4:]
+        if not intermediates:
             return *(None if x is None else torch.zeros_like(x) for x in (query, *tensors)), last, None, None, None
-        inverse = forward.Inverse(*rest[:3])
-        passed = forward.Passed(rest[3], rest[4], last, rest[5])
+        inverse = forward.Inverse(*intermediates[:3])
+        passed = forward.Passed(intermediates[3], intermediates[4], last, intermediates[5])
         reading = None if query is None else back.Reading(query, _dense(grad))
         with kernels.on(rows.k.device):
             return *back.backward(
-                rows, forward.Chunks(*rest[6:]), inverse, passed, reading, last.contiguous(), ctx.places.covered
+                rows, forward.Chunks(*intermediates[6:]), inverse, passed, reading, last.contiguous(), ctx.places.covered
             ), None, None, None  # fmt: skip
 
 
@@ -246,5 +245,4 @@ def _tensors(rows: Rows) -> tuple[Tensor, ...]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x with adjacent columns."""
     return x if x.stride(-1) == 1 else x.contiguous()

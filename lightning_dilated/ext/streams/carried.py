@@ -1,4 +1,4 @@
-"""CarriedStreams: what a model carries of each stream from batch to batch, whichever rank or batch the stream comes in."""
+"""CarriedStreams: the state of each stream from batch to batch, on any rank and in any batch."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 from lightning_dilated.ext.streams.state import StreamState
 
-#: states by the numbers of the streams in them, in their order
+#: states by the indices of their streams, in order
 Groups = dict[tuple[int, ...], StreamState]
 
 
 class CarriedStreams:
-    """The states of streams by their numbers; those of a batch stay together while batches hold the same streams.
+    """The states of streams by their indices; a batch's states stay together while batches hold the same streams.
 
     A batch may be computed more than once before it counts as finished: it then starts from the same states, and a
     checkpoint of an unfinished batch holds the states before it.
 
     Attributes:
-        begun: the tokens before the last batch, and of each of its streams where the document began that goes on.
+        begun: the tokens before the last batch, and each stream's start of the document that continues.
     """
 
     def __init__(self) -> None:
         self._now: Groups = {}
         self._before: Groups = {}
         self._batch: int | None = None
-        self._own: set[int] = set()
+        self._computed: set[int] = set()
         self.begun: tuple[int, list[int]] = (0, [])
 
     def take(
@@ -36,12 +36,12 @@ class CarriedStreams:
         """The state before a batch of these streams.
 
         Args:
-            positions: tokens of each stream so far, 0 where it begins; None: unknown, and a stream without a state begins.
+            positions: tokens of each stream so far, 0 where it begins; None: unknown; streams without a state begin.
             starts: whether the first token of the batch begins a document.
-            batch: a number of its own for each batch; None: every call is a new batch.
+            batch: a unique number for each batch; None: every call is a new batch.
 
         Raises:
-            ValueError: for streams that go on without a state, or with that of another position.
+            ValueError: for streams that continue without a state, or with a state of another position.
         """
         if len(set(streams)) < len(streams):
             raise ValueError(f"a batch holds each stream once; got streams {list(streams)}.")
@@ -72,8 +72,8 @@ class CarriedStreams:
                 f"streams {list(streams)} are at tokens {list(positions or ())}: streams of a batch begin together. Put "
                 "those that begin into a batch of their own, or leave `position` out."
             )
-        goes_on = (before[known[n][0]].position for n, new in zip(streams, begins, strict=True) if not new)
-        at = 0 if positions is not None else next(goes_on, 0)
+        continued_at = (before[known[n][0]].position for n, new in zip(streams, begins, strict=True) if not new)
+        at = 0 if positions is not None else next(continued_at, 0)
         old = lambda n: before[known[n][0]].select(known[n][1])  # noqa: E731
         each = zip(streams, begins, strict=True)
         return StreamState.join([StreamState(at, [at]) if new else old(n) for n, new in each])
@@ -96,10 +96,10 @@ class CarriedStreams:
             old = self._now.pop(group)
             self._now |= {(n,): old.select(i) for i, n in enumerate(group) if n not in key}
         self._now[key] = state
-        self._own |= set(key)
+        self._computed |= set(key)
 
     def finish(self) -> None:
-        """The last batch is finished: free the states before it. Any batch from now on is another one."""
+        """Free the states before the last batch, which is finished; every later call is a new batch."""
         self._before, self._batch = {}, None
 
     def to(self, device: torch.device | str) -> None:
@@ -110,26 +110,26 @@ class CarriedStreams:
 
     def clear(self) -> None:
         """Forget all streams."""
-        self._now, self._before, self._batch, self._own = {}, {}, None, set()
+        self._now, self._before, self._batch, self._computed = {}, {}, None, set()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
     def __bool__(self) -> bool:
         return bool(self._now)
 
     def state_dicts(self, batch: int | None) -> tuple[dict[int, Any], dict[int, Any]]:
-        """By stream, as plain values on the CPU: (states of streams that were computed here, those that were only loaded).
+        """Return two dicts of plain values on the CPU by stream: streams computed here, streams that were only loaded.
 
         Args:
-            batch: the number of a batch that is not finished, so that its states do not count yet.
+            batch: the number of an unfinished batch; its states do not count yet.
         """
         groups = self._before if batch is not None and batch == self._batch else self._now
         plain = {
             n: state.select(i).to("cpu").state_dict() for group, state in groups.items() for i, n in enumerate(group)
         }
-        own = {n: x for n, x in plain.items() if n in self._own}
-        return own, {n: x for n, x in plain.items() if n not in self._own}
+        computed = {n: x for n, x in plain.items() if n in self._computed}
+        return computed, {n: x for n, x in plain.items() if n not in self._computed}
 
     def load_state_dicts(self, states: Mapping[int, Any]) -> None:
-        """Take the place of all streams."""
+        """Replace all streams by these."""
         self.clear()
         self._now = {(int(n),): StreamState.of(x) for n, x in states.items()}

@@ -1,8 +1,8 @@
-"""A causal sequence computed chunk by chunk: which rows of a chunk later chunks read, and up to which position.
+"""The rows of a chunk that later chunks read, and their last reader's position, in a causal sequence of chunks.
 
-A chunk requests rows as a rank of a sharded sequence does; those of earlier chunks are carried from chunk to chunk. Where R
-ranks share the sequence, each computes a piece of every chunk, and carries the rows that it made: others get them, next to
-rows of the same chunk, by the exchange between ranks. All of it is integers.
+A chunk requests rows as a rank of a sharded sequence does; rows of earlier chunks are carried from chunk to chunk. If R
+ranks share the sequence, each computes a piece of every chunk and carries the rows that it computed. The exchange
+between ranks sends them to other ranks, together with rows of the same chunk. All of this is integers.
 
 Shape letters: N tokens, C tokens of a chunk, R ranks, w segment length, r dilation rate.
 """
@@ -20,12 +20,12 @@ from lightning_dilated.pattern.rows import head_rows, segment_at
 from lightning_dilated.sequence.ranges import clip, common, remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
 
-#: where a document ends whose end is not known yet
+#: end of a document with an unknown end
 ENDLESS = 1 << 60
 
 
 class CarriedRows(NamedTuple):
-    """Rows of one kv head that later chunks read; `last` is the last position that does."""
+    """Rows of one kv head that later chunks read; `last` is the last position that reads them."""
 
     document: Document
     head: int
@@ -34,12 +34,12 @@ class CarriedRows(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Over the document's samples."""
+        """Number of rows, over the document's samples."""
         return self.document.samples * len(self.rows)
 
 
 def chunk_count(seq_len: int, chunk: int) -> int:
-    """Chunks of C tokens in N, the last one perhaps shorter."""
+    """Number of chunks of C tokens in N; the last one may be shorter."""
     return -(-seq_len // chunk)
 
 
@@ -53,30 +53,29 @@ def chunk_problem(
 ) -> Problem:
     """Causal attention of the query heads [first, stop) over documents in chunks.
 
-    Of the documents those are kept that do not lie in one piece; of one that began before the first chunk, earlier calls
-    may have had a part.
+    Only documents in more than one piece are kept. Earlier calls may have computed the start of a document.
     """
     cut = tuple(d for d in documents if d.start < d.stop and shard.number(d.start) != shard.number(d.stop - 1))
     return Problem(pattern, num_heads, num_kv_heads, True, shard, cut, heads)
 
 
 def exchanged(problem: Problem, number: int) -> bool:
-    """Whether the ranks of a piece's chunk exchange rows: whether any of them reads some."""
+    """Return whether ranks exchange rows in a piece's chunk, because at least one of them reads some."""
     return problem.shard.each > 1 and any(needed_rows(problem, peer) for peer in problem.shard.peers(number))
 
 
 class CarryPlan:
-    """The rows that the chunks of a `chunk_problem` carry on one rank, of each chunk when it is first asked for.
+    """The rows that one rank carries through the chunks of a `chunk_problem`; computed for each chunk on first use.
 
     Args:
-        rank: of the R of each chunk.
-        before: rows of earlier chunks, for documents of this problem.
+        rank: index among the R ranks of each chunk.
+        before: rows of earlier calls, for documents of this problem.
     """
 
     def __init__(self, problem: Problem, rank: int = 0, before: Sequence[CarriedRows] = ()) -> None:
         self.problem, self.shard, self.rank = problem, problem.shard, rank
         self._leaving: dict[int, tuple[CarriedRows, ...]] = {}
-        # the rows that earlier calls and chunks left, their last positions, and how many there are before each chunk
+        # rows that earlier calls and chunks left, their last positions, and the number of rows before each chunk
         self._left, self._lasts, self._counts = (
             list(before),
             np.array([x.last for x in before], np.int64),
@@ -88,11 +87,11 @@ class CarryPlan:
         return self.shard.chunks
 
     def piece(self, chunk: int) -> int:
-        """The number of this rank's piece of a chunk."""
+        """The index of this rank's piece of a chunk."""
         return chunk * self.shard.each + self.rank
 
     def leaving(self, chunk: int) -> tuple[CarriedRows, ...]:
-        """The rows of this rank's piece of a chunk that later chunks read, none twice."""
+        """The rows of this rank's piece of a chunk that later chunks read, without duplicates."""
         if chunk not in self._leaving:
             piece, later = self.shard.piece(self.piece(chunk)), self.shard.positions(chunk).stop
             self._leaving[chunk] = tuple(leaving_rows(self.problem, piece, later))
@@ -105,17 +104,17 @@ class CarryPlan:
             self._left += leaving
             self._lasts = np.concatenate([self._lasts, np.array([x.last for x in leaving], np.int64)])
             self._counts.append(len(self._left))
-        # as an array: there are thousands, and chunks may be asked for in falling order
+        # an array, because there are thousands of rows, and chunks may come in falling order
         lasts = self._lasts[: self._counts[chunk]]
         return [self._left[i] for i in np.flatnonzero(lasts >= self.shard.begin(chunk)).tolist()]
 
     def stored(self) -> int:
-        """Rows that are carried at all, over all chunks."""
+        """Number of rows that are carried at all, over all chunks."""
         return sum(rows.count for chunk in range(self.chunks) for rows in self.leaving(chunk))
 
 
 def leaving_rows(problem: Problem, piece: range, later: int) -> list[CarriedRows]:
-    """The rows at these positions that are read from the position `later` on, none twice."""
+    """The rows at these positions that positions from `later` on read, without duplicates."""
     return [
         CarriedRows(*key, rows, last)
         for key, progressions in _read_later(problem, piece, later).items()
@@ -125,7 +124,7 @@ def leaving_rows(problem: Problem, piece: range, later: int) -> list[CarriedRows
 
 
 def live_count(problem: Problem, bound: int, held: Sequence[range] | None = None) -> int:
-    """How many rows before a bound are read from there on; `held`: of them, those at these positions."""
+    """Count rows before `bound` that positions from `bound` on read; `held`: count only rows at these positions."""
     count = 0
     for (document, _), x in _read_later(problem, range(0, bound), bound).items():
         rows = union(rows for _, rows in x)
@@ -134,20 +133,20 @@ def live_count(problem: Problem, bound: int, held: Sequence[range] | None = None
 
 
 def received_count(problem: Problem, number: int) -> int:
-    """How many rows a piece of a chunk reads that other ranks hold."""
+    """Count the rows that a piece of a chunk reads from other ranks."""
     held = problem.shard.held(number)
     read = needed_rows(problem, number).items()
     return sum(document.samples * (size(rows) - common(rows, held)) for (document, _), rows in read)
 
 
 def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Document, int], list[tuple[int, range]]]:
-    """(document, kv head) -> (last position that reads them, rows at these positions) of each branch and query head."""
+    """Map (document, kv head) to (last position that reads them, rows at these positions) by branch and query head."""
     read: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
         if not (document.start < later < document.stop and document.start < piece.stop):
             continue
         for number, branch in enumerate(problem.pattern.branches):
-            # the one segment that may reach from before `later` beyond it
+            # the only segment that can begin before `later` and extend beyond it
             segment = segment_at(branch, document.length, later - 1 - document.start)
             begin, end, first = (x + document.start for x in segment)
             if begin >= piece.stop:
@@ -170,23 +169,23 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
 
 
 def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
-    """(last position that reads them, rows) of rows that are read up to `reach` positions later, and until `final`: those
-    whose last position lies in one chunk together."""
+    """Yield (last reader's position, rows) for rows that are read up to `reach` positions later, until `final`, by the
+    chunk of the last reader."""
     while rows:
         last = min(rows[0] + reach, final)
         end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
         some = rows
-        if last < end <= final:  # else the last chunk reads them all
+        if last < end <= final:  # otherwise the last chunk reads all of them
             some = rows[: -(-(end - reach - rows.start) // rows.step)]
         yield min(some[-1] + reach, final), some
         rows = rows[len(some) :]
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:
-    """(last, rows) so that each row occurs once, with the largest `last` of its progressions."""
+    """Return (last, rows) with each row once, under the largest `last` of its progressions."""
     taken: list[range] = []
     out = []
     for last, rows in sorted(set(progressions), key=lambda x: (-x[0], x[1].step, x[1].start, x[1].stop)):
         out.append((last, remove([rows], taken)))
-        taken = union([*taken, rows])  # where rows nest, the densest alone: removing it leaves one range
+        taken = union([*taken, rows])  # of nested rows, the union keeps the densest: removing it leaves one range
     return out

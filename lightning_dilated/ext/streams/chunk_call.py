@@ -1,7 +1,6 @@
-"""A chunk of a stream as a call of the op: which rows it reads and leaves, what computes it, and the pairs that it has.
+"""A chunk of a stream as a call of the op: the rows that it reads and leaves, its executor, and its number of pairs.
 
-Shape letters: B batch, L tokens of this rank's piece of a chunk, H query heads, K kv heads, D head dim; a row is (2, D): K
-and V.
+Shape letters: B batch, L tokens of this rank's piece, H query heads, K kv heads, D head dim; a row is (2, D): K and V.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChunkRoute:
-    """Which rows a rank reads and leaves in a chunk, as index tensors.
+    """The rows that a rank reads and leaves in a chunk, as index tensors.
 
     Attributes:
-        exchange: what its piece of the chunk reads: rows that it carries, and where ranks share the chunk, rows of others.
+        exchange: brings the rows that its piece reads: carried rows, and other ranks' rows if ranks share the chunk.
         leaving: the piece's own rows that later chunks read.
-        staying, dropped: numbers of carried rows that later chunks read as well, and of the others.
+        staying, dropped: indices of carried rows that later chunks read, and of all other carried rows.
     """
 
     exchange: Compiled
@@ -69,12 +68,12 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
     live, piece = plan.live(chunk), problem.shard.piece(number)
     program = gather.program(problem, number, problem.shard.each) if exchanged(problem, number) else Program([])
     exchange = compile_program(problem, number, program, device, live)
-    own = LocalRows((piece,), problem.kv_heads)
+    local_rows = LocalRows((piece,), problem.kv_heads)
     runs = [
         run
         for x in plan.leaving(chunk)
         for sample in range(x.document.samples)
-        for _, run in own.find(x.document, x.head, x.rows, sample)
+        for _, run in local_rows.find(x.document, x.head, x.rows, sample)
     ]
     leaving = Rows.of(expand(runs), len(piece), problem.kv_heads[1] - problem.kv_heads[0]).to(device)
     later = problem.shard.begin(chunk + 1)
@@ -86,8 +85,7 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
 
 @dataclass(frozen=True)
 class ChunkPart:
-    """A rank's part of a chunk: its positions, the problem that it belongs to, the parts of documents that it computes
-    alone."""
+    """A rank's part of a chunk: positions, the problem they belong to, and document parts that need no other rank."""
 
     positions: range
     problem: Problem
@@ -118,9 +116,9 @@ def chunk_part(
         every = find_documents(shape[0], stream.seq_len, *documents, spec)
         pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
     problem = chunk_problem(*window[:3], pieces, stream.shard, window.heads)
-    # no token sees a later one, so for the chunk's own blocks a document ends with it
-    own = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
-    return ChunkPart(tokens, problem, local_spans(own, [tokens]))
+    # no token reads a later one, so a document ends with the chunk for the chunk's own blocks
+    documents_until = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
+    return ChunkPart(tokens, problem, local_spans(documents_until, [tokens]))
 
 
 def chunk_pairs(
@@ -131,14 +129,14 @@ def chunk_pairs(
     documents: tuple[Tensor | None, Tensor | None],
     chunk: int,
 ) -> int:
-    """(query, key) pairs of the chunk's queries, over heads; the arguments as of `chunk_part`."""
+    """Count (query, key) pairs of the chunk's queries, over heads; arguments as in `chunk_part`."""
     part = chunk_part(stream, spec, shape, kv_heads, documents, chunk)
     joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
     return local_pairs(head_window(spec, shape[2], kv_heads), spec.causal, part.local) + joint
 
 
 def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
-    """Return how this rank computes a call, and the seed of all ranks that share the chunk."""
+    """Return the executor of a call on this rank, and the seed of all ranks that share the chunk."""
     assert call.place is not None, "a chunk has a place in a stream"
     (layer, chunk), agreed, key, spec = call.place.tolist(), None, call.key, call.spec
     group = find_sequence(spec.sequence) if spec.sequence else None
@@ -162,12 +160,12 @@ def resolve_chunk(stream: Stream, call: OpCall) -> tuple[Resolved, int]:
 def _chunk_call(
     stream: Stream, call: OpCall, layer: int, chunk: int, group: SequenceGroup | None
 ) -> tuple[RowExchange, ChunkRoute, tuple[Planned, Planned] | None]:
-    """Return the executor of a chunk, and its exchange as planned, if ranks exchange rows."""
+    """Return the executor and route of a chunk, and its planned exchange if ranks exchange rows."""
     q, k, spec = call.q, call.k, call.spec
     part = chunk_part(stream, spec, q.shape, k.shape[2], call.documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
     request = replace(request, changing=of_any_length(part.local, q.shape[1]))
-    in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # what is carried depends on the chunk
+    in_triton = triton_up_to(spec.engine, replace(request, changing=True))  # the number of carried rows varies
     window = head_window(spec, q.shape[2], k.shape[2])
     blocks, local = local_executor(spec, request, window, part.local, q.shape, in_triton)
     route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
@@ -183,13 +181,13 @@ def _chunk_call(
 
 @dataclass(frozen=True)
 class Chunked:
-    """A chunk of a stream, or a rank's piece of it: an exchange in which the rank also holds rows of earlier chunks.
+    """A chunk of a stream, or a rank's piece of it: an exchange with a rank that also holds rows of earlier chunks.
 
     Attributes:
-        exchange: merges these rows, and where ranks share the chunk, those of others.
-        route: which rows are carried on.
+        exchange: merges these rows, and other ranks' rows if ranks share the chunk.
+        route: the rows that are carried on.
         carried: the layer's rows of earlier chunks.
-        chunk: its number.
+        chunk: index of the chunk.
         leaves: whether the forward leaves rows for later chunks.
     """
 

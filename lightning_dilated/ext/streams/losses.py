@@ -1,6 +1,6 @@
-"""ModelStreams: a language model's losses over sequences chunk by chunk, and over endless ones call by call.
+"""ModelStreams: a language model's losses over sequences chunk by chunk, and over endless sequences call by call.
 
-Shape letters: B batch, N tokens, L tokens of this rank, n tokens of a call, C tokens of a chunk, R ranks, E embedding dim.
+Shape letters: B batch, N tokens, L tokens of this rank, n tokens of a call, C tokens of a chunk, R ranks, E model dim.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelStreams:
 
     Attributes:
         carried: states of training streams.
-        carried_in_evaluation: states of streams in validation, test or prediction; none outside of such a run.
+        carried_in_evaluation: states of streams in validation, test or prediction; otherwise empty.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ModelStreams:
         return 1 if group is None else group.ranks
 
     def chunks(self, model: LongNetLM, batch: Mapping[str, Any]) -> Chunks:
-        """How the batch is streamed, after the checks; a collective call."""
+        """Return the settings of the batch's stream, after all checks; a collective call."""
         truncate = model.transformer.memory.truncate
         chunk = integer(model.transformer.memory.stream, "stream", 1)
         check_streamed([model], self._product_dtype(model), chunk)
@@ -75,7 +75,7 @@ class ModelStreams:
     def chunk(
         self, model: LongNetLM, batch: Mapping[str, Any], number: int, layers: list[LayerPlace]
     ) -> tuple[Tensor, Tensor]:
-        """`_states` of this rank's tokens of a chunk; the batch (B, L) may wait on the host."""
+        """`_states` of this rank's tokens of a chunk; the batch (B, L) may be on the host."""
         stream = model.transformer.stream
         at, local = stream.tokens(number), stream.local(number)
         device, entries = model.head.weight.device, (batch["tokens"], batch["labels"])
@@ -94,7 +94,7 @@ class ModelStreams:
         return streamed(model.transformer.stream, partial(self.chunk, model, batch), self.chunks(model, batch))
 
     def loss_terms(self, model: LongNetLM, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
-        """`loss_terms`, with gradients where they are enabled."""
+        """Compute `loss_terms`, with gradients if they are enabled."""
         if redefined:
             raise ValueError(
                 f"{type(model).__name__} redefines token_losses, which takes whole sequences: leave out "
@@ -118,7 +118,6 @@ class ModelStreams:
         return whole.sum(), count
 
     def _product_dtype(self, model: LongNetLM) -> torch.dtype:
-        """The dtype in which the output projection multiplies."""
         weight = model.head.weight
         return autocast(working(weight.new_empty(0, dtype=torch.float32), weight))[0].dtype
 
@@ -134,18 +133,18 @@ class ModelStreams:
         starts: Tensor | None = None,
         per_token: bool = False,
     ) -> tuple[Tensor, StreamState]:
-        """As `LongNetLM.stream`."""
+        """See `LongNetLM.stream`."""
         model.configure_model()
         if sharing() is not None:
             raise ValueError(
                 "endless streams are computed on one rank each, and here ranks share sequences: set sequence_size=1, so "
                 "that every rank has streams of its own."
             )
-        own = self._stream_owner(model)
-        state = state or StreamState(starts=[0] * len(tokens), owner=own)
-        if state.position and state.owner != own:
+        owner = self._stream_owner(model)
+        state = state or StreamState(starts=[0] * len(tokens), owner=owner)
+        if state.position and state.owner != owner:
             raise ValueError(
-                f"the state was left by a model of {state.owner}, and this one is of {own}: begin without state."
+                f"the state was left by a model of {state.owner}, and this one is of {owner}: begin without state."
             )
         trains = torch.is_grad_enabled() and not per_token
         begins = _check_call(tokens, labels, state, starts, trains)
@@ -170,7 +169,7 @@ class ModelStreams:
                 nats = torch.cat([self._first_nats(model, tokens, state, starts), nats[:, :-1]], 1)
             nats = nats if per_token else nats.sum()
         after = model.transformer.stream.take_left()
-        after.hidden, after.owner = last[0], own
+        after.hidden, after.owner = last[0], owner
         return nats, after
 
     def _stream_owner(self, model: LongNetLM) -> str:
@@ -195,19 +194,20 @@ class ModelStreams:
 
     @torch.no_grad()
     def _first_nats(self, model: LongNetLM, tokens: Tensor, state: StreamState, starts: Tensor | None) -> Tensor:
-        """(B, 1) nats of the first tokens, 0 where a sequence or document begins."""
+        """Losses of the first tokens in nats, (B, 1); 0 where a sequence or document begins."""
         weight, first = model.head.weight, tokens[:, :1]
         if state.hidden is None:
             return torch.zeros_like(first, dtype=torch.float32, device=weight.device)
         first = first if starts is None else first.masked_fill(starts[:, :1], IGNORE)
         return model._losses(state.hidden.to(weight.device), first.to(weight.device))
 
-    # -- batches of streams, whose states are carried from one to the next ---------------------------------------------
+    # -- batches of streams with states carried from batch to batch
+    # --------------------------------------------------------
     def nats(self, model: LongNetLM, batch: Mapping[str, Any], per_token: bool = False) -> Tensor:
-        """Nats of a batch of streams, (B, n) or their sum; each stream goes on after the batch before.
+        """Per-token losses (B, n) in nats, or their sum; each stream continues from the previous batch.
 
         Raises:
-            ValueError: see `CarriedStreams.take` and `stream`; for gradients of each token's, and other packing.
+            ValueError: see `CarriedStreams.take` and `stream`; also for gradients per token, and for other packing.
         """
         if per_token and torch.is_grad_enabled():
             raise ValueError(
@@ -233,13 +233,13 @@ class ModelStreams:
         return nats
 
     def _carried_here(self, model: LongNetLM) -> CarriedStreams:
-        """The states that the current stage of a run goes on from; outside of a run, those of the model's mode."""
+        """The states for the current stage of a run; outside a run, for the model's mode."""
         trainer = attached_trainer(model)
         outside = trainer is None or trainer.state.stage is None
         return self.carried if (model.training if outside else trainer.training) else self.carried_in_evaluation
 
     def truncated_parts(self, model: LongNetLM, batch: Mapping[str, Any]) -> list[range] | None:
-        """As `LongNetLM.truncated_parts`."""
+        """See `LongNetLM.truncated_parts`."""
         memory, n = model.transformer.memory, batch["tokens"].shape[1]
         if "stream" in batch:
             position, started = self._carried_here(model).begun
@@ -269,15 +269,16 @@ class ModelStreams:
             )
         return self.nats(model, batch), (batch["labels"] != IGNORE).sum()
 
-    # -- what the model's hooks call -----------------------------------------------------------------------------------
+    # -- hooks of the model
+    # ------------------------------------------------------------------------------------------------
     def save(self, model: LongNetLM, checkpoint: dict[str, Any]) -> None:
-        """Add the states of training streams of all ranks, which therefore call it together."""
+        """Add the states of all ranks' training streams; all ranks call this together."""
         if not self.carried:
             return
         trainer = attached_trainer(model)
-        own, loaded = self.carried.state_dicts(None if trainer is None else batches_finished(trainer))
+        computed, loaded = self.carried.state_dicts(None if trainer is None else batches_finished(trainer))
         peers = Peers() if trainer is None else Peers(trainer.global_rank, trainer.world_size)
-        for states in peers.gather(own):
+        for states in peers.gather(computed):
             loaded |= states
         checkpoint["streams"] = dict(sorted(loaded.items()))
 
@@ -286,7 +287,7 @@ class ModelStreams:
         self.carried.load_state_dicts(checkpoint.get("streams", {}))
 
     def finish_batch(self) -> None:
-        """Free what streams had before the batch."""
+        """Free the states before the finished batch."""
         self.carried.finish()
 
     def finish_evaluation(self) -> None:
@@ -300,13 +301,13 @@ class ModelStreams:
 
 
 def _seq_len(tokens: Tensor) -> int:
-    """N of this rank's tokens (B, L); a collective call where ranks share the sequence."""
+    """N, from this rank's tokens (B, L); a collective call if ranks share the sequence."""
     group = sharing()
     return tokens.shape[1] if group is None else group.agree({"call": "stream"}, tokens.shape[1]).seq_len
 
 
 def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
-    """(B, n) the next token of each, -100 where it is not there or begins a document."""
+    """The next token of each token, (B, n); -100 where there is none or it begins a document."""
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE)
     return labels if starts is None else labels.masked_fill(torch.nn.functional.pad(starts[:, 1:], (0, 1)), IGNORE)
 
@@ -314,7 +315,7 @@ def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
 def _check_call(
     tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
 ) -> list[list[int]]:
-    """Return the first positions, sample by sample, of the document that continues and of the documents in this call."""
+    """Return the first positions, sample by sample, of the document that continues and the documents in this call."""
     if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
@@ -332,7 +333,7 @@ def _check_call(
 
 
 def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
-    """Return the first positions of documents, sample by sample: `started` before this call, then by `starts` (B, n)."""
+    """Return the first positions of documents, sample by sample: `started` before this call, then `starts` (B, n)."""
     begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
         begins[sample] = [position] if at == 0 else [*begins[sample], position + at]

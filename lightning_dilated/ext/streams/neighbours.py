@@ -1,4 +1,4 @@
-"""The rows before a chunk of a stream, for a convolution: from the chunk before, and where ranks share it from other ranks.
+"""The rows before a chunk of a stream, for a convolution: from the chunk before or the ranks that share it.
 
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
     """The route of a piece of a chunk that needs the `left` rows before it.
 
-    A rank holds the `left` rows that it made last before the chunk (0 where there were fewer), and then those of its piece:
-    the local rows of `sends`.
+    `sends` indexes the rank's last `left` rows before the chunk (0 if missing), then its piece.
     """
     receives = slices_by_rank((peer, slot) for slot, peer, _ in _rows_before(shard, number, left))
     sends = {}
@@ -40,7 +39,7 @@ def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
 
 
 def _rows_before(shard: ChunkShard, number: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """(row of the halo, piece of the chunk whose rank has it, where it has it: see `ChunkShard.carrier`)."""
+    """Yield (row of the halo, piece of the rank that holds it, its index there; see `ChunkShard.carrier`)."""
     piece = shard.piece(number)
     for slot, position in enumerate(range(piece.start - left, piece.start)):
         if piece and position >= shard.start:
@@ -48,7 +47,7 @@ def _rows_before(shard: ChunkShard, number: int, left: int) -> Iterator[tuple[in
 
 
 def chunk_wire(group: SequenceGroup, shard: ChunkShard, number: int, traffic: Traffic) -> Wire:
-    """Moves rows between the pieces of a chunk."""
+    """Return the wire that moves rows between the pieces of a chunk."""
     return Wire(group.group, tuple(range(group.ranks)) * shard.chunks, number, traffic)
 
 
@@ -73,23 +72,23 @@ class ChunkNeighbours:
         return chunk_wire(stream.group, stream.shard, stream.number(self.chunk), getattr(stream.group, traffic))
 
     def read(self, x: Tensor) -> Tensor:
-        """(B, W - 1, C) rows before x, which leaves its last ones for the next chunk."""
+        """Return the rows before x, (B, W - 1, C), and leave the last rows of x for the next chunk."""
         carried = self.tails.before(self.chunk)
         before = x.new_zeros(len(x), self.left, x.shape[2]) if carried is None else carried.to(x.device, x.dtype)
         if self.stream.rising:
             last = torch.cat([before, x[:, -self.left :]], 1)[:, -self.left :]  # a chunk may be shorter than the taps
             self.tails.leave(self.chunk, last.clone())
         if self.route is not None:
-            own = torch.cat([before, x], 1)  # rows that this rank computed
-            before = unflat(self.route.fetch(flat(own), self._wire("forward_traffic")), x).movedim(1, 0)
+            computed = torch.cat([before, x], 1)  # rows that this rank computed
+            before = unflat(self.route.fetch(flat(computed), self._wire("forward_traffic")), x).movedim(1, 0)
         return before.clone(memory_format=torch.contiguous_format)
 
     def runs(self, x: Tensor, before: Tensor) -> Iterator[tuple[Tensor, Seen, slice]]:
-        """One run: the chunk with the rows before it."""
+        """Yield one run: the chunk after the rows before it."""
         yield torch.cat([before, x], 1), self._seen(x.device), slice(0, x.shape[1])
 
     def _seen(self, device: torch.device) -> Seen:
-        """By the stream's documents or by `cu_seqlens`."""
+        """The rows that read each other, by the stream's documents or by `cu_seqlens`."""
         piece = self.stream.tokens(self.chunk)
         positions = range(piece.start - self.left, piece.stop)
         if self.stream.documents is None:
@@ -104,7 +103,7 @@ class ChunkNeighbours:
         return Seen(send(torch.stack(numbers), device))
 
     def give_back(self, gradients: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the gradient of x, later chunks' share included; the chunk before is left its rows' gradient."""
+        """Return x's gradient with later chunks' share; leave earlier rows' gradient for the chunk before."""
         (d_rows,) = gradients
         if self.route is not None:  # several ranks computed the rows before x
             d_before, d_x = d_rows.split([self.left, x.shape[1]], 1)

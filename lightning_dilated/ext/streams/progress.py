@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import RunningStage
 
-#: a bar is drawn again after so many seconds at the earliest
+#: seconds between two updates of a bar, at least
 SECONDS = 0.5
-#: attributes of Lightning's bars: TQDM's hold a bar, Rich's a number of a task with "_id" behind them
+#: names of Lightning's bar attributes: a bar for TQDM; for Rich, with "_id" appended, the index of a task
 BARS = {
     RunningStage.TRAINING: ("train_progress_bar", "train_progress_bar"),
     RunningStage.SANITY_CHECKING: ("val_progress_bar", "val_sanity_progress_bar"),
@@ -23,7 +23,7 @@ BARS = {
 
 
 class BarText(NamedTuple):
-    """A text of a bar that is on the screen: what it says, and how to have it say something else."""
+    """A bar's text: the current text, the separator before an addition, a function that replaces the text."""
 
     now: str
     joint: str
@@ -31,7 +31,7 @@ class BarText(NamedTuple):
 
 
 def bar_text(bar: ProgressBar | None, stage: RunningStage | None) -> BarText | None:
-    """What TQDM's bar of a stage says behind its numbers, Rich's before its own; None without such a bar."""
+    """The text after the numbers of a stage's TQDM bar, or before a Rich bar's; None without such a bar."""
     if stage is None or not isinstance(bar, (TQDMProgressBar, RichProgressBar)) or not bar.is_enabled:
         return None
     if isinstance(bar, TQDMProgressBar):
@@ -51,25 +51,25 @@ def _task_text(bar: RichProgressBar, progress: Any, number: int | None) -> BarTe
 
 
 class ChunkProgress:
-    """What a `Stream` calls as chunks end: writes "forward 12/1000" into the bar of the Trainer's stage.
+    """The `watch` of a `Stream`: write "forward 12/1000" into the bar of the Trainer's stage.
 
-    For `RichProgressBar`, `TQDMProgressBar` and their subclasses, where they are enabled (on rank 0). Nothing waits for a
-    GPU, so the host's count may be a chunk or two ahead; steps of less than `SECONDS` a pass are not shown.
+    It serves enabled bars (on rank 0) of `RichProgressBar`, `TQDMProgressBar` and their subclasses. It does not wait
+    for a GPU, so the host's count may be a chunk or two ahead. Passes shorter than `SECONDS` are not shown.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer, self._drawn = trainer, 0.0
         self._text: BarText | None = None
 
-    def __call__(self, name: str, done: int, of: int) -> None:
-        """`done` of the chunks of a pass are computed; 0 as it begins."""
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Show that `done` of `total` chunks of a pass are computed; 0 when it begins."""
         now = time.monotonic()
-        if done in (0, of):
+        if done in (0, total):
             self._restore()
         elif now - self._drawn < SECONDS:
             return
         else:
-            self._write(f"{name} {done:{len(str(of))}}/{of}")
+            self._write(f"{name} {done:{len(str(total))}}/{total}")
         self._drawn = now
 
     def _write(self, chunk: str) -> None:
@@ -79,7 +79,6 @@ class ChunkProgress:
             self._text.write(self._text.joint.join(filter(None, (self._text.now.rstrip(), chunk))))
 
     def _restore(self) -> None:
-        """Give a bar its text back."""
         text, self._text = self._text, None
         if text is not None:
             text.write(text.now)

@@ -1,4 +1,4 @@
-"""ChunkShard: how the chunks of a stream are cut over ranks, as pieces that exchanges take for ranks.
+"""ChunkShard: the cut of a stream's chunks into a piece for each rank; exchanges treat pieces as ranks.
 
 Shape letters: C positions of a chunk, K chunks, R ranks.
 """
@@ -13,13 +13,13 @@ from lightning_dilated.sequence.shard import cut
 
 @dataclass(frozen=True)
 class ChunkShard:
-    """Chunks of C positions, each cut into a piece for each of R ranks: piece u = i R + r of chunk i is that of rank r.
+    """Chunks of C positions, each cut into R pieces: rank r computes piece u = i R + r of chunk i.
 
-    To exchanges a piece is a rank of its own, one of K R: the rows that rank r made in chunk i, and those of earlier chunks
-    that it carries. Only the pieces of one chunk exchange rows.
+    An exchange treats the K R pieces as ranks. A piece holds the rows that rank r computed in chunk i, and the rows of
+    earlier chunks that rank r carries. Only pieces of the same chunk exchange rows.
 
     Attributes:
-        start, stop: the positions of all chunks.
+        start, stop: the first position of all chunks, and one past the last.
         stream: C.
         each: R.
     """
@@ -33,16 +33,16 @@ class ChunkShard:
 
     @property
     def chunks(self) -> int:
-        """K; the last one may be shorter."""
+        """The number of chunks, K; the last one may be shorter."""
         return -(-(self.stop - self.start) // self.stream)
 
     @property
     def ranks(self) -> int:
-        """K R, the pieces."""
+        """The number of pieces, K R."""
         return self.chunks * self.each
 
     def begin(self, chunk: int) -> int:
-        """The first position of a chunk; for chunk K the end of the last one."""
+        """The first position of a chunk; for chunk K the end of the last chunk."""
         return min(self.start + chunk * self.stream, self.stop)
 
     def positions(self, chunk: int) -> range:
@@ -50,17 +50,17 @@ class ChunkShard:
         return range(self.begin(chunk), self.begin(chunk + 1))
 
     def piece(self, number: int) -> range:
-        """The positions of a piece, which may be none."""
+        """The positions of a piece, possibly none."""
         chunk, rank = divmod(number, self.each)
         at = self.positions(chunk)
         return cut(at.start, at.stop, rank, self.each)
 
     def ranges(self, number: int) -> tuple[range, ...]:
-        """The positions of a piece, as `Shard.ranges`."""
+        """The positions of a piece, in the form of `Shard.ranges`."""
         return join([self.piece(number)])
 
     def held(self, number: int) -> tuple[range, ...]:
-        """All positions of the piece's rank so far, in rising order."""
+        """All positions of the piece's rank up to this piece, in rising order."""
         return tuple(x for u in range(number % self.each, number + 1, self.each) if (x := self.piece(u)))
 
     def peers(self, number: int) -> range:
@@ -83,9 +83,9 @@ class ChunkShard:
         return slice(before, before + len(self.piece(number)))
 
     def carrier(self, reader: int, position: int) -> tuple[int, int]:
-        """(piece of the reader's chunk whose rank holds a position, index among that rank's positions from the piece on).
+        """Return (the piece of the reader's chunk on the rank that holds a position, the position's index there).
 
-        The position is one of the reader's chunk, or of an earlier one, whose indices are below 0.
+        The position is in the reader's chunk or an earlier one. Indices begin at the piece; earlier ones are negative.
         """
         owner = self.number(position)
         peer = self.peers(reader)[owner % self.each]

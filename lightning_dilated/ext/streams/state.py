@@ -1,4 +1,4 @@
-"""What a stream carries from one call to the next: rows, last inputs and memories of every layer, bounded in size.
+"""StreamState: the rows, convolution inputs and memories that layers carry from call to call, of bounded size.
 
 Shape letters: B batch, D head dim, E embedding dim, C channels, W taps of `kv_conv`, n rows; a row is (2, D): K and V.
 """
@@ -17,22 +17,22 @@ from lightning_dilated.ext.recurrence.state import RecurrentState
 from lightning_dilated.ext.streams.carried_rows import CarriedRows
 from lightning_dilated.sequence.requirements import Document
 
-#: rows (n, 2, D) of keys and values, and which rows these are
+#: rows (n, 2, D) of keys and values, and the description of these rows
 Carried = tuple[Tensor, tuple[CarriedRows, ...]]
 
 
 @dataclass
 class StreamState:
-    """What a model carries from one call of its `stream` to the next: bounded, as long as segments are.
+    """The state that a model carries from one call of its `stream` to the next; segments bound its size.
 
     Attributes:
         position: tokens of each sample so far.
-        starts: of each sample, where the document began that goes on.
-        rows: by (layer, first head): (n, 2, D) rows of keys and values, and which rows these are.
-        tails: by layer: (B, W - 1, C) last inputs of `kv_conv`; by -1 - layer: those of its recurrence's convolution.
+        starts: for each sample, the first position of the document that continues.
+        rows: by (layer, first head): (n, 2, D) rows of keys and values, and the description of these rows.
+        tails: by layer: (B, W - 1, C) last inputs of `kv_conv`; by -1 - layer: of its recurrence's convolution.
         memories: by layer: the state of its recurrence.
-        hidden: (B, 1, E) the last token's hidden state, which predicts the next; None before the first token.
-        owner: the kind of model that left it.
+        hidden: (B, 1, E) the last token's hidden state, which predicts the next token; None before the first token.
+        owner: description of the model that left the state.
     """
 
     position: int = 0
@@ -50,45 +50,45 @@ class StreamState:
         return sum(x.nbytes for x in tensors if x is not None) + sum(x.nbytes for x in self.memories.values())
 
     def resumed(self, key: tuple[int, int], documents: Sequence[Document]) -> Carried | None:
-        """The rows of a layer that `documents` still read; None: it has none."""
+        """The rows of a layer that `documents` still read; None if it has none."""
         if key not in self.rows:
             return None
         rows, pieces = self.rows[key]
-        goes_on = {(d.sample, d.start): d for d in documents if d.stop > self.position}
-        kept, parts = [], []
+        continued = {(d.sample, d.start): d for d in documents if d.stop > self.position}
+        pieces_read, parts = [], []
         for x, part in zip(pieces, rows.split([x.count for x in pieces]), strict=True):
-            document = goes_on.get((x.document.sample, x.document.start))
+            document = continued.get((x.document.sample, x.document.start))
             if document is not None and min(x.last, document.stop - 1) >= self.position:
-                kept.append(x._replace(document=document, last=min(x.last, document.stop - 1)))
+                pieces_read.append(x._replace(document=document, last=min(x.last, document.stop - 1)))
                 parts.append(part)
-        return torch.cat([rows[:0], *parts]), tuple(kept)
+        return torch.cat([rows[:0], *parts]), tuple(pieces_read)
 
     def select(self, sample: int) -> StreamState:
-        """The state of one sample, with tensors of its own."""
+        """Copy the state of one sample."""
         rows: dict[tuple[int, int], Carried] = {}
         for key, (carried, pieces) in self.rows.items():
             split = zip(pieces, carried.detach().split([x.count for x in pieces]), strict=True)
-            own = [(x, part) for x, part in split if x.document.sample == sample]
-            numbered = tuple(x._replace(document=replace(x.document, sample=0)) for x, _ in own)
-            rows[key] = torch.cat([carried[:0].detach(), *(part for _, part in own)]), numbered
-        one = lambda x: x[sample : sample + 1].detach().clone()  # noqa: E731
-        tails = {layer: one(x) for layer, x in self.tails.items()}
+            own_pieces = [(x, part) for x, part in split if x.document.sample == sample]
+            numbered = tuple(x._replace(document=replace(x.document, sample=0)) for x, _ in own_pieces)
+            rows[key] = torch.cat([carried[:0].detach(), *(part for _, part in own_pieces)]), numbered
+        copy_sample = lambda x: x[sample : sample + 1].detach().clone()  # noqa: E731
+        tails = {layer: copy_sample(x) for layer, x in self.tails.items()}
         return StreamState(
             self.position,
             [self.starts[sample]],
             rows,
             tails,
-            None if self.hidden is None else one(self.hidden),
+            None if self.hidden is None else copy_sample(self.hidden),
             self.owner,
             {layer: x.detach().select([sample]) for layer, x in self.memories.items()},
         )
 
     @classmethod
     def join(cls, states: Sequence[StreamState]) -> StreamState:
-        """The samples of several states in their order, as one state; one to which nothing came may be among them.
+        """Join the samples of several states, in order; states of streams that have read nothing may be among them.
 
         Raises:
-            ValueError: for none, and for states at different positions.
+            ValueError: without states, and for states at different positions.
         """
         positions = sorted({s.position for s in states})
         if len(positions) != 1:
@@ -112,7 +112,7 @@ class StreamState:
         )
 
     def to(self, device: torch.device | str) -> StreamState:
-        """The state with its tensors on a device."""
+        """Move the state's tensors to a device."""
         rows = {key: (x.to(device), pieces) for key, (x, pieces) in self.rows.items()}
         tails = {layer: x.to(device) for layer, x in self.tails.items()}
         memories = {layer: x.to(torch.device(device), x.matrix.dtype) for layer, x in self.memories.items()}
@@ -120,7 +120,7 @@ class StreamState:
         return replace(self, rows=rows, tails=tails, hidden=hidden, memories=memories)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers only."""
+        """Return tensors and plain numbers only."""
         rows = [
             {"layer": layer, "head": head, "rows": x, "pieces": [_plain(p) for p in pieces]}
             for (layer, head), (x, pieces) in self.rows.items()
@@ -131,7 +131,7 @@ class StreamState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StreamState:
-        """From a `state_dict`."""
+        """Restore a state from its `state_dict`."""
         rows = {(x["layer"], x["head"]): (x["rows"], tuple(map(_piece, x["pieces"]))) for x in state["rows"]}
         numbers = int(state["position"]), list(state["starts"])
         memories = {layer: RecurrentState.of(x) for layer, x in state.get("memories", {}).items()}
@@ -139,7 +139,7 @@ class StreamState:
 
 
 def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
-    """(B, ...) of the tensors of several states and their numbers of samples; zeros for one without; None for none."""
+    """Concatenate the tensors (B, ...) of states, given with their sample counts; zeros for None, None if all are."""
     like = next((x for _, x in parts if x is not None), None)
     if like is None:
         return None
@@ -147,7 +147,7 @@ def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
 
 
 def _joined(parts: Sequence[tuple[int, RecurrentState | None]]) -> RecurrentState:
-    """The memories of several states and their numbers of samples; an empty one for samples without."""
+    """Join the memories of states, given with their sample counts; an empty one for None."""
     like = next(x for _, x in parts if x is not None)
     empty = like.select([0]).zeros()
     return RecurrentState.join([empty.select([0] * samples) if x is None else x for samples, x in parts])

@@ -1,8 +1,8 @@
 """A sequence computed chunk by chunk: the rows of keys and values that each layer carries, and their gradients.
 
-Chunks are computed in rising order; a layer then drops the rows that no later chunk reads. In exact training they are
-stored, and chunks are computed once more in falling order: the stored rows come back, and the gradients that later chunks
-left for a chunk's rows are added to its own. Ranks that share the sequence carry the rows that each of them made.
+Chunks are computed in rising order; a layer drops the rows that no later chunk reads. Exact training stores these rows
+and computes the chunks again in falling order: the stored rows come back, and a chunk's rows receive the gradients that
+later chunks left for them. Ranks that share the sequence carry the rows that each of them computed.
 Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row is (2, D): K and V.
 """
 
@@ -30,20 +30,19 @@ from lightning_dilated.sequence.exchange.row_ops import add_rows, pair
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: stored rows take this share of a GPU's memory; others wait in pinned host memory
+#: share of a GPU's memory for stored rows; further rows wait in pinned host memory
 ON_GPU = 1 / 8
-#: bytes of memory that stored rows share, and by which they begin
+#: bytes of a slab of memory for stored rows, and the alignment of rows in it
 SLAB, ALIGNED = 64 << 20, 256
 
 T = TypeVar("T")
 
 
 class Store:
-    """Rows that were dropped, of all layers: on the device up to a budget, then in pinned host memory.
+    """Dropped rows of all layers: on the device up to a budget, then in pinned host memory.
 
-    They lie in slabs of `SLAB` bytes: torch rounds each piece of pinned memory up to a power of two and takes about a
-    millisecond to make one, and there are thousands.
-    Copies run beside what is computed: a row that comes back waits only for the copies before it.
+    Rows share slabs of `SLAB` bytes, because torch rounds each pinned allocation up to a power of two and takes about a
+    millisecond for it, and there are thousands of them. Copies overlap computation: rows wait only for earlier copies.
 
     Args:
         budget: bytes on the device; None: `ON_GPU` of a GPU's memory, and everything on a CPU.
@@ -51,10 +50,10 @@ class Store:
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget, self.on_device, self.on_host = budget, 0, 0
-        self._slabs: dict[torch.device, tuple[Tensor, int]] = {}  # the latest of each device, how much of it is taken
+        self._slabs: dict[torch.device, tuple[Tensor, int]] = {}  # the latest slab of each device, and its used bytes
 
     def put(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The rows (n, 2, D), where they wait, in parts of them."""
+        """Store rows (n, 2, D); return the stored parts."""
         if rows.device.type != "cuda" or not len(rows):
             return (rows,)
         if self.budget is None:
@@ -75,11 +74,11 @@ class Store:
         with torch.cuda.stream(copies):
             for part, source in sources:
                 part.copy_(source, non_blocking=True)
-        rows.record_stream(copies)  # freed, their memory serves nothing else before they are copied
+        rows.record_stream(copies)  # their memory is not reused before they are copied
         return parts
 
     def room(self, rows: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-        """Memory for rows, as many as fit in a slab and the rest in the next; it is freed with the last rows in it."""
+        """Allocate memory for rows, split where a slab is full; a slab is freed with its last rows."""
         parts, row = [], rows[0].nbytes
         while (left := len(rows) - sum(map(len, parts))) > 0:
             slab, taken = self._slabs.get(device, (None, 0))
@@ -93,8 +92,8 @@ class Store:
         return tuple(parts)
 
     def take(self, parts: tuple[Tensor, ...], device: torch.device) -> Tensor:
-        """The rows on the device again."""
-        self._slabs.clear()  # nothing is put any more
+        """Bring stored rows back to the device."""
+        self._slabs.clear()  # no rows are stored any more
         size = sum(part.nbytes for part in parts)
         if parts[0].device == device:
             self.on_device -= size
@@ -107,33 +106,32 @@ class Store:
 
 @functools.lru_cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of copies between a GPU and the host, in which a row is read after it was written."""
+    """The stream of copies between a GPU and the host; one stream, so that rows are written before they are read."""
     return torch.cuda.Stream(device)
 
 
 def _fetched(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Rows of the host on a GPU."""
     copies, computing = copy_stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(copies):
         fetched = [part.to(device, non_blocking=True) for part in parts]
     computing.wait_stream(copies)
     for rows in fetched:
-        rows.record_stream(computing)  # freed, their memory serves no copy before what reads them is done
+        rows.record_stream(computing)  # their memory serves no new copy before their readers are done
     return fetched
 
 
 class LayerRows:
-    """The rows that one layer (or one window of its heads) carries to its current chunk, and in the descent their gradients.
+    """The rows that a layer (or a window of heads) carries to its current chunk, and in the descent their gradients.
 
     Args:
-        store: of rows that are dropped; None: chunks are not computed once more.
-        rows: of earlier calls.
+        store: the store of dropped rows; None: chunks are not computed again.
+        rows: rows of earlier calls.
 
     Attributes:
-        chunk: the current one.
-        rows: (n, 2, D) of earlier chunks.
+        chunk: the current chunk.
+        rows: (n, 2, D) rows of earlier chunks.
         grads: (n, 2, D), at least fp32; None before the descent.
-        own_grads: gradients that later chunks left for the rows that the current one leaves; None: none.
+        own_grads: gradients that later chunks left for the rows that the current chunk leaves, or None.
     """
 
     def __init__(self, store: Store | None, rows: Tensor | None = None) -> None:
@@ -145,10 +143,10 @@ class LayerRows:
         self._store, self._dropped = store, []
 
     def enter(self, chunk: int, route: ChunkRoute, like: Tensor) -> None:
-        """Make a chunk the current one: the same, the next, or in the descent the one before; `like` is k."""
+        """Enter a chunk: the current one, the next one, or during the descent the one before; `like` is k."""
         if self.rows is None:
             self.rows = like.new_empty(0, 2, like.shape[3])
-        self.rows = self.rows.to(like.device, like.dtype)  # those of a state may have another precision
+        self.rows = self.rows.to(like.device, like.dtype)  # a state's rows may have another precision
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
         elif chunk == self.chunk - 1 and self._dropped:
@@ -158,7 +156,7 @@ class LayerRows:
         self.chunk, self._route = chunk, route
 
     def leave(self, k: Tensor, v: Tensor) -> None:
-        """Take the rows that later chunks read of the current chunk's k and v (B, L, K, D)."""
+        """Keep the rows of the current chunk's k and v (B, L, K, D) that later chunks read."""
         self._leaving = pair(k, v, self._route.leaving.flat)
 
     def _ascend(self) -> None:
@@ -168,7 +166,7 @@ class LayerRows:
         self._leaving = None
 
     def after(self) -> Tensor:
-        """The rows that are carried beyond the current chunk, the last one."""
+        """The rows that are carried beyond the current chunk, which is the last one."""
         self._ascend()
         return self.rows
 
@@ -184,7 +182,7 @@ class LayerRows:
         self.rows = rows
 
     def read_grads(self, dtype: torch.dtype) -> Tensor:
-        """(n, 2, D) to which gradients of `rows` are added; without a descent nobody reads them."""
+        """A tensor (n, 2, D) to add gradients of `rows` to; without a descent nobody reads it."""
         if self._store is None:
             return torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
         if self.grads is None:
@@ -192,48 +190,48 @@ class LayerRows:
         return self.grads
 
     def add_own_grads(self, dk: Tensor, dv: Tensor) -> None:
-        """Add what later chunks left for this chunk's rows to the gradients of its k and v."""
+        """Add the gradients that later chunks left for this chunk's rows to the gradients of its k and v."""
         if self.own_grads is not None and len(self.own_grads):
             add_rows(self._route.leaving, dk, self.own_grads[:, 0])
             add_rows(self._route.leaving, dv, self.own_grads[:, 1])
 
 
 class LayerCarry(Generic[T]):
-    """Values that a layer hands from chunk to chunk, and their gradients: last inputs of `kv_conv`, a recurrence's state."""
+    """A layer's values passed from chunk to chunk, and their gradients: inputs of `kv_conv`, a recurrence's state."""
 
     def __init__(self, before: T | None = None) -> None:
         self._after: dict[int, T] = {} if before is None else {-1: before}
         self._grads: dict[int, Any] = {}
 
     def before(self, chunk: int) -> T | None:
-        """The value that the chunk before has left; None before the first token."""
+        """The value that the previous chunk left; None before the first token."""
         return self._after.get(chunk - 1)
 
     def last(self) -> T:
-        """The value that the last chunk has left."""
+        """The value that the last chunk left."""
         return self._after[max(self._after)]
 
     def leave(self, chunk: int, value: T, keeps: bool = True) -> None:
-        """Store what the next chunk reads; unless all is kept, what the chunk before this one had read is freed."""
+        """Store what the next chunk reads; unless `keeps`, free what the previous chunk read."""
         self._after[chunk] = value
         if not keeps:
             self._after.pop(chunk - 2, None)
 
     def take_grad(self, chunk: int) -> Any:
-        """The gradient that the next chunk left for what this one leaves; None: nothing."""
+        """Remove and return the gradient that the next chunk left for this chunk's value, or None."""
         return self._grads.pop(chunk, None)
 
     def leave_grad(self, chunk: int, grad: Any) -> None:
-        """Leave the gradient of what the chunk has read."""
+        """Leave the gradient of the value that the chunk read."""
         if chunk:
             self._grads[chunk - 1] = grad
 
 
 class Stream(Context):
-    """One sequence computed chunk by chunk by a stack of layers. The op finds it by its name.
+    """One sequence computed chunk by chunk by a stack of layers. The op finds the stream by its name.
 
-    `begin` starts a sequence; then for every chunk in rising order each layer runs with its `layer`; after `descend`, the
-    chunks from the last one on.
+    `begin` starts a sequence. Then each layer runs with its place (`layers`) for every chunk in rising order, and
+    after `descend` for every chunk from the last one back.
     """
 
     def __init__(self) -> None:
@@ -243,26 +241,27 @@ class Stream(Context):
         self._states: dict[int, LayerCarry[RecurrentState]] = {}
         self._remembered: tuple[int, dict[Any, Any]] = 0, {}
         self.shard, self.rank = ChunkShard(0, 0, 1), 0
-        #: the ranks that share the sequence; None: one
+        #: the ranks that share the sequence; None: one rank
         self.group: SequenceGroup | None = None
-        #: of all samples; None: a call's own, by `lengths` or `cu_seqlens`
+        #: documents of all samples; None: each call has its own, by `lengths` or `cu_seqlens`
         self.documents: tuple[Document, ...] | None = None
         self._before: StreamState | None = None
         self._from_before: dict[tuple[int, int], Carried | None] = {}
         self.left: StreamState | None = None
         self._plans: dict[tuple[Problem, int, int], CarryPlan] = {}
         self._store: Store | None = None
-        #: whether chunks leave rows for later ones; False where they are computed a second time
+        #: True while chunks leave rows for later ones; False while chunks are computed again
         self.rising = True
-        #: called with a pass, how many of its chunks are done, 0 as it begins, and of how many; None: nobody looks
+        #: called with the name of a pass, its finished chunks (0 when it begins) and its number of chunks; None: no
+        #: calls
         self.watch: Callable[[str, int, int], None] | None = None
 
     def begin(self, seq_len: int, chunk: int, store: bool, group: SequenceGroup | None = None) -> None:
         """Start a sequence of N tokens in chunks of C.
 
         Args:
-            store: chunks will be computed once more in falling order.
-            group: the ranks that share each chunk; None: this one alone.
+            store: whether chunks will be computed again in falling order.
+            group: the ranks that share each chunk; None: this rank alone.
         """
         self.end()
         self.group, self.rank, each = (None, 0, 1) if group is None else (group, group.rank, group.ranks)
@@ -270,11 +269,10 @@ class Stream(Context):
         self._store, self.rising = Store() if store else None, True
 
     def go_on(self, state: StreamState, starts: Sequence[Sequence[int]], seq_len: int, chunk: int) -> None:
-        """Go on after `state` with N tokens in chunks of C.
+        """Continue after `state` with N tokens in chunks of C.
 
         Args:
-            starts: of each sample, the positions at which a document begins, rising; the first one may lie before the
-                state's position.
+            starts: for each sample, rising positions where documents begin; the first may precede the state.
         """
         self.begin(seq_len, chunk, store=False)
         self.shard = replace(self.shard, start=state.position, stop=state.position + seq_len)
@@ -287,7 +285,7 @@ class Stream(Context):
         self._before = state
 
     def descend(self) -> None:
-        """From now on chunks are computed once more, from the last one on."""
+        """Switch to the second pass, which computes the chunks again from the last one back."""
         self.rising = False
 
     def end(self) -> None:
@@ -298,12 +296,12 @@ class Stream(Context):
         self._before = self.documents = self.group = None
 
     def state(self) -> StreamState:
-        """What the next call of `go_on` continues from, after the last chunk."""
+        """The state after the last chunk, from which the next `go_on` continues."""
         carried = {
             (layer, head): (self._layers[layer, head].after(), tuple(plan.live(plan.chunks)))
             for (_, layer, head), plan in self._plans.items()
         }
-        starts = {d.sample: d.start for d in self.documents or ()}  # the last one of each
+        starts = {d.sample: d.start for d in self.documents or ()}  # the last start of each sample
         return StreamState(
             self.shard.stop,
             list(starts.values()),
@@ -313,13 +311,12 @@ class Stream(Context):
         )
 
     def take_left(self) -> StreamState:
-        """What the last sequence left for the next call of `go_on`."""
+        """Remove and return the state that the last sequence left for the next `go_on`."""
         left, self.left = self.left, None
         assert left is not None, "no sequence has gone on from a state"
         return left
 
     def _resumed(self, layer: int, first_head: int) -> Carried | None:
-        """What earlier calls left for a layer."""
         key = layer, first_head
         if self._before is None:
             return None
@@ -341,7 +338,7 @@ class Stream(Context):
 
     @property
     def seq_len(self) -> int:
-        """N, with earlier calls."""
+        """N, including earlier calls."""
         return self.shard.stop
 
     @property
@@ -349,7 +346,7 @@ class Stream(Context):
         return self.shard.chunks
 
     def number(self, chunk: int) -> int:
-        """The number of this rank's piece of a chunk."""
+        """The index of this rank's piece of a chunk."""
         return chunk * self.shard.each + self.rank
 
     def tokens(self, chunk: int) -> range:
@@ -357,17 +354,17 @@ class Stream(Context):
         return self.shard.piece(self.number(chunk))
 
     def local(self, chunk: int) -> slice:
-        """Where they lie among the rank's tokens."""
+        """The slice of `tokens(chunk)` among the rank's tokens."""
         return self.shard.local(self.number(chunk))
 
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[LayerPlace]:
-        """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
+        """The place in a chunk for each layer; `seeds` are the seeds of the layers' attention dropout."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
         shared, whole = self.group is not None, len(self.shard.positions(chunk)) == self.shard.stream
         return [LayerPlace(self.name, place, seed, shared, whole) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
-        """The rows of a layer, or of the window of its heads from `first_head` on."""
+        """The rows of a layer, or of its window of heads that begins at `first_head`."""
         key = layer, first_head
         if key not in self._layers:
             before = self._resumed(*key)
@@ -375,22 +372,23 @@ class Stream(Context):
         return self._layers[key]
 
     def tails_of(self, layer: int) -> LayerCarry[Tensor]:
-        """The (B, W - 1, C) last inputs that a layer's `kv_conv` carries."""
+        """The last inputs (B, W - 1, C) that a layer's `kv_conv` carries."""
         return self._tails.setdefault(layer, LayerCarry(self._before and self._before.tails.get(layer)))
 
     def states_of(self, layer: int) -> LayerCarry[RecurrentState]:
-        """The states of a layer's recurrence; gradients by `RecurrentState.floating`."""
+        """The states of a layer's recurrence; their gradients follow `RecurrentState.floating`."""
         return self._states.setdefault(layer, LayerCarry(self._before and self._before.memories.get(layer)))
 
-    # -- what ops ask --------------------------------------------------------------------------------------------------
+    # -- calls from ops
+    # ---------------------------------------------------------------------------------------------------
     def resolve(self, call: OpCall) -> tuple[Resolved, int]:
-        """As `Context`."""
+        """See `Context.resolve`."""
         return resolve_chunk(self, call)
 
     def pairs(
         self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
-        """As `Context`."""
+        """See `Context.pairs`."""
         assert place is not None, "a chunk has a place in a stream"
         return chunk_pairs(self, spec, q.shape, k.shape[2], documents, int(place[1]))
 
@@ -402,12 +400,11 @@ class Stream(Context):
 
     @property
     def exact(self) -> bool:
-        """Whether gradients pass from chunk to chunk."""
+        """Return whether gradients pass from chunk to chunk."""
         return self._store is not None
 
     def remember(self, chunk: int, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), cached by `key` for the forward, recomputation and backward of all layers, until another chunk is asked
-        for."""
+        """Cache make() by `key` for forward, recomputation and backward of all layers, until the next chunk."""
         if self._remembered[0] != chunk:
             self._remembered = chunk, {}
         held = self._remembered[1]

@@ -1,9 +1,9 @@
 """Training on a sequence chunk by chunk, with the gradients of one pass: memory for one chunk, and for carried rows.
 
-First the chunks are computed in rising order without a graph; each layer keeps the keys and values that later chunks read.
-Then they are computed once more from the last to the first, and differentiated: what a chunk's keys and values contributed
-to later chunks has arrived by then. Parameter gradients are summed in at least fp32 and returned once, so that hooks on them
-(of DDP) run once.
+The first pass computes the chunks in rising order without a graph; each layer keeps the keys and values that later
+chunks read. The second pass computes the chunks again from the last to the first and differentiates them: by then,
+later chunks have left the gradients of a chunk's keys and values. Parameter gradients are summed in at least fp32 and
+returned once, so that their hooks (DDP's) run once.
 
 Shape letters: B batch, N tokens, C tokens of a chunk.
 """
@@ -28,22 +28,21 @@ from lightning_dilated.memory.settings import check_shared
 from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
-#: computes a chunk, or this rank's piece of it: its number, and what each layer is given of it
+#: computes a chunk, or this rank's piece of it, from its index and the place of each layer
 RunChunk = Callable[[int, list[LayerPlace]], Tensor]
 
 
 class Chunks(NamedTuple):
-    """How a sequence is streamed.
+    """The settings of a streamed sequence.
 
     Attributes:
         seq_len, chunk: N and C.
         depth: layers.
-        dropout: whether attention weights are dropped; the masks are those of one pass.
+        dropout: whether attention weights are dropped; the masks are the same as in one pass.
         truncate: whether gradients end at the bounds of chunks.
-        before: what earlier calls left, None for a sequence of its own; the stream's `left` is then set. Gradients do not
-            reach earlier calls.
-        starts: with `before`: of each sample, where documents begin, see `Stream.go_on`.
-        group: the ranks that share each chunk; None: this one computes whole chunks.
+        before: the state of earlier calls, without gradients; None: a separate sequence. Sets the stream's `left`.
+        starts: with `before`: for each sample, the positions at which documents begin, see `Stream.go_on`.
+        group: the ranks that share each chunk; None: this rank computes whole chunks.
     """
 
     seq_len: int
@@ -57,7 +56,7 @@ class Chunks(NamedTuple):
 
     @contextlib.contextmanager
     def begun(self, stream: Stream, store: bool) -> Iterator[None]:
-        """Within, the stream computes these chunks."""
+        """Let the stream compute these chunks inside the context."""
         if self.before is None:
             stream.begin(self.seq_len, self.chunk, store, self.group)
         else:
@@ -70,21 +69,21 @@ class Chunks(NamedTuple):
             stream.end()
 
     def seeds(self) -> list[Tensor | None]:
-        """A seed of attention dropout for each layer, drawn as one pass draws them."""
+        """Draw a seed of attention dropout for each layer, as one pass draws them."""
         return [torch.randint(2**62, (), dtype=torch.int64) if self.dropout else None for _ in range(self.depth)]
 
 
 def sharing() -> SequenceGroup | None:
-    """The ranks that share the sequence; None: this one has it alone."""
+    """The ranks that share the sequence; None if this rank has all of it."""
     group = active_sequence()
     return None if group is None or group.ranks == 1 else group
 
 
 def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int) -> None:
-    """Raise where a stream's result or gradients would not be those of one pass.
+    """Raise if a stream's result or gradients would differ from one pass.
 
     Raises:
-        ValueError: with ranks that share the sequence in another layout than that of its chunks, FSDP, and fp16.
+        ValueError: for FSDP, fp16, and ranks that share the sequence in a layout that does not match its chunks.
     """
     group = sharing()
     if group is not None:
@@ -103,12 +102,11 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
 
 
 def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequence[nn.Module], like: Tensor) -> Tensor:
-    """The sum of run(number, layers) over the chunks, with its gradients.
+    """Return the sum of run(number, layers) over the chunks, with its gradients.
 
     Args:
-        run: computes one number of a chunk (of this rank's piece), the same in every run but for random numbers, which are
-            repeated.
-        modules: whose parameters `run` uses.
+        run: computes one number from a chunk (from this rank's piece), equal in every run; random numbers are repeated.
+        modules: the modules with the parameters that `run` uses.
         like: a tensor on the device that computes.
     """
     leaves = trained(modules)
@@ -122,7 +120,7 @@ def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequenc
 
 @torch.no_grad()
 def streamed(stream: Stream, run: Callable[[int, list[LayerPlace]], Any], chunks: Chunks) -> Iterator[Any]:
-    """run(number, layers) of each chunk in rising order, without gradients."""
+    """Yield run(number, layers) for each chunk in rising order, without gradients."""
     seeds = chunks.seeds()
     with chunks.begun(stream, store=False):
         for i in _watched(stream, "forward", range(stream.chunks)):
@@ -130,7 +128,7 @@ def streamed(stream: Stream, run: Callable[[int, list[LayerPlace]], Any], chunks
 
 
 def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
-    """The chunks of a pass, with a call of `stream.watch` as it begins and after each."""
+    """Yield the chunks of a pass; call `stream.watch` at its start and after each chunk."""
     watch = stream.watch or (lambda *unused: None)
     watch(name, 0, len(chunks))
     for done, i in enumerate(chunks, 1):
@@ -141,7 +139,7 @@ def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
 class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, stream, run, chunks, like, *leaves):
-        # saved-tensor hooks of a checkpoint or an offload around this call are not for tensors that live within it
+        # saved-tensor hooks around this call (a checkpoint, an offload) must not see tensors inside it
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         try:
             with plain, chunks.begun(stream, store=not chunks.truncate):
@@ -165,10 +163,10 @@ Sums = list[Tensor | None]
 def _exact(
     stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
 ) -> tuple[Tensor, Sums]:
-    """(the sum, its gradients of the leaves), those of one pass."""
+    """Return (the sum, its gradients of the leaves), equal to one pass."""
     seeds, last = chunks.seeds(), stream.chunks - 1
     total, states, sums = None, [], [None] * len(leaves)
-    for i in _watched(stream, "forward", range(last)):  # the last one is computed once, with its graph
+    for i in _watched(stream, "forward", range(last)):  # the last chunk is computed once, with its graph
         states.append(_RandomState.of(like))
         total = added(total, run(i, stream.layers(i, seeds)))
     stream.descend()
@@ -186,7 +184,7 @@ def _exact(
 def _truncated(
     stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
 ) -> tuple[Tensor, Sums]:
-    """The same in one pass, in which carried rows are constants: truncated back-propagation through time."""
+    """Return the same in one pass with carried rows as constants: truncated back-propagation through time."""
     seeds, total, sums = chunks.seeds(), None, [None] * len(leaves)
     for i in _watched(stream, "chunk", range(stream.chunks)):
         total = added(total, _differentiate(run, stream, i, seeds, leaves, sums))
@@ -196,11 +194,11 @@ def _truncated(
 def _differentiate(
     run: RunChunk, stream: Stream, i: int, seeds: list[Tensor | None], leaves: Sequence[Tensor], sums: Sums
 ) -> Tensor:
-    """The sum of chunk i; its gradients are added to `sums`."""
+    """Return the sum of chunk i, and add its gradients to `sums`."""
     forget_casts()
     with torch.enable_grad():
         part = run(i, stream.layers(i, seeds))
-    with hooks_paused(leaves):  # they are for the gradient of all chunks, with which autograd calls them
+    with hooks_paused(leaves):  # hooks expect the gradient of all chunks; autograd calls them with that
         grads = torch.autograd.grad(part, leaves, allow_unused=True)
     forget_casts()
     for k, grad in enumerate(grads):
@@ -209,7 +207,7 @@ def _differentiate(
 
 
 class _RandomState(NamedTuple):
-    """States of the generators that a chunk's dropout draws from."""
+    """States of the random generators that a chunk's dropout uses."""
 
     cpu: Tensor
     devices: list[int]
