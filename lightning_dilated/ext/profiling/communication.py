@@ -73,7 +73,7 @@ class CommunicationProfiler(pl.Callback):
         self.every_n_steps, self.warmup = integer(every_n_steps, "every_n_steps", 1), integer(warmup, "warmup", 0)
         flag(table, "table")
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
-            raise TypeError(f"path must name a file to write, or be None, got {path!r}.")
+            raise TypeError(f"path must be a file to write, or None, got {path!r}.")
         self.table, self.path = table, None if path is None else Path(path)
         self._group: SequenceGroup = None  # type: ignore[assignment]  # None only outside of a fit
         self._reset()
