@@ -1,7 +1,4 @@
-"""`lightning-dilated explain`: what the pattern of a recipe or of options can see at a length, and what to change.
-
-Shape letters: N tokens, H heads, D head dim.
-"""
+"""`lightning-dilated explain`: what the pattern of a recipe or of options can see at a length, and what to change."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Sight is the share of (query, key) pairs at a distance that one layer connects. In a branch of rate r a query sees only
 keys of its own residue, at distances that r divides; information from other distances takes two layers or more.
-Shape letters: N tokens, H query heads, r dilation rate, w segment length, t shift.
+Shape letters: N tokens, H query heads, D head dim, r dilation rate, o offset.
 """
 
 from __future__ import annotations
@@ -350,9 +350,7 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
     """Return (share of positions that reach the last token in `depth` layers, layers until all do or None).
-
-    `layers`: steps of the layers, which cycle through them. The search cycles down from the last layer.
-    """
+    `layers`: steps of the layers, which cycle through them. The search cycles down from the last layer."""
     if seq_len > REACH_LIMIT:
         return None, None
     reached = torch.zeros(seq_len, dtype=torch.bool)

@@ -3,7 +3,7 @@
 A replay costs the host two calls for all kernels of all blocks. Ragged batches and packed rows are padded to a few
 lengths, so that few graphs serve them. The padding changes no result, because kernels read the lengths of samples, or
 the bounds of documents, on the device.
-Shape letters: B batch, N tokens, D documents, E embedding dim.
+Shape letters: B batch, N tokens, E embedding dim.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class CudaGraphs:
         self._turn, self._open = 0, lambda: None
         #: number of the last replay with a finished backward
         self._done = 0
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._refused: set[tuple] = set()
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
@@ -228,16 +228,12 @@ class CudaGraphs:
 
     def say(self, reason: str) -> None:
         """Log why a stack is not replayed, once for each reason."""
-        if reason and reason not in self._said:
-            self._said.add(reason)
+        if reason and reason not in self._logged:
+            self._logged.add(reason)
             _log.warning("CUDA graphs are not used for a stack, since %s.", reason)
 
     def __call__(self, compute: Compute, blocks: nn.Module, inputs: Inputs) -> Tensor:
-        """Return compute(inputs), with its gradients.
-
-        Raises:
-            ValueError: for `lengths` beyond the tokens, and `cu_seqlens` that are not bounds of the row's documents.
-        """
+        """Return compute(inputs), with gradients; raise ValueError for lengths or bounds outside of the row."""
         inputs = _checked(inputs)
         modules = modules_of(blocks)
         parameters = self._trained(modules)
@@ -292,8 +288,7 @@ class CudaGraphs:
         return record(alone, Inputs(static, *copies), list(leaf_of.values()), self._shared)
 
     def _trained(self, modules: list[nn.Module]) -> list[nn.Parameter]:
-        """Return the trained parameters. Forget all records if tensors that they read are gone, other parameters are
-        trained, or settings changed."""
+        """Return the trained parameters; forget all records if tensors, trained parameters or settings changed."""
         parameters, buffers = tensors_of(modules)
         held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in (*parameters, *buffers)]
         settings = [[m.__dict__.get(name) for name in SETTINGS] for m in modules]

@@ -7,8 +7,7 @@ docs/long_sequences.md lists how times are scaled. A recurrence adds its rule's 
 (`h100_recurrence.json`) and scaled by FLOPs, and the time of the kernels around it, from the bytes that they move. A
 short convolution adds time for the bytes that its kernels move. `planning.ranks` adds waits between ranks.
 
-Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
-dim.
+Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 
 #: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward; from times
 #: of the compiled loss on an H200, benchmarks/results/2026-11-23_h200_one_gpu.md
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes moved to sum a weight's gradient, for each element and tile of the loss; the second is added for 16-bit weights
+#: bytes moved to sum a weight's gradient, for each element and tile of the loss; the second is added in 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
 #: passes over a block's hidden states: norm and products of a window of heads, their gradients, and the further passes
 #: that windows and tiles took on an H200 (benchmarks/results/2026-11-22_h200_longest.md)
@@ -212,8 +211,7 @@ def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
-    """Return the seconds, forward and backward, that an output projection wider than the measured one adds: products at
-    the speed of a block's products, and the loss's passes over the logits."""
+    """Return the seconds, forward and backward, that an output projection wider than the measured one adds."""
     wider = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * wider * facts.dim / base.block_parameters * slower.products
     each = wider * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
@@ -270,10 +268,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recomputed: float) -> float:
-    """Return the seconds of recomputing all but the last block of each group once more, for the group's forward.
-
-    The forward leaves nothing out: each block's output is read. `recomputed`: seconds to recompute every block once.
-    """
+    """Return the seconds of recomputing all but the last block of each group once more, for the group's forward,
+    which leaves nothing out because each block's output is read. `recomputed`: seconds to recompute every block."""
     parts = [machine.at(tokens) for machine in machines]
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
@@ -295,8 +291,7 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) 
 
 
 def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
-    """Return the seconds that tiles and windows of heads take to read and write all hidden states again; counted work
-    already includes tiles."""
+    """Return the seconds of extra passes of tiles and windows over hidden states; counted work includes tiles."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
     passes = TILES if memory.tile is not None and memory.tile < tokens and facts.work is None else 0
     if windows > 1:
@@ -398,8 +393,7 @@ class Case:
         return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))
 
     def step_memory(self, settings: MemorySettings, tokens: int, streams: int, length: int) -> Memory:
-        """Return a rank's memory if it carries the states of `streams` streams of `length` tokens and trains on N
-        tokens of each at a time."""
+        """Return a rank's memory for N tokens at a time of `streams` carried streams, `length` tokens long."""
         call = replace(self.subject.call, batch=streams)
         carried = Carried.of_steps(call, self.facts.depth, length, tokens)
         return self._with(self.memory(_at_once(settings), streams * tokens), carried)

@@ -1,6 +1,6 @@
 """Measured times of one device: the parts of a training step (`Machine`) and the rules of recurrences (`RuleTimes`).
 
-Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
+Shape letters: L tokens of a rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Estimate a rank's memory by kind at the peak of a step, and plot it for several settings.
 
-Shape letters: N tokens of the sequence, L of a rank, R ranks.
+Shape letters: N tokens of the sequence, L tokens of a rank.
 """
 
 from __future__ import annotations

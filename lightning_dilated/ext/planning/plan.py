@@ -1,7 +1,4 @@
-"""`lightning-dilated plan`: memory, time, traffic and the longest sequence of a run, before anything is started.
-
-Shape letters: N tokens of the sequence, R ranks.
-"""
+"""`lightning-dilated plan`: memory, time, traffic and the longest sequence of a run, before anything is started."""
 
 from __future__ import annotations
 
@@ -135,7 +132,7 @@ def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class Report:
-    """The report: lines to print, and bars to draw."""
+    """Lines to print, and bars to draw."""
 
     lines: list[str]
     bars: list[Bar]
@@ -386,7 +383,7 @@ def _prices(layer: str, x: Exchanged) -> list[str]:
 
 
 def _recipe(request: Request, case: Case, row: Row) -> list[str]:
-    """Return the whole recipe of the planned run; without a recipe, the lines to put into one."""
+    """Return the whole recipe of the planned run, or only its settings if no recipe can express the model."""
     if request.recipe is None:
         lines = yaml_lines(row.settings, case.setup, request.residual)
         return ["in the recipe:", "", *(f"  {line}" for line in lines)]

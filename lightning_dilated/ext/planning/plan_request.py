@@ -1,6 +1,6 @@
 """The options of `plan`, completed by a recipe.
 
-Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
+Shape letters: N tokens of the sequence, R ranks.
 """
 
 from __future__ import annotations

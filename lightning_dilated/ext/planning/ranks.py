@@ -8,7 +8,7 @@ for each round (`Links`). With many ranks, a few evenly spread ranks are counted
 Not counted: communication that slows down computation; the host, which runs ahead; loading and logging, except for a
 fixed `overhead`; collectives of single numbers.
 
-Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that are priced for all, H query heads, K kv heads.
+Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that are counted for all.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Step:
 
     Attributes:
         ranks, tokens: R, and N of the whole sequence.
-        exchange: name of the first pattern's exchange that crosses ranks; None if no pattern has one.
+        exchange: name of the exchange of the first pattern that crosses ranks; None if none does.
         seconds: of the step.
         compute: seconds by kind of work on the busiest rank.
         exposed: seconds that the busiest rank waits for communication.
@@ -233,9 +233,7 @@ def _travel(
     machine: Machine, each: list[tuple[Problem, int]], exchange: str, per_node: int, links: Links
 ) -> tuple[tuple[Array, Array], dict[tuple[str, str], float]]:
     """Return (seconds (P,) of transfers in a forward and a backward, with copies to and from buffers; bytes received).
-
-    `each`: P pairs of a group member's problem and its rank among groups.
-    """
+    `each`: P pairs of a group member's problem and its rank among groups."""
     times: list[list[float]] = [[], []]
     received: Counter[tuple[str, str]] = Counter()
     for member, rank in each:

@@ -1,7 +1,7 @@
 """Add a stream's costs to the plan of one chunk: rows that layers carry from chunk to chunk, exchanges between ranks
 that share the chunks, and the time of the other chunks.
 
-Shape letters: N tokens of the sequence, C tokens of a chunk, R ranks, H query heads, K kv heads, D head dim.
+Shape letters: N tokens of the sequence, C tokens of a chunk, R ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every rank sends bytes to some others and receives the same number, as in the exchanges, all ranks at once.
 
-Shape letters: R ranks, P peers that a rank sends to.
+Shape letters: P peers that a rank sends to.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
     """Return for each kind (ranks in this rank's ring, function from a step to the rank so far along the ring).
-
-    Latencies come last: a GPU is nearly twice as slow at first (2 H200: 82 us for 8 bytes, 48 for 65,536).
-    """
+    Latencies come last: a GPU is nearly twice as slow at first (2 H200: 82 us for 8 bytes, 48 for 65,536)."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
     return {

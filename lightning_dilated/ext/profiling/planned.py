@@ -1,7 +1,4 @@
-"""Planned bytes: what a call's exchange moves on one rank, message by message, from the rank's own program.
-
-Shape letters: D head dim.
-"""
+"""Planned bytes: what a call's exchange moves on one rank, message by message, from the rank's own program."""
 
 from __future__ import annotations
 

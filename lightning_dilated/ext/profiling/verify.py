@@ -2,7 +2,7 @@
 
 `run_ranks` runs a job on ranks in processes. Results are sent once computed; a rank that dies ends the job.
 
-Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim, R ranks.
+Shape letters: N tokens of the sequence, H query heads, K kv heads, D head dim, R ranks.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def by_definition(check: Check) -> dict[str, Tensor]:
-    """Return one rank's answer: the oracle's, or that of a training step on one rank."""
+    """Return one rank's answer: the oracle's, or a training step's."""
     if check.pattern == "LongNetLM":
         return _step(_batch(check), "cpu")
     *leaves, grad = tensors(check, torch.float64, "cpu")

@@ -4,8 +4,6 @@ Inductor's own partitioner decides what is saved for the backward. The kernels a
 operators read and write memory; the operations between them are fused into the fewest kernels. Kernels over the same
 number of elements that read a common tensor are fused, unless another step has to run between them. A kernel writes the
 values that others read; it reuses an input's memory if one of its results reads the input and nothing else does later.
-
-Shape letters: B batch, N tokens, E embedding dim.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 and behave as a GPU's: without a GPU, fake tensors of a GPU have no backward. While a step is counted, functions of
 torch and of the models that differ on a GPU are replaced for the whole process. So this runs in separate processes:
 `lightning-dilated plan`, and `planning.advice` next to a training.
-
-Shape letters: B batch, L tokens of a rank, E embedding dim.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The steps have the model's true depth, and sizes are linear in tokens. The op's workspace is computed for each length,
 see `planning.counting.workspace`.
 
-Shape letters: L tokens of a rank.
+Shape letters: N tokens of the sequence, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -240,13 +240,13 @@ EXACT = 16
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Bytes of an exchange; each number is that of the rank with most.
+    """Bytes of an exchange; each number is from the rank with most.
 
     Attributes:
         plan: the exchange's plan; None on one rank.
         name: the exchange's name; None if no segment crosses a shard.
         kept: rows that a layer saves for the backward.
-        forward, backward: rows that a call holds temporarily.
+        forward, backward: everything that a call holds temporarily.
         queries: rows of q that other ranks' keys reach, over heads.
         decoder: exchange of a second stack's calls.
         others: exchanges of layers 1, 2, ... if patterns differ; layers cycle through this one and `others`.

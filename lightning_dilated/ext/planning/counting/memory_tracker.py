@@ -26,7 +26,7 @@ KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, ACTIVATIONS, EXCHANGE, TEMPORA
 #: operators written in Python; the operations inside them are counted, too
 LOOK_INTO = ("lightning_dilated",)
 
-#: operators that come right after `torch.tensor` made their argument
+#: operators called right after `torch.tensor` made their argument
 FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 #: (serial number of a storage, change in bytes, seconds of `time.perf_counter`)
 Event = tuple[int, int, float]

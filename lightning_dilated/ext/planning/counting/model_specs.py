@@ -1,6 +1,6 @@
 """Describe a model by its hooks: what a plan counts (`Subject`), and the numbers that its time follows from (`Facts`).
 
-Shape letters: E embedding dim, V vocabulary, L tokens of a rank, H query heads, K kv heads, D head dim.
+Shape letters: V vocabulary.
 """
 
 from __future__ import annotations

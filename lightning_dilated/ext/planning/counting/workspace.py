@@ -2,8 +2,7 @@
 
 They follow the executors' own chunks, launches and limits.
 
-Shape letters: N tokens of the sequence, L of a rank, H query heads, K kv heads, D head dim, R ranks, B batch, n rows of
-a block.
+Shape letters: L tokens of a rank, H query heads, D head dim, B batch.
 """
 
 from __future__ import annotations
@@ -213,10 +212,8 @@ def _fused(x: OpCall) -> tuple[int, int]:
 
 
 def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
-    """Return the most bytes held at once by a row's `part`, and by the `engine` until a block's end.
-
-    Results are allocated once the first span's outermost parts exist.
-    """
+    """Return the most bytes held at once by a row's `part`, and by the `engine` until a block's end. Results are
+    allocated once the first span's outermost parts exist."""
     peak = before = 0
     spans, branch = pieces
     for span, chunk in spans:

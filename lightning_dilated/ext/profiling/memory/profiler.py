@@ -1,7 +1,4 @@
-"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and a report if memory runs out.
-
-Shape letters: R ranks, n numbers of a step.
-"""
+"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and a report if memory runs out."""
 
 from __future__ import annotations
 
