@@ -206,7 +206,7 @@ class CudaGraphs:
         self._turn, self._open = 0, lambda: None
         #: number of the last replay with a finished backward
         self._done = 0
-        self._logged: set[str] = set()
+        self._said: set[str] = set()
         self._refused: set[tuple] = set()
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
@@ -228,8 +228,8 @@ class CudaGraphs:
 
     def say(self, reason: str) -> None:
         """Log why a stack is not replayed, once for each reason."""
-        if reason and reason not in self._logged:
-            self._logged.add(reason)
+        if reason and reason not in self._said:
+            self._said.add(reason)
             _log.warning("CUDA graphs are not used for a stack, since %s.", reason)
 
     def __call__(self, compute: Compute, blocks: nn.Module, inputs: Inputs) -> Tensor:
