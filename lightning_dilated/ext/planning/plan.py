@@ -94,10 +94,10 @@ def recurrence_notes(case: Case) -> list[str]:
 def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
     """List notes on what this plan counts and leaves out; `row` is the recommended setting."""
     base, setup, size = measured_machine(), case.setup, request.shared_by
-    own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
+    measured = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes: list[str | None] = [
-        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled). "
-        f"What all numbers rest on: {RESTS_ON}.",
+        f"time: {'measured parts' if measured else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, "
+        f"compiled). The basis of all numbers: {RESTS_ON}.",
         *request.model.planning_notes(),
         *recurrence_notes(case),
     ]

@@ -305,14 +305,14 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
     problem = chosen.problem
     prices = chosen.prices or (price(problem, name, per_node, dim, size, links),)
     kept = next(p for p in prices if p.exchange == name).kept
-    own, wide = problem.shard.longest, max(4, size)
+    shard, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
     # in a window only the queries near the ends of a rank's tokens see other ranks' keys
-    reach = lambda b: own if b.width is None else min(own, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
+    reach = lambda b: shard if b.width is None else min(shard, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
     rows = [
         reach(b) * served(b) // b.dilation_rate
         for b in problem.pattern.branches
-        if segment_width(b, problem.shard.seq_len) > own
+        if segment_width(b, problem.shard.seq_len) > shard
     ]
     queries = max(rows, default=0)
     few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)

@@ -52,7 +52,7 @@ def subject_of(
     dtype, products = PRECISIONS[precision]
     example_of(model, 2)  # raise its errors first
     built = _checked(model)
-    main, *others = stacks(built).items()
+    main, *further = stacks(built).items()
     call = partial(_call, dtype=products or dtype, capability=capability)
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
     if compiled and getattr(model, "lora_rank", None) is not None:
@@ -63,7 +63,7 @@ def subject_of(
     by_operator = not (compiled or native)
     compiled = compiled and native  # other stacks are counted uncompiled, which holds more
     decoder = None
-    for name, stack in others:
+    for name, stack in further:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
     return Subject(
         model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
@@ -109,11 +109,11 @@ def _checked(model: DilatedModule) -> DilatedModule:
 def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCall:
     """Describe the calls of the op that the blocks of a stack make."""
     layers = stack.attentions()
-    first, *others = shortest_cycle([layer.pattern for layer in layers])
+    first, *patterns = shortest_cycle([layer.pattern for layer in layers])
     a = layers[0]
     return OpCall(
         first, a.num_heads, a.num_kv_heads, a.head_dim, a.causal, 1, dtype,
-        dropout=a.dropout > 0, engine=a.engine, capability=capability, others=tuple(others),
+        dropout=a.dropout > 0, engine=a.engine, capability=capability, others=tuple(patterns),
     )  # fmt: skip
 
 
