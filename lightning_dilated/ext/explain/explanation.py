@@ -428,7 +428,7 @@ ALIKE = 0.1
 
 @dataclass(frozen=True)
 class Octave:
-    """Distances d with `first` <= d < 2 `first`, and below N.
+    """Distances d with `first` <= d < min(2 `first`, N).
 
     Attributes:
         first: the shortest distance, a power of two.

@@ -221,7 +221,7 @@ def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[fl
 
 
 def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:
-    """Seconds of a step over N tokens.
+    """Estimate the time of a step over N tokens.
 
     Args:
         facts: the model's numbers; `work`, if it is counted, is the work with the settings' tiles.

@@ -89,8 +89,8 @@ class Work(NamedTuple):
     """The attention of one rank in one layer.
 
     Attributes:
-        own: by branch, (pairs, query rows) of the rank's own rows with each other.
-        pairs, calls: (query, key) pairs with rows that arrived, and in how many calls they are computed.
+        own: (pairs, query rows) of the rank's rows with each other, by branch.
+        pairs, calls: (query, key) pairs with rows that arrived, and calls that compute them.
         queries: query rows, over heads, that these rows reach.
     """
 
@@ -155,7 +155,7 @@ class Layer:
 
     Attributes:
         forward, backward: seconds (P,) by kind of work.
-        late: seconds, forward and backward, that transfers take longer than the pairs of the rank's own rows.
+        late: seconds, forward and backward, by which transfers outlast the pairs of the rank's own rows.
         received: mean bytes of a rank by (pass, "near" or "far").
     """
 

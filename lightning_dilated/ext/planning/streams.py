@@ -214,7 +214,7 @@ class Carried:
 
 
 def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
-    """Return numbers in rows: stored over all chunks, at a time in all layers, at a time in the layer with most."""
+    """Count numbers in rows: stored over all chunks, held at a time by all layers, and by the layer with most."""
     row = 2 * call.head_dim * call.batch
     layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
     stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))

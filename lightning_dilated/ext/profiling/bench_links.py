@@ -40,7 +40,7 @@ FILL, CALLS = 0.02, 1000
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers and receives the same.
+    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers and receives equally much.
 
     `kind` is "few" (a few bytes, peers anywhere), "near" (peers of the rank's node) or "far" (of other nodes).
     """
@@ -77,7 +77,7 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """Return for each kind (ranks in this rank's ring, function from a step to the rank so far along the ring).
+    """Return for each kind (length of this rank's ring, function from a step to the rank that many places on).
     Latencies come last: a GPU is nearly twice as slow at first (2 H200: 82 us for 8 bytes, 48 for 65,536)."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node

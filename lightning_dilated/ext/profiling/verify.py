@@ -250,7 +250,7 @@ def run_ranks(
         ranks: R.
         job: a function of a module, so that processes can import it; its results have to be picklable.
         device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each rank.
-        timeout: seconds for all of it.
+        timeout: seconds for the whole job.
 
     Raises:
         RanksFailed: after all processes were ended.

@@ -228,7 +228,7 @@ class OuterOptimizer:
             The dropped part of the state, in words; None if nothing is dropped.
 
         Raises:
-            ValueError: naming parameters that it lacks.
+            ValueError: naming parameters that the state lacks.
         """
         tensors, settings = state["tensors"], state["settings"]
         missing = [name for name in self.parameters if name not in tensors["shared"]]
@@ -261,7 +261,7 @@ def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Pa
     """Deal parameters to `count` fragments, in turn: blocks (entries of lists of modules) and other modules.
 
     Raises:
-        ValueError: for more fragments than there are of these.
+        ValueError: for more fragments than blocks and other modules.
     """
     units: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in named.items():

@@ -41,7 +41,7 @@ class Graphs:
 
 
 class Kernels:
-    """A graph, called with a list of tensors that it empties."""
+    """A graph that is called with a list of tensors and empties the list."""
 
     _boxed_call = True
 

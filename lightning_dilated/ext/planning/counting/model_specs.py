@@ -296,7 +296,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Build a model without memory, and count it; a step of two layers is run if its operators are counted."""
+        """Build a model without memory, and count it; if its operators are counted, run a step of two layers."""
         built, alone = blank(subject.make, model.depth), blank(partial(_alike, model))
         by_name, features = stacks(alone), built.token_features()
         depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}

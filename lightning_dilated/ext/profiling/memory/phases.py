@@ -119,8 +119,8 @@ def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
 class Watch:
     """Follow a module's blocks through forwards and backwards; `enter` marks the other phases.
 
-    A block's call is followed outside of the code that torch.compile compiles, so nothing is compiled again. A block's
-    backward begins when the gradient of a result is there. It ends with an input's gradient or another beginning.
+    A block's call is followed outside of the code that torch.compile compiles, so nothing is compiled again. Its
+    backward begins when a result's gradient is there. It ends when an input's gradient is there or another one begins.
 
     Attributes:
         phase: the present phase.
@@ -169,12 +169,12 @@ class Watch:
                 self._hooks.append(t.register_hook(then))
 
     def begin_backward(self, block: int, grad: Tensor) -> None:
-        """Take the gradient of a block's result."""
+        """Enter a block when its result's gradient is there."""
         if self.phase.stage == BACKWARD:
             self.enter(BACKWARD, block)
 
     def end_backward(self, block: int, grad: Tensor) -> None:
-        """Take the gradient of a block's input; if another block made it, that block's backward has begun."""
+        """Leave a block when its input's gradient is there, unless another block's backward has begun."""
         if self.phase == Phase(BACKWARD, block):
             self.enter(BACKWARD)
 
