@@ -100,7 +100,7 @@ class Meter(compat.TorchDispatchMode):
         return sum({x.serial: x.size for x in storages}.values())
 
     def mark(self, kind: str) -> int:
-        """Give a kind, such as `ACTIVATIONS`, to living storages that were made inside and have none; their bytes."""
+        """Give a kind to living storages that were made inside and have none; return the bytes of these storages."""
         with self._lock:
             known = self._kinds.keys() | self._marked.keys() | self.adopted
             storages = [x for x in self._held.values() if x.serial not in known]
