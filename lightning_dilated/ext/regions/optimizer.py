@@ -210,7 +210,7 @@ class OuterOptimizer:
         for name, p in self.parameters.items() if local is not None else ():
             p.copy_(local[name])
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """Return the state, equal in all regions, with "tensors" by kind and name, after messages have arrived."""
         tensors: dict[str, dict[str, Tensor]] = {}

@@ -112,7 +112,7 @@ class RegionTraining:
         if self.outer is not None:
             self.outer.show_local()
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
     def mean_of(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the module's state dict with the regions' mean of its parameters; every rank has to call."""
         if self.outer is None or self.outer.local is not None:  # the module holds the mean

@@ -1,4 +1,4 @@
-"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and a report if memory runs out."""
+"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; a report if memory runs out."""
 
 from __future__ import annotations
 
