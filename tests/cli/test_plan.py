@@ -324,7 +324,7 @@ SAID = {
     ),
     "a sequence on some GPUs": (
         ["--config", "elastic.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K"],
-        ["16 x H200", "which train 2 at a time, and one on all of them is planned"],
+        ["16 x H200", "which train 2 at a time; this plan puts one on all of them"],
         ["outer steps"],
     ),
     "chunks": (

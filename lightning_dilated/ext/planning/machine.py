@@ -71,7 +71,7 @@ class Machine:
 
     Attributes:
         name: the device, with the versions that were measured.
-        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model, with the Trainer's `precision`.
+        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; the Trainer's precision.
         first: shortest segment of the geometric pattern whose local branches were measured.
         block_parameters, edge_parameters: parameters of a block, and parameters outside blocks.
         parts: seconds at rising numbers of tokens.

@@ -135,7 +135,7 @@ class MemoryProfiler(pl.Callback):
 
     Logged at the step, in MB of 1e6 bytes, each as the most and (`..._min_mb`) the least of any rank: `memory/peak_mb`
     of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`, `forward_other`,
-    ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the process on the host `memory/host_mb`
+    ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process `memory/host_mb`
     (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`. `memory/at_peak/KIND_mb`: kinds at the peak.
 
     On GPUs the numbers are the allocator's, and nothing waits for the GPU. The allocator's peaks are reset at the
