@@ -1,4 +1,4 @@
-"""Extensions attach to the core: engines of layers, domains and instruments. Each has a folder; `_extensions.py` names it.
+"""Extensions of the core, one a folder: engines of layers, domains and instruments. `_extensions.py` names them.
 
 `MAY_IMPORT` says which other folders of `ext/` a folder imports. `.ci/lint.py` checks it.
 """

@@ -62,7 +62,7 @@ def test_the_command_line_wins(cli):
     assert value(result, "dead residues") == "branches[2]: 2 of 4"
     told = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
     assert len(told) == 3 and "Add a branch with a segment of at least 8192" in told[0] and "dilation rate" in told[1]
-    assert "from a distance of 256 tokens on, one layer shows a query none of what stands there" in told[2]
+    assert "from a distance of 256 tokens on, one layer shows a query none of the tokens there" in told[2]
 
 
 def test_of_given_sizes(cli):

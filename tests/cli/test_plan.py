@@ -317,14 +317,14 @@ SAID = {
     "regions": (
         ["--config", "regions.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K"],
         [
-            "a sequence lies on 8 of the 16 GPUs, which train 2 at a time",
+            "puts a sequence on 8 of the 16 GPUs, which train 2 at a time",
             "shared parameters and momentum take 8 bytes a trained parameter more",
         ],
         [],
     ),
     "a sequence on some GPUs": (
         ["--config", "elastic.yaml", *BLOCK, "--no-compile", "--gpus", 16, "--tokens", "64K"],
-        ["16 x H200", "which train 2 at a time, and one on all of them is planned"],
+        ["16 x H200", "which train 2 at a time; this plan puts one on all of them"],
         ["outer steps"],
     ),
     "chunks": (
@@ -461,7 +461,7 @@ def test_data_of_streams(cli, tmp_path):
     written = recipe(tmp_path, {**LM, "init_args": sizes}, data=streams)
     result = cli("plan", *written, *BLOCK, "--gpu", "H200", "--gpus", 1)
     assert result.code == 0, result.err
-    assert "the recipe's data are 8 streams, and one step of one stream is planned" in " ".join(result.out.split())
+    assert "the recipe's data are 8 streams; this plan is for one step of one stream" in " ".join(result.out.split())
 
 
 def test_prints_the_head_size_that_is_chosen(cli, tmp_path):

@@ -312,13 +312,13 @@ def test_validation_changes_nothing(pools, text, undisturbed):
         (
             2,
             {**STREAMING, "regions": 1},
-            "2 region(s) with outer steps, this run has 1. Each goes on from the mean",
+            "2 region(s) with outer steps, this run has 1. Each continues from the mean",
         ),
-        (2, {}, "this run has 1 without. Each goes on from the mean of their parameters, with the inner"),
+        (2, {}, "this run has 1 without. Each continues from the mean of their parameters, with the inner"),
         (
             4,
             {**STREAMING, "regions": 4},
-            "of the first. Shared parameters and outer momentum go on.",
+            "of the first. Shared parameters and outer momentum continue.",
         ),
     ],
 )
@@ -334,7 +334,7 @@ def test_goes_on_with_sharded_parameters(pools, text, begun):
     first = begun("folder", 6)[0]
     for got in pools(2).run(2, part_of_run, text, "sharded", 8, first["saved"], None):
         same(got["before"], first["mean"])
-        assert "this run has 1 without. Each goes on from the mean" in got["warned"] or got["rank"] > 0
+        assert "this run has 1 without. Each continues from the mean" in got["warned"] or got["rank"] > 0
 
 
 def test_goes_on_with_another_schedule(pools, text, begun):

@@ -1,4 +1,4 @@
-"""Advice as a fit begins: what to change about a model's patterns for its length, and which layout balances its ranks."""
+"""Advice at the start of a fit: changes to a model's patterns for its length, and a layout that balances ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.ranges import clip
 from lightning_dilated.sequence.shard import Shard
 
-#: dead residues and uncovered rows are looked for up to this length; walls at the whole one
+#: dead residues and uncovered rows are searched up to this length; walls at the whole length
 SHORT = 1 << 14
-#: a layout is named where the busiest rank computes more than this many times the mean
+#: another layout is proposed if the busiest rank computes more than this many times the mean
 UNBALANCED = 1.1
 
 
 def advice(module: Any, seq_len: int) -> str | None:
-    """Hints on changing `module.pattern` for sequences of N tokens; None if nothing is wrong."""
+    """Return hints on changing `module.pattern` for sequences of N tokens; None if nothing is wrong."""
     patterns, heads = getattr(module, "patterns", ()), getattr(module, "num_heads", None)
     if not patterns or not isinstance(heads, int) or seq_len < 1:
         return None
     causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
-    seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
-    # whether all tokens are reached depends on the depth, and is left to `lightning-dilated explain`
-    dead = dict(list(seen.dead_residues.items())[:1])
-    at_length = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
+    base = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
+    # full reach depends on the depth, and is left to `lightning-dilated explain`
+    dead = dict(list(base.dead_residues.items())[:1])
+    at_length = replace(base, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
     hints, taps = at_length.hints, getattr(getattr(module, "options", None), "kv_conv", None)
     if at_length.walls and taps:
         reach = taps - 1 if causal else taps // 2
@@ -41,26 +41,27 @@ def advice(module: Any, seq_len: int) -> str | None:
     recurrences = getattr(module, "recurrences", ())
     if any(recurrences) and (at_length.walls or dead):
         hints += (f"But {reach_in_words(recurrences, module.dim // heads)}",)
-    others = len(seen.dead_residues) - 1
-    if others > 0:
-        hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)
+    further = len(base.dead_residues) - 1
+    if further > 0:
+        hints += (f"Likewise residues of {further} more branch{'es' if further > 1 else ''}.",)
     if not module.released_pattern:
         hints += sight_hints(sight(patterns, seq_len, heads, kv_heads or heads))
     return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
 
 
 def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
-    """The layout to set where contiguous shards of causal sequences give ranks unequally many pairs; None elsewhere.
+    """Return the layout to set if contiguous shards of causal sequences give ranks unequal numbers of pairs; else None.
 
     Args:
         module: has run on the ranks of the group.
-        batch: this rank's part; its documents and lengths count where it is a mapping.
+        group: the ranks of the sequence.
+        batch: this rank's part; if it is a mapping, its documents and lengths count.
     """
     plan, patterns = group.plan, Counter(getattr(module, "patterns", ()))
     if plan is None or group.agreed is None or group.layout != "contiguous" or not getattr(module, "causal", False):
         return None
     ranks = group.ranks // plan.head_size
-    if ranks == 1 or not patterns or plan.exchange == "switch":  # which trade work, too
+    if ranks == 1 or not patterns or plan.exchange == "switch":  # switch balances work already
         return None
     parts = _documents(batch, group.agreed.seq_len)
     heads = module.num_heads, getattr(module, "num_kv_heads", None)
@@ -80,7 +81,7 @@ def balance_hint(module: Any, group: SequenceGroup, batch: Any) -> str | None:
 
 
 def _documents(batch: Any, seq_len: int) -> list[range]:
-    """The positions of each document, or sample, of a batch."""
+    """Return the positions of each document, or sample, of a batch."""
     entries = batch if isinstance(batch, Mapping) else {}
     if isinstance(bounds := entries.get("cu_seqlens"), Tensor):
         return [range(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
@@ -92,10 +93,10 @@ def _documents(batch: Any, seq_len: int) -> list[range]:
 def _pairs(
     pattern: DilatedPattern, pieces: Iterable[range], documents: Iterable[range], heads: tuple[int, int | None]
 ) -> int:
-    """Causal (query, key) pairs of the queries at some positions of documents."""
+    """Count the causal (query, key) pairs of the queries at some positions of documents."""
     total = 0
     for piece, document in itertools.product(pieces, documents):
         if part := clip(piece, document.start, document.stop):
-            own = range(part.start - document.start, part.stop - document.start)
-            total += sum(pairs_of_part(pattern, own, *heads))
+            positions = range(part.start - document.start, part.stop - document.start)
+            total += sum(pairs_of_part(pattern, positions, *heads))
     return total

@@ -1,7 +1,4 @@
-"""`lightning-dilated explain`: what a pattern can and cannot see at a length, and what to change; of a recipe or of options.
-
-Shape letters: N tokens, H heads, D head dim.
-"""
+"""`lightning-dilated explain`: what the pattern of a recipe or of options can see at a length, and what to change."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The patterns and sizes to explain; None for what neither recipe nor options have."""
+    """The patterns and sizes to explain; None for sizes that neither recipe nor options set."""
 
     patterns: tuple[DilatedPattern, ...] = ()
     seq_len: int | None = None
@@ -57,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def sizes_of_recipe(path: Path) -> Sizes:
-    """The sizes of a recipe's model and data.
+    """Return the sizes of a recipe's model and data.
 
     Raises:
         ValueError: naming what the recipe lacks.
@@ -80,7 +77,7 @@ def sizes_of_recipe(path: Path) -> Sizes:
 
 
 def resolve_sizes(args: argparse.Namespace) -> Sizes:
-    """The recipe's sizes, and over them those of the command line.
+    """Return the recipe's sizes, overridden by the command line's.
 
     Raises:
         ValueError: naming the options that are missing.
@@ -103,40 +100,40 @@ def resolve_sizes(args: argparse.Namespace) -> Sizes:
     return sizes
 
 
-def table(sizes: Sizes, seen: Explanation) -> list[str]:
-    """The lines of the report."""
-    of_layer = lambda layer: f" of layer {layer}" if len(seen.patterns) > 1 else ""  # noqa: E731
+def table(sizes: Sizes, result: Explanation) -> list[str]:
+    """Return the lines of the report."""
+    of_layer = lambda layer: f" of layer {layer}" if len(result.patterns) > 1 else ""  # noqa: E731
     dead = [
-        f"branches[{seen.patterns[layer].listed(i)[0]}]{of_layer(layer)}: {len(x)} of "
-        f"{seen.patterns[layer].branches[i].dilation_rate}"
-        for (layer, i), x in seen.dead_residues.items()
+        f"branches[{result.patterns[layer].listed(i)[0]}]{of_layer(layer)}: {len(x)} of "
+        f"{result.patterns[layer].branches[i].dilation_rate}"
+        for (layer, i), x in result.dead_residues.items()
     ]
-    full = "never" if seen.layers_to_full_reach is None else f"{seen.layers_to_full_reach}"
-    reach = "not searched at this length" if seen.reach is None else f"{full} ({seen.reach:.1%} in {seen.depth})"
-    layer = seen.flops(sizes.head_dim)
-    dense = seen.num_heads * seen.seq_len * (seen.seq_len + 1 if seen.causal else 2 * seen.seq_len) / 2
-    walls = f"{len(seen.walls)}, the first at position {seen.walls[0]:,}" if seen.walls else "none"
-    times = dense / max(1, seen.pairs)
+    full = "never" if result.layers_to_full_reach is None else f"{result.layers_to_full_reach}"
+    reach = "not searched at this length" if result.reach is None else f"{full} ({result.reach:.1%} in {result.depth})"
+    layer = result.flops(sizes.head_dim)
+    dense = result.num_heads * result.seq_len * (result.seq_len + 1 if result.causal else 2 * result.seq_len) / 2
+    walls = f"{len(result.walls)}, the first at position {result.walls[0]:,}" if result.walls else "none"
+    times = dense / max(1, result.pairs)
     rows = {
         "walls": walls,
         "dead residues": "; ".join(dead) or "none",
-        "rows without any key": f"{seen.uncovered:.1%}" if seen.uncovered else "none",
+        "rows without any key": f"{result.uncovered:.1%}" if result.uncovered else "none",
         "layers to full reach": reach,
-        "keys per row": f"{seen.keys_per_row:,.1f}, dense {dense / seen.num_heads / seen.seq_len:,.1f}",
-        "forward FLOPs": f"{layer:.3g} a layer, {layer * seen.depth:.3g} in all, dense {times:.1f} times",
+        "keys per row": f"{result.keys_per_row:,.1f}, dense {dense / result.num_heads / result.seq_len:,.1f}",
+        "forward FLOPs": f"{layer:.3g} a layer, {layer * result.depth:.3g} in all, dense {times:.1f} times",
     }
-    kind = "causal" if seen.causal else "both directions"
-    head = f"{seen.seq_len:,} tokens, {seen.num_heads} heads of {sizes.head_dim}, {seen.depth} layers, {kind}"
-    lines = [*seen.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
-    lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(seen.sight))]
-    recurrences = in_turns(sizes.recurrences, seen.depth) if sizes.recurrences else ()
+    kind = "causal" if result.causal else "both directions"
+    head = f"{result.seq_len:,} tokens, {result.num_heads} heads of {sizes.head_dim}, {result.depth} layers, {kind}"
+    lines = [*result.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
+    lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(result.sight))]
+    recurrences = in_turns(sizes.recurrences, result.depth) if sizes.recurrences else ()
     if beyond := reach_in_words(recurrences, sizes.head_dim):
         lines.append(f"  {'beyond the pattern':<22}{beyond}")
     return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
 
 
 def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
-    """How many tokens between a query and a key the layers' rotary bases serve, a line for each base."""
+    """List how many tokens between a query and a key the layers' rotary bases serve, a line for each base."""
     lines = []
     for base in dict.fromkeys(bases):
         layers = [str(i) for i, x in enumerate(bases) if x == base]
@@ -147,12 +144,12 @@ def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    """Parse, explain, and print the table, and what to change for each problem."""
+    """Parse and explain; print the table, and what to change for each problem."""
     sizes = resolve_sizes(parser().parse_args(argv))
     arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
-    seen = explain(sizes.patterns, *arguments)
-    print("\n".join([*table(sizes, seen), ""]))
-    hints = list(seen.hints)
+    result = explain(sizes.patterns, *arguments)
+    print("\n".join([*table(sizes, result), ""]))
+    hints = list(result.hints)
     if sizes.rotary_bases:
         layers = in_turns(sizes.patterns, len(sizes.rotary_bases))
         hints += filter(None, [rotary_hint(sizes.rotary_bases, layers, sizes.seq_len)])

@@ -1,8 +1,8 @@
-"""What a pattern lets a model see at a given length: walls, dead residues, reach, cost, sight by distance, and a picture.
+"""Explain what a pattern lets a model see at a length: walls, dead residues, reach, cost, sight, and a picture.
 
-Sight is the share of (query, key) pairs at a distance that one layer connects. In a branch of rate r a query sees keys of
-its own residue only, so only distances that r divides; information from any other distance takes two layers or more.
-Shape letters: N tokens, H query heads, r dilation rate, w segment length, t shift.
+Sight is the share of (query, key) pairs at a distance that one layer connects. In a branch of rate r a query sees only
+keys of its own residue, at distances that r divides; information from other distances takes two layers or more.
+Shape letters: N tokens, H query heads, D head dim, r dilation rate, o offset.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import DilatedPattern
 
 
-#: from the positions that reach the last token to those that reach it through one branch more, (N,) bool each
+#: maps the positions that reach the last token to the positions that reach it through one more branch, (N,) bool each
 Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 #: longest side of a panel in pixels; longer sequences are binned
 PIXELS = 256
-#: longest sequence drawn: a panel looks at PIXELS x N pairs a head
+#: longest sequence drawn: a panel computes PIXELS x N pairs a head
 LONGEST = 1 << 17
 
 
@@ -43,7 +43,7 @@ def plot(
     head: int | None = None,
     num_kv_heads: int | None = None,
 ) -> Any:
-    """See `DilatedPattern.plot`: all heads and up to three single ones (`drawn_heads`), or only `head`."""
+    """Draw all heads and up to three single ones (`drawn_heads`), or only `head`; see `DilatedPattern.plot`."""
     from matplotlib.figure import Figure
 
     seq_len = integer(seq_len, "seq_len", 1)
@@ -77,7 +77,7 @@ def plot(
 
 
 def drawn_heads(pattern: DilatedPattern, num_heads: int, most: int = 3) -> list[int]:
-    """Up to `most` heads, in order: one for each set of branches that serves heads, then the lowest of the others."""
+    """Return up to `most` heads, in order: one for each set of branches that serves heads, then the lowest others."""
     first: dict[tuple[bool, ...], int] = {}
     for h in range(num_heads):
         first.setdefault(tuple(branch.serves(h) for branch in pattern.branches), h)
@@ -93,27 +93,27 @@ def picture(
     heads: list[int],
     num_kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """(side, side) fp32, side at most PIXELS: the mean count of (query, key) over heads."""
+    """Return the mean count of (query, key) over heads, (side, side) fp32, with side at most PIXELS."""
     side = min(seq_len, PIXELS)
     # one query per pixel row, moved by the golden ratio within the row so that no residue is favoured
     edges = torch.arange(side + 1) * seq_len // side
     width = edges[1:] - edges[:-1]
     query = edges[:-1] + ((torch.arange(side) * 0.618034) % 1 * width).long()
-    seen = torch.zeros(side, seq_len)
+    counts = torch.zeros(side, seq_len)
     for i in range(len(pattern.branches)):
         segment, used = used_index(pattern, i, seq_len, num_heads, num_kv_heads)
         together = segment[query][:, None] == segment[None, :]
         together &= seen_within(pattern.branches[i], query[:, None], torch.arange(seq_len)[None, :])
         for h in heads:
-            seen += together & used[h][query][:, None] & used[h][None, :]
+            counts += together & used[h][query][:, None] & used[h][None, :]
     if causal:
-        seen *= torch.arange(seq_len)[None, :] <= query[:, None]
+        counts *= torch.arange(seq_len)[None, :] <= query[:, None]
     column = torch.bucketize(torch.arange(seq_len), edges[1:], right=True)
-    image = torch.zeros(side, side).index_add_(1, column, seen)
+    image = torch.zeros(side, side).index_add_(1, column, counts)
     return image / width / len(heads)
 
 
-#: beyond this many tokens the reach is not searched (it takes a few passes over N)
+#: reach is not searched beyond this many tokens, because it takes a few passes over N
 REACH_LIMIT = 1 << 24
 
 
@@ -123,18 +123,18 @@ class Explanation:
 
     Attributes:
         seq_len, num_heads, depth, causal: as passed.
-        walls: positions that no information crosses from before, at any depth.
+        walls: positions that no information crosses, at any depth.
         dead_residues: (first layer with this pattern, branch number) -> residues (index mod r) that no head uses there.
         uncovered: share of (head, position) rows that no branch covers; their output is 0.
-        reach: share of the positions the last token may see (all, or the past) that reach it through `depth` layers;
-            None beyond `REACH_LIMIT` tokens.
+        reach: share of the positions that the last token may see (all, or the past) that reach it through `depth`
+            layers; None beyond `REACH_LIMIT` tokens.
         layers_to_full_reach: layers until the last token is reached from everywhere; None if that never happens.
-        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. Where
+        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. If
             layers differ this is their rounded mean; `uncovered` and `keys_per_row` are means, too.
         keys_per_row: mean keys of a query in a head.
-        patterns: taken by layers 0, 1, ... in turns.
-        sight: by octave of the distance, what a query sees in one step.
-        beyond: what layers reach by other means than the pattern; None: nothing.
+        patterns: patterns that layers 0, 1, ... cycle through.
+        sight: what a query sees in one step, by octave of the distance.
+        beyond: the reach of layers by other means than the pattern; None: no other means.
     """
 
     patterns: tuple[DilatedPattern, ...]
@@ -153,12 +153,12 @@ class Explanation:
     beyond: str | None = None
 
     def flops(self, head_dim: int, backward: bool = False) -> int:
-        """FLOPs of one layer's attention, forward, or forward and backward."""
+        """Return the FLOPs of one layer's attention, forward, or forward and backward."""
         return (14 if backward else 4) * integer(head_dim, "head_dim", 1) * self.pairs
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """What to change, most important first; empty where there is nothing to say."""
+        """Changes to make, most important first; empty if there are none."""
         hints = []
         if self.walls:
             hints.append(
@@ -198,7 +198,7 @@ class Explanation:
 
     @property
     def segmented(self) -> bool:
-        """Whether any branch has segments, which a shift would move."""
+        """True if any branch has segments, which a shift would move."""
         return any(b.segment_length is not None for pattern in self.patterns for b in pattern.branches)
 
     @property
@@ -236,7 +236,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-#: positions that are looked at together
+#: positions that are processed at once
 AT_ONCE = 1 << 22
 
 
@@ -248,7 +248,7 @@ def explain(
     causal: bool,
     num_kv_heads: int | None = None,
 ) -> Explanation:
-    """See `DilatedPattern.explain`; layers 0, 1, ... take a list of patterns in turns."""
+    """Explain a pattern, or a list of patterns that layers cycle through; see `DilatedPattern.explain`."""
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
     cycle = shortest_cycle(in_turns(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
     for member in cycle:
@@ -282,10 +282,10 @@ def explain(
 
 
 def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
-    """Positions x such that no branch of any layer has x - 1 and x in one segment."""
+    """Return the positions x such that no branch of any layer has x - 1 and x in one segment."""
     branches = [
         b for pattern in patterns for b in pattern.branches if b.width != 1
-    ]  # such a window sees the query only
+    ]  # a window of 1 sees the query only
     if not branches:
         return tuple(range(1, seq_len))
     segments = {(b.segment_length, b.shift) for b in branches if b.segment_length is not None}
@@ -307,14 +307,14 @@ def _residues(pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv
 
 
 def _dead(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[int, ...]:
-    if branch.width is not None:  # of one residue, because others have windows of their own or are left out by name
+    if branch.width is not None:  # a window has one residue; others have other windows or are left out explicitly
         return ()
     longest = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
     return tuple(o for o in range(min(branch.dilation_rate, longest)) if o not in used)
 
 
 def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> float:
-    """Share of (head, position) that no branch serves."""
+    """Return the share of (head, position) that no branch serves."""
     missing = 0
     for head in range(num_heads):
         branches = [b for b in pattern.branches if b.serves(head)]
@@ -331,8 +331,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
 
 
 def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool) -> list[Step]:
-    """Of every branch, what it maps reached positions to: those that some reached query attends to. None beyond
-    `REACH_LIMIT`."""
+    """Return for each branch a function from reached positions to their keys' positions; [] beyond `REACH_LIMIT`."""
     steps: list[Step] = []
     for b in pattern.branches if seq_len <= REACH_LIMIT else ():
         used = _residues(pattern, b, num_heads, num_kv_heads)
@@ -350,11 +349,8 @@ def _steps(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: 
 
 
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
-    """(share of positions that reach the last token in `depth` layers, layers until all do or None).
-
-    `layers` are the steps of layers 0, 1, ... in turns. The search goes down from the last layer, and on in turns below
-    layer 0.
-    """
+    """Return (share of positions that reach the last token in `depth` layers, layers until all do or None).
+    `layers`: steps of the layers, which cycle through them. The search cycles down from the last layer."""
     if seq_len > REACH_LIMIT:
         return None, None
     reached = torch.zeros(seq_len, dtype=torch.bool)
@@ -374,7 +370,7 @@ def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | 
 
 
 def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[torch.Tensor, int]:
-    """(class of each position, number of classes): positions that see each other share one; 0 is for unused positions."""
+    """Return (class of each position, number of classes); positions that see each other share a class, 0 is unused."""
     segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     residue = index % branch.dilation_rate
     table = torch.zeros(int(residue.max()) + 1, dtype=torch.bool)
@@ -384,7 +380,7 @@ def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[tor
 
 
 def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool) -> torch.Tensor:
-    """Positions that some reached query attends to in one branch."""
+    """Return the positions that some reached query attends to in one branch."""
     position = torch.arange(len(reached))
     furthest = torch.full((size,), -1, dtype=torch.int64)
     furthest.scatter_reduce_(0, group, torch.where(reached, position, -1), "amax")
@@ -394,7 +390,7 @@ def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool
 
 
 def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int, causal: bool) -> torch.Tensor:
-    """The same for a window over the positions p with p mod r = o; `residue` = (r, o)."""
+    """Return the same for a window over the positions p with p mod r = o; `residue` = (r, o)."""
     rate, offset = residue
     here, sources = reached[offset::rate], torch.zeros_like(reached)
     number = torch.arange(len(here))
@@ -402,16 +398,16 @@ def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int,
         return sources
     beyond = len(here) + width
     after = torch.where(here, number, beyond).flip(0).cummin(0).values.flip(0)  # the next reached query
-    seen = after - number < width
+    visible = after - number < width
     if not causal:
         before = torch.where(here, number, -beyond).cummax(0).values
-        seen |= number - before < width
-    sources[offset::rate] = seen
+        visible |= number - before < width
+    sources[offset::rate] = visible
     return sources
 
 
 def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.Tensor:
-    """The same for the first `tokens` positions as global ones."""
+    """Return the same if the first `tokens` positions are global."""
     sources = torch.zeros_like(reached)
     numbers = reached.nonzero()[:, 0]
     if len(numbers) and causal:
@@ -422,17 +418,17 @@ def _global_sources(reached: torch.Tensor, tokens: int, causal: bool) -> torch.T
 
 
 # -- sight -------------------------------------------------------------------------------------------------------------
-#: (query, key) pairs sampled from an octave; octaves with fewer are counted whole
+#: (query, key) pairs sampled from an octave; all pairs of smaller octaves are counted
 SAMPLES = 1 << 12
 #: a hint names octaves with a smaller share
 ENOUGH = 0.5
-#: neighbouring octaves share a line of the table unless a number falls by more
+#: neighbouring octaves share a line of the table if their numbers differ by less
 ALIKE = 0.1
 
 
 @dataclass(frozen=True)
 class Octave:
-    """Distances d with `first` <= d < 2 `first`, and below N.
+    """Distances d with `first` <= d < min(2 `first`, N).
 
     Attributes:
         first: the shortest distance, a power of two.
@@ -446,24 +442,24 @@ class Octave:
 
 
 def sight(patterns: Sequence[DilatedPattern], seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Octave, ...]:
-    """The octaves of N tokens for the patterns of all layers; long octaves are sampled, with a fixed seed."""
+    """Return the octaves of N tokens for the patterns of all layers; long octaves are sampled, with a fixed seed."""
     layers = {pattern: patterns.count(pattern) for pattern in dict.fromkeys(patterns)}
     octaves, first = [], 1
     while first < seq_len:
         query, key = _drawn(first, min(2 * first, seq_len), seq_len)
-        seen = torch.zeros(len(query), dtype=torch.bool)
+        visible = torch.zeros(len(query), dtype=torch.bool)
         heads = 0.0
         for pattern, count in layers.items():
             by_head = _seen(pattern, query, key, seq_len, num_heads, num_kv_heads)
-            seen |= by_head.any(0)
+            visible |= by_head.any(0)
             heads += count * float(by_head.double().sum(0).mean())
-        octaves.append(Octave(first, float(seen.double().mean()), heads))
+        octaves.append(Octave(first, float(visible.double().mean()), heads))
         first *= 2
     return tuple(octaves)
 
 
 def _drawn(first: int, stop: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions of queries, positions of keys) at distances from `first` to below `stop`."""
+    """Return (positions of queries, positions of keys) at distances from `first` to below `stop`, or a sample."""
     distances = torch.arange(first, stop) if stop - first <= SAMPLES else None
     if distances is not None and int((seq_len - distances).sum()) <= SAMPLES:
         pairs = [(torch.arange(d, seq_len), torch.arange(seq_len - d)) for d in range(first, stop)]
@@ -483,47 +479,47 @@ def _seen(
     num_heads: int,
     num_kv_heads: int,
 ) -> torch.Tensor:
-    """(H, pairs) bool: which heads see which pairs in some branch."""
-    seen = torch.zeros(num_heads, len(query), dtype=torch.bool)
+    """Return (H, pairs) bool: whether each head sees each pair in some branch."""
+    visible = torch.zeros(num_heads, len(query), dtype=torch.bool)
     for branch in pattern.branches:
         residue = _common_residue(branch, query, key, seq_len)
         residue = torch.where(torch.as_tensor(seen_within(branch, query, key)), residue, -1)
         for head in filter(branch.serves, range(num_heads)):
-            seen[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
-    return seen
+            visible[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
+    return visible
 
 
 def _common_residue(branch: AnyBranch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The residue that query and key share in one segment; -1 in different segments, or where residues differ."""
+    """Return the residue that query and key share in one segment; -1 in different segments, or if residues differ."""
     (query_segment, q), (key_segment, k) = (segment_index(branch, seq_len, x) for x in (query, key))
     residue = q % branch.dilation_rate
     return torch.where((query_segment == key_segment) & (residue == k % branch.dilation_rate), residue, -1)
 
 
 def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
-    """What to change where one layer shows queries few of the distances."""
+    """Return a hint if one layer shows queries few of the distances."""
     blind = [x for x in octaves if x.share < ENOUGH]
     if not blind:
         return ()
     least, most = min(x.share for x in blind), max(x.share for x in octaves if x.first >= blind[0].first)
-    seen = f"only {least:.0%}" if least else "none"
+    part = f"only {least:.0%}" if least else "none"
     if most > blind[0].share:  # more is seen further away
-        seen = f"at most {most:.0%}"
+        part = f"at most {most:.0%}"
     return (
-        f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {seen} of what stands there: models do "
-        "not learn to look it up at distances that vary. Give a few heads undilated attention over the whole sequence: "
+        f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {part} of the tokens there: models do "
+        "not learn to look them up at varying distances. Give a few heads undilated attention over the whole sequence: "
         "DilatedPattern.hybrid(depth, num_heads), in YAML pattern: {hybrid: {}}.",
     )
 
 
 def _alike(a: Octave, b: Octave) -> bool:
-    """Whether two octaves differ by little."""
+    """Return whether two octaves differ by little."""
     low, high = sorted((a.heads, b.heads))
     return abs(a.share - b.share) < ALIKE and high <= low * (1 + ALIKE)
 
 
 def sight_table(octaves: Sequence[Octave]) -> list[str]:
-    """A line for each run of similar octaves: distances, and the lowest share and heads among them."""
+    """Return a line for each run of similar octaves: distances, and the lowest share and heads among them."""
     runs: list[list[Octave]] = []
     for octave in octaves:
         if runs and _alike(runs[-1][0], octave):

@@ -1,4 +1,4 @@
-"""RunReport: what a run's pattern sees, its validation next to a bigram model's, and pictures of pattern and loss."""
+"""RunReport: what a run's pattern sees, its validation and a bigram model's, and pictures of pattern and loss."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-#: metrics that are reported, by preference, before the loss
+#: metrics to report instead of the loss, in order of preference
 UNITS = ("bits_per_byte", "bits_per_token")
-#: tokens of a pattern that are drawn at most
+#: most tokens of a drawn pattern
 LONGEST_DRAWN = 1 << 17
 
 
 class RunReport(pl.Callback):
-    """Writes `pattern.png` and `loss.png` into the run folder and prints validation next to the data's baseline.
+    """Write `pattern.png` and `loss.png` into the run folder, and print validation with the data's baseline.
 
-    `pattern.png` is that of layer 0; a pattern that layer I is the first to take is `pattern_layer_I.png`.
+    `pattern.png` shows layer 0's pattern. Other patterns are `pattern_layer_I.png`, by their first layer I.
 
     The baseline is the DataModule's `bigram_bits_per_byte("val")`, if it has one: a bigram model counted on
     the training bytes and scored on the validation bytes.
@@ -40,7 +40,7 @@ class RunReport(pl.Callback):
         self._console = Console()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Ask for the logger's folder, or the Trainer's root where there is no logger: every rank has to take part."""
+        """Ask for the logger's folder, or without a logger the Trainer's root; every rank has to take part."""
         self.folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @rank_zero_only
@@ -53,27 +53,27 @@ class RunReport(pl.Callback):
         seq_len = getattr(getattr(trainer, "datamodule", None), "seq_len", None)
         if seq_len is None or not getattr(m, "patterns", None):
             return
-        seen = m.explain(seq_len)
-        self._console.print(str(seen), highlight=False)
+        explanation = m.explain(seq_len)
+        self._console.print(str(explanation), highlight=False)
         if self.pattern_picture:
             length = min(seq_len, LONGEST_DRAWN)
-            for layer, pattern in enumerate(seen.patterns):
-                if pattern not in seen.patterns[:layer]:
+            for layer, pattern in enumerate(explanation.patterns):
+                if pattern not in explanation.patterns[:layer]:
                     target = self.folder / (f"pattern_layer_{layer}.png" if layer else "pattern.png")
                     pattern.plot(length, m.num_heads, causal, str(target), num_kv_heads=m.num_kv_heads)
 
     @rank_zero_only
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Keep the step's loss, without waiting for the device: the number is read when the curve is drawn."""
-        seen = trainer.callback_metrics
-        name = next((x for x in UNITS if f"train_{x}" in seen), "loss")
-        self.unit, value = name.replace("_", " "), seen.get(f"train_{name}")
+        """Keep the step's loss without waiting for the device; the number is read when the curve is drawn."""
+        metrics = trainer.callback_metrics
+        name = next((x for x in UNITS if f"train_{x}" in metrics), "loss")
+        self.unit, value = name.replace("_", " "), metrics.get(f"train_{name}")
         if value is not None:
             self.train.append((trainer.global_step, value.detach().clone()))
 
     @rank_zero_only
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print bits per byte, next to the baseline, or bits per token."""
+        """Print bits per byte with the baseline, or bits per token."""
         name = next((x for x in UNITS if f"val_{x}" in trainer.callback_metrics), "loss")
         value = trainer.callback_metrics.get(f"val_{name}") if name in UNITS else None
         if trainer.sanity_checking or value is None:
@@ -95,7 +95,7 @@ class RunReport(pl.Callback):
 
     @rank_zero_only
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the loss curves and print where the files are."""
+        """Draw the loss curves, and print where the files are."""
         if self.loss_picture and self.train:
             draw_loss(self.train, self.val, self.baseline, self.unit, self.folder / "loss.png")
         self._console.print(f"run folder: {self.folder}", highlight=False)
@@ -105,7 +105,7 @@ class RunReport(pl.Callback):
 
 
 def draw_loss(train: list[Any], val: list[Any], baseline: float | None, unit: str, path: Path) -> None:
-    """A PNG of the training curve, the validation points and the baseline."""
+    """Draw a PNG of the training curve, the validation points and the baseline."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained", dpi=120)

@@ -1,1 +1,1 @@
-"""CUDA graphs of a training step: recorded once a shape, and replayed."""
+"""CUDA graphs of a training step: recorded once for each shape, and replayed."""

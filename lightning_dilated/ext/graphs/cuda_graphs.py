@@ -1,9 +1,9 @@
-"""CUDA graphs of a stack's training step: its blocks' forward and backward are recorded once a shape, and then replayed.
+"""CUDA graphs of a stack's training step: its blocks' forward and backward are recorded once a shape, then replayed.
 
-A replay costs the host two calls for all kernels of all blocks. Ragged batches and packed rows are padded to few lengths, so
-that few graphs serve them; the padding changes no result, since kernels read the lengths of samples, or the bounds of
-documents, on the device.
-Shape letters: B batch, N tokens, D documents, E embedding dim.
+A replay costs the host two calls for all kernels of all blocks. Ragged batches and packed rows are padded to a few
+lengths, so that few graphs serve them. The padding changes no result, because kernels read the lengths of samples, or
+the bounds of documents, on the device.
+Shape letters: B batch, N tokens, E embedding dim.
 """
 
 from __future__ import annotations
@@ -43,26 +43,25 @@ from lightning_dilated.models.transformer import Inputs
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
-#: graphs that are kept; each has inputs and outputs of its own, while all share the memory between them
+#: most graphs that are kept; each has separate inputs and outputs, and all share the memory for tensors in between
 KEPT = 64
 #: lengths of recorded sequences are multiples of this
 STEP = 64
-#: attributes of modules that users change while they train, and that a replay would not see
+#: attributes of modules that users change during training, and that a replay would not see
 SETTINGS = ("p", "pattern", "causal", "dropout", "scale", "engine")
 
 _log = logging.getLogger(__name__)
 
 
 def documents_of(inputs: Inputs) -> int:
-    """The most documents of a record that serves these inputs; 0 without bounds."""
+    """Return the most documents of a record that serves these inputs; 0 without bounds."""
     return 0 if inputs.cu_seqlens is None else 2 ** bits_of(len(inputs.cu_seqlens) - 1)
 
 
 def padded_to(inputs: Inputs, length: int) -> Inputs:
-    """The inputs on x's device, in the shapes of a record of so many tokens, but for those of x itself.
+    """Return the inputs on x's device, padded to a record of `length` tokens; x itself is not padded.
 
-    What is added to the row lies in no document, and further documents are empty. Lengths and bounds beyond 0..N count
-    as 0 and N.
+    Padding of the row is in no document, and added documents are empty. Lengths and bounds are clamped to 0..N.
     """
     device, tokens = inputs.x.device, inputs.x.shape[1]
     lengths, bounds = (
@@ -79,13 +78,13 @@ def padded_to(inputs: Inputs, length: int) -> Inputs:
     return Inputs(inputs.x, lengths, bounds, positions, drops)
 
 
-#: the blocks, to hidden states (B, N, E)
+#: runs the blocks to hidden states (B, N, E)
 Compute = Callable[[Inputs], Tensor]
 
 
 @functools.lru_cache(maxsize=65536)
 def padded_length(tokens: int, most: float) -> int:
-    """The length to which sequences of N tokens are padded: by less than the share `most`, or less than `STEP` tokens."""
+    """Return the length to which N tokens are padded: by less than the share `most`, or by less than `STEP` tokens."""
     length = STEP
     while length < tokens:
         length = max(length + STEP, int(length * (1 + most)) // STEP * STEP)
@@ -98,10 +97,10 @@ class Recorded:
 
     Attributes:
         inputs: of the blocks.
-        out, grad: its result, and the gradient of that.
+        out, grad: the result, and its gradient.
         x_grad: the gradient of x, None if x needs none.
-        used: of each trained parameter, whether it has a gradient.
-        forward, backward: write out; x_grad and the parameters' gradients.
+        used: whether each trained parameter has a gradient.
+        forward, backward: write out; write x_grad and the parameters' gradients.
     """
 
     inputs: Inputs
@@ -113,7 +112,7 @@ class Recorded:
     backward: Callable[[], None]
 
     def fill(self, inputs: Inputs) -> None:
-        """Copy the inputs of a call, whose x may be shorter; what follows it is 0."""
+        """Copy a call's inputs; if its x is shorter, it is padded with 0."""
         for to, value in zip(self.inputs[1:], inputs[1:], strict=True):
             if to is not None and value is not None:
                 to.copy_(value)
@@ -128,11 +127,11 @@ def _fill(to: Tensor, x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all records of a stack share.
+    """Tensors and memory that all records of a stack share.
 
     Attributes:
-        grads: to which backwards write the gradients of the trained parameters.
-        stream, pool: of the recording, and of memory that is free between two replays; None on a CPU.
+        grads: tensors to which backwards write the trained parameters' gradients.
+        stream, pool: stream of the recording, and pool of memory that is free between replays; None on a CPU.
     """
 
     grads: list[Tensor]
@@ -153,21 +152,21 @@ def record(
     parameters: Sequence[Tensor],
     shared: Shared,
 ) -> Recorded:
-    """Record `compute` for inputs like these, whose memory the record keeps.
+    """Record `compute` for inputs like these; the record keeps their memory.
 
     Args:
-        parameters: the trained ones. A node of autograd for one of them that lives already belongs to another stream, which
-            must not wait for one that records: so they are leaves of this record only.
+        parameters: the trained ones, as leaves of this record only. If a parameter has a live autograd node, the node
+            belongs to another stream, which must not wait for a recording stream.
     """
     x = inputs.x
     trained = [*([x] if x.requires_grad else []), *parameters]
     stream, current = shared.stream, torch.cuda.current_stream(x.device)
-    # the cast of a weight that autocast keeps would be freed with the graph's memory
+    # autocast's cached cast of a weight would be freed with the graph's memory
     cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     autocast = functools.partial(torch.autocast, "cuda", cast[1], enabled=cast[0], cache_enabled=False)
     stream.wait_stream(current)
     with torch.cuda.stream(stream), autocast():
-        for _ in range(3):  # compiles kernels, sends tables, and libraries choose theirs
+        for _ in range(3):  # compile kernels, send tables, let libraries choose kernels
             out = compute(inputs)
             torch.autograd.grad(out, trained, torch.zeros_like(out), allow_unused=True)
             del out
@@ -187,15 +186,14 @@ def record(
 
 
 class CudaGraphs:
-    """Records a stack of blocks when a shape first comes, and replays it from then on.
+    """Record a stack of blocks at the first call with a shape, and replay it in later calls.
 
     Args:
-        padding: the most padding of a batch with lengths or documents, as a share of its tokens; less than `STEP` tokens
-            a row are always allowed.
+        padding: the most padding of a batch with lengths or documents, as a share of its tokens; less than `STEP`
+            tokens a row are always allowed.
 
     Attributes:
-        tokens, padded: of all replayed calls since the last `free`: tokens of batches, and of the lengths that they were
-            padded to.
+        tokens, padded: sums over the calls replayed since the last `free`: tokens of batches, and of padded batches.
     """
 
     def __init__(self, padding: float) -> None:
@@ -204,15 +202,15 @@ class CudaGraphs:
         self._records: OrderedDict[tuple, Recorded] = OrderedDict()
         self._weights: tuple = ()
         self._shared = Shared([])
-        #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
+        #: number of the last replayed forward, and a reference that lives until its backward runs or its graph is freed
         self._turn, self._open = 0, lambda: None
-        #: the last replay whose backward has run
+        #: number of the last replay with a finished backward
         self._done = 0
         self._said: set[str] = set()
         self._refused: set[tuple] = set()
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
-        """Why a call cannot be replayed; None if it can, "" if nobody expects it."""
+        """Return why a call cannot be replayed; None if it can, "" if nobody expects a replay."""
         group = active_sequence()
         if not torch.is_grad_enabled() or is_fake(x) or is_traced() or torch.compiler.is_compiling():
             return ""
@@ -235,11 +233,7 @@ class CudaGraphs:
             _log.warning("CUDA graphs are not used for a stack, since %s.", reason)
 
     def __call__(self, compute: Compute, blocks: nn.Module, inputs: Inputs) -> Tensor:
-        """compute(inputs) and its gradients.
-
-        Raises:
-            ValueError: for `lengths` beyond the tokens, and `cu_seqlens` that are not bounds of documents of the row.
-        """
+        """Return compute(inputs), with gradients; raise ValueError for lengths or bounds outside of the row."""
         inputs = _checked(inputs)
         modules = modules_of(blocks)
         parameters = self._trained(modules)
@@ -268,9 +262,9 @@ class CudaGraphs:
                 self._records.popitem(last=False)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
         if new:
-            kept, share = len(self._records), self._padding_percent()
+            count, share = len(self._records), self._padding_percent()
             _log.info(
-                "recorded CUDA graphs of %s (%d of them); padding so far is %.1f %% of the tokens", size, kept, share
+                "recorded CUDA graphs of %s (%d of them); padding so far is %.1f %% of the tokens", size, count, share
             )
         self._records.move_to_end(key)
         return _Replay.apply(self, self._records[key], padded, x, *parameters)
@@ -280,10 +274,10 @@ class CudaGraphs:
     ) -> Recorded:
         x = inputs.x
         shape = x.shape[0], length, x.shape[2]
-        own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-        own_leaf = {p: nn.Parameter(p.detach()) for p in parameters}
-        every = blocks.named_parameters(remove_duplicate=False)  # a shared one by each of its names
-        leaves = {name: own_leaf[p] for name, p in every if p.requires_grad}
+        static = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        leaf_of = {p: nn.Parameter(p.detach()) for p in parameters}
+        every = blocks.named_parameters(remove_duplicate=False)  # shared parameters have several names
+        leaves = {name: leaf_of[p] for name, p in every if p.requires_grad}
 
         def alone(inputs: Inputs) -> Tensor:
             with no_sequence(), with_parameters(blocks, leaves):
@@ -291,11 +285,10 @@ class CudaGraphs:
 
         forget_casts()
         copies = (None if value is None else value.clone() for value in inputs[1:])
-        return record(alone, Inputs(own, *copies), list(own_leaf.values()), self._shared)
+        return record(alone, Inputs(static, *copies), list(leaf_of.values()), self._shared)
 
     def _trained(self, modules: list[nn.Module]) -> list[nn.Parameter]:
-        """The trained parameters; forgets all records where the tensors that they read are gone, others are trained, or
-        settings are others."""
+        """Return the trained parameters; forget all records if tensors, trained parameters or settings changed."""
         parameters, buffers = tensors_of(modules)
         held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in (*parameters, *buffers)]
         settings = [[m.__dict__.get(name) for name in SETTINGS] for m in modules]
@@ -307,7 +300,7 @@ class CudaGraphs:
         return trained
 
     def free(self) -> None:
-        """Forget all records: their memory serves no other call. No backward may be waiting. Log how much was padded."""
+        """Forget all records, since their memory serves no other call; no backward may be waiting. Log the padding."""
         if self.tokens:
             share = self._padding_percent()
             _log.info("CUDA graphs replayed %d tokens; padding was %.1f %% of them", self.tokens, share)
@@ -320,19 +313,19 @@ class CudaGraphs:
         return 100 * (self.padded - self.tokens) / max(1, self.tokens)
 
     def begin(self, token: Any) -> int:
-        """A replay of a forward: its number. Until the token dies or its `backward`, no other begins."""
+        """Begin a forward's replay, and return its number. No other begins until the token dies or `backward` runs."""
         self._turn, self._open = self._turn + 1, weakref.ref(token)
         return self._turn
 
     def backward(
         self, turn: int, recorded: Recorded, grad: Tensor, parameters: Sequence[nn.Parameter]
     ) -> list[Tensor | None]:
-        """Replay a backward with the gradient of the result: the gradients of the parameters.
+        """Replay a backward with the result's gradient, and return the gradients of the parameters.
 
-        They lie where the next backward writes its own; what is left of earlier ones then keeps its values.
+        The next backward writes to the same memory. Earlier gradients that are still in use keep their values.
 
         Raises:
-            RuntimeError: where another forward was replayed since, or this backward was.
+            RuntimeError: if another forward was replayed since, or this backward already ran.
         """
         if turn != self._turn or turn == self._done:
             raise RuntimeError(
@@ -343,7 +336,7 @@ class CudaGraphs:
         for p, x in zip(parameters, shared, strict=True):
             if p.grad is not None and p.grad.data_ptr() == x.data_ptr():
                 p.grad.data = p.grad.clone()
-        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # by torch.autograd.grad, say
+        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # from torch.autograd.grad
         _fill(recorded.grad, grad)
         recorded.backward()
         grads = [x.detach() if used else None for x, used in zip(shared, recorded.used, strict=True)]
@@ -360,7 +353,7 @@ class CudaGraphs:
 
 
 def _checked(inputs: Inputs) -> Inputs:
-    """With lengths or bounds as tensors, their values checked where the host has them: a replay has more tokens than N."""
+    """Return the inputs with lengths or bounds as tensors; check values on the host, as replays have more tokens."""
     tokens = inputs.x.shape[1]
     with no_sequence():
         lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)
@@ -380,7 +373,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, graphs, recorded, inputs, x, *parameters):
         ctx.token = _Open()
         ctx.turn, ctx.graphs, ctx.recorded, ctx.tokens = graphs.begin(ctx.token), graphs, recorded, x.shape[1]
-        ctx.save_for_backward(*parameters)  # torch then tells where one was changed in between
+        ctx.save_for_backward(*parameters)  # so that torch detects changes in between
         recorded.fill(inputs)
         recorded.forward()
         return recorded.out[:, : ctx.tokens].clone()

@@ -1,4 +1,4 @@
-"""Measure what a machine can do, and count what fits and what time a step takes, on one device and on many."""
+"""Measure a machine, and plan the memory and time of a step on one device or on many."""
 
 from lightning_dilated.ext.planning.counting import Meter
 from lightning_dilated.ext.planning.gpus import dense_yardstick, peak_memory, seconds_of

@@ -1,7 +1,7 @@
-"""Which settings would make a run fit, from its model, the sequence's length and the strategy.
+"""Advise settings that make a run fit, from its model, the sequence's length and the strategy.
 
-A plan replaces functions of torch while it counts (see `planning.counting.dry_run`), so it is made in a process of its own,
-which gets the question as a pickle without tensors: `python -m lightning_dilated.ext.planning.advice QUESTION ANSWER`.
+Counting replaces functions of torch (see `planning.counting.dry_run`), so a plan is made in a separate process. It gets
+the question as a pickle without tensors: `python -m lightning_dilated.ext.planning.advice QUESTION ANSWER`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 
-#: what the process runs, and seconds that it may take; half a minute is usual
+#: the command of that process, and the seconds that it may take; it usually takes half a minute
 COMMAND = (sys.executable, "-m", "lightning_dilated.ext.planning.advice")
 TIMEOUT = 120.0
 
 
 @dataclass(frozen=True)
 class Question:
-    """A run that is to fit: a model without weights, its tokens and settings, and what it runs on."""
+    """A run to plan: a model without weights, its tokens and settings, and the machine."""
 
     model: DilatedModule
     tokens: int
@@ -52,25 +52,25 @@ class Question:
 
 
 class Streams(NamedTuple):
-    """What a rank trains on in steps: so many streams, of so many tokens each."""
+    """Streams that a rank trains on in steps: their number, and tokens of each."""
 
     count: int
     length: int
 
 
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
-    """Settings of ActivationRecompute (and more GPUs, where none do) with which a step would fit.
+    """Return settings of ActivationRecompute with which a step would fit, or the number of GPUs if no settings do.
 
-    Takes up to half a minute in a process of its own, without a GPU. None for lengths that nobody named, for models that
-    cannot be planned, and where all fits already.
+    Takes up to half a minute in a separate process, without a GPU. Returns None if the length is unknown, the model
+    cannot be planned, or the run fits already.
 
     Args:
-        trainer: of the run.
+        trainer: the run's trainer.
         pl_module: its module.
         tokens: of a sequence; None: the longest that the strategy has seen, or the data's `seq_len`.
 
     Raises:
-        RuntimeError, TimeoutError: where the process fails, as for a class that it cannot import, or takes too long.
+        RuntimeError, TimeoutError: if the process fails, for example to import a class, or takes too long.
     """
     question = question_of(trainer, pl_module, tokens)
     if question is None:
@@ -83,7 +83,7 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
 
 
 def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> Question | None:
-    """The question of a run; None where it cannot be planned."""
+    """Return the question of a run; None if it cannot be planned."""
     tokens, precision = tokens or _tokens(trainer), str(trainer.precision)
     if not isinstance(pl_module, DilatedModule) or precision not in PRECISIONS or not tokens:
         return None
@@ -98,7 +98,7 @@ def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int 
 
 
 def answer(question: Question) -> str | None:
-    """What `advise` returns; counts in this process."""
+    """Count in this process, and return the text for `advise`."""
     model, tokens, now = question.model, question.tokens, question.settings
     try:
         subject = subject_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
@@ -110,7 +110,7 @@ def answer(question: Question) -> str | None:
         return _answer_for_steps(
             case, [x for x in able if x.head_chunks == now.head_chunks], now, tokens, question.streams
         )
-    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first; no more are counted than needed
+    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first, so that few are counted
     needs = case.memory(now, tokens).peak / GIB
     usage = f"planned: {tokens:,} tokens on {case.setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
     if best is not None and best != now:
@@ -122,7 +122,7 @@ def answer(question: Question) -> str | None:
 def _answer_for_steps(
     case: Case, able: list[MemorySettings], now: MemorySettings, step: int, streams: Streams
 ) -> str | None:
-    """What `advise` returns where each step goes on with streams, whose states the model carries."""
+    """Return the text for `advise` if steps continue streams and the model carries their states."""
     tokens = min(step, now.stream or step)
     planned, room = case.step_memory(now, tokens, *streams), case.gpu.usable(case.setup.ranks)
     if planned.peak <= room:
@@ -144,7 +144,7 @@ def _answer_for_steps(
 
 # -- the process -------------------------------------------------------------------------------------------------------
 def _run(folder: Path) -> None:
-    """Run the process; it and all that it started have ended afterwards."""
+    """Run the process, and end it with everything that it started."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     with (folder / "output").open("w") as out:
         process = subprocess.Popen(
@@ -165,7 +165,7 @@ def _run(folder: Path) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses tensors: those of a GPU that is full cannot be copied, and none is needed."""
+    """Refuse tensors: a full GPU has no room to copy them, and none is needed."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -174,17 +174,17 @@ class _Pickler(pickle.Pickler):
 
 
 def _dumped(value: Any) -> bytes | None:
-    """The value's pickle; None where it has none, or holds tensors."""
+    """Return the value's pickle; None if it cannot be pickled or holds tensors."""
     out = io.BytesIO()
     try:
         _Pickler(out).dump(value)
-    except Exception:  # whatever a class raises that was not made to be pickled
+    except Exception:  # classes that cannot be pickled raise anything
         return None
     return out.getvalue()
 
 
 def _pickled(question: Question) -> bytes:
-    """The question, its model without layers, Trainer, optimizer, and attributes that cannot be sent."""
+    """Pickle the question; its model loses layers, Trainer, optimizer, and attributes that cannot be pickled."""
     model = DilatedModule.planning_copy(question.model, question.model.depth)
     for name, value in [*model.named_children(), *vars(model).items()]:
         if _dumped(value) is None and name != "_modules":
@@ -196,7 +196,7 @@ def _pickled(question: Question) -> bytes:
 
 
 def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, tokens: int, model: DilatedModule) -> str:
-    """What helps where no settings do."""
+    """Return what helps if no settings do."""
     if now.offload and replace(case, host=float("inf")).fits(now, tokens):
         return " By the plan that fits, if the host has room for the block inputs."
     longest = {x: case.longest(x) for x in able}
@@ -214,8 +214,8 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
 
 
 def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
-    """Whether block inputs on the host would help, and how much of it that takes; how much there is is not asked, since what
-    machines tell of it grows as it is used."""
+    """Return a remedy that moves block inputs to the host, with the memory it takes there, or none. The host's free
+    memory is not checked, because the limit that machines report grows with use."""
     away = [replace(x, offload=1.0) for x in able if x.policy == "block"]
     roomy = replace(case, host=float("inf"))
     needs = {x: roomy.memory(x, tokens).host / GIB for x in away if roomy.fits(x, tokens)}
@@ -229,8 +229,8 @@ def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
 def _arguments(settings: MemorySettings) -> str:
     defaults = MemorySettings()
     names = ("every", "tile", "head_chunks", "offload", "stream")
-    more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(defaults, n)]
-    return ", ".join([repr(settings.policy), *more])
+    named = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(defaults, n)]
+    return ", ".join([repr(settings.policy), *named])
 
 
 def _tokens(trainer: pl.Trainer) -> int | None:
@@ -241,7 +241,7 @@ def _tokens(trainer: pl.Trainer) -> int | None:
 
 
 def _streams(trainer: pl.Trainer) -> Streams | None:
-    """Those of a rank; None for data of separate sequences."""
+    """Return the rank's streams; None for data of separate sequences."""
     data: Any = getattr(trainer, "datamodule", None)
     if not isinstance(data, StreamDataModule):
         return None
@@ -250,15 +250,15 @@ def _streams(trainer: pl.Trainer) -> Streams | None:
 
 
 def _sequence(trainer: pl.Trainer) -> Any:
-    """The ranks that share a sequence; None before they are known."""
+    """Return the ranks that share a sequence; None before they are known."""
     try:
         return getattr(trainer.strategy, "sequence", None)
-    except RuntimeError:  # not yet
+    except RuntimeError:  # the ranks are not known yet
         return None
 
 
 def _gpu(trainer: pl.Trainer) -> Gpu:
-    """The GPU of this rank; an H200 where there is none."""
+    """Return the GPU of this rank, or an H200 if it has none."""
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return GPUS["H200"]
@@ -272,15 +272,15 @@ def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
     sequence = _sequence(trainer)
     shares = hasattr(type(trainer.strategy), "sequence")
     ranks = sequence.ranks if sequence is not None else trainer.world_size if shares else 1
-    deals = getattr(trainer.strategy, "shards_parameters", False)
+    sharded = getattr(trainer.strategy, "shards_parameters", False)
     ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
     optimizers = [type(x).__name__.lower() for x in trainer.optimizers or ()]
     return Setup(
-        "ring_dilated_fsdp" if deals else "ring_dilated" if ddp or ranks > 1 else "single",
+        "ring_dilated_fsdp" if sharded else "ring_dilated" if ddp or ranks > 1 else "single",
         ranks,
         max(1, ranks // max(1, trainer.num_nodes)),
         "adamw8bit" if any("8bit" in x for x in optimizers) else "adamw",
-        cpu_offload=deals and getattr(trainer.strategy, "_offload", None) is not None,
+        cpu_offload=sharded and getattr(trainer.strategy, "_offload", None) is not None,
         data_ranks=max(1, trainer.world_size // ranks) if ddp else 1,
     )
 

@@ -1,4 +1,4 @@
-"""Memory settings to choose from, the best of them for a model on a machine, and what they are in words and in a recipe."""
+"""List memory settings, recommend the fastest that fit, and write them in words or as a recipe."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightning_dilated.ext.planning.estimate import Case, Facts
 from lightning_dilated.ext.planning.setup import Setup
 from lightning_dilated.memory.settings import MemorySettings
 
-#: tokens of a tile in them
+#: tokens of a tile in the candidates
 TILE = 16384
-#: the callback that has them
+#: the callback that takes the settings
 RECOMPUTE = "ActivationRecompute"
-#: strategies by their names for the Trainer
+#: classes of strategies by their names for the Trainer
 CLASSES = {
     "ring_dilated": "lightning_dilated.RingDilatedStrategy",
     "ring_dilated_fsdp": "lightning_dilated.RingDilatedFSDPStrategy",
 }
-#: most windows of heads in them
+#: most windows of heads in the candidates
 SEARCH_WINDOWS = 6
 
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | None = TILE) -> list[MemorySettings]:
-    """Settings to choose from; with offload only where there is host memory; `tile` None: without tiles."""
+    """List settings to choose from; `host`: GiB for offload, 0 for none; `tile`: None for no tiles."""
     chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
     settings = [
         MemorySettings(),
@@ -45,13 +45,13 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int | Non
 
 
 def candidates_of(facts: Facts, host: float = 0.0) -> list[MemorySettings]:
-    """Those of a model."""
+    """List the settings to choose from for a model."""
     return candidates(facts.windows, host, facts.depth, TILE if facts.tiles else None)
 
 
 def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
-    """Settings for sequences that do not fit, chunk by chunk: the fastest first; R ranks share chunks R times as long. In
-    tiles where those compared before have some."""
+    """List settings that train chunk by chunk, the fastest first, for sequences that do not fit otherwise. R ranks
+    share chunks R times as long. Tiles are listed only if one of `settings` has tiles."""
     sizes = [("none", 1 << 18, None), ("attention-kept", 1 << 20, None), ("block", 1 << 20, None)]
     sizes += [("block", 1 << 20, TILE)] * any(x.tile for x in settings)
     chunked = [MemorySettings(policy, tile=tile, stream=size * ranks) for policy, size, tile in sizes]
@@ -59,7 +59,7 @@ def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySe
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """The fastest settings with which N tokens fit, or without N those that fit most; None if none fit."""
+    """Return the fastest settings that fit N tokens, or without N those that fit most; None if none fit."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
@@ -68,7 +68,7 @@ def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | No
 
 
 def in_words(settings: MemorySettings) -> str:
-    """Settings in a few words."""
+    """Describe settings in a few words."""
     parts = ["all kept" if settings.policy == "none" else settings.policy]
     parts += [f"every={settings.every}"] * (settings.every > 1)
     parts += [f"tile={settings.tile}"] * (settings.tile is not None)
@@ -83,13 +83,13 @@ def _budget(x: float) -> str:
 
 
 def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = None) -> list[str]:
-    """The lines of a recipe for these settings."""
+    """Return the lines of a recipe for these settings."""
     changes = _changes(settings, setup, residual)
     return _lines(changes) if changes else []
 
 
 class _Indented(yaml.SafeDumper):
-    """YAML whose lists are indented, as the recipes' are."""
+    """YAML with indented lists, as in the recipes."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -102,9 +102,9 @@ def _lines(config: dict[str, Any]) -> list[str]:
 def whole_recipe(
     recipe: dict[str, Any], settings: MemorySettings, setup: Setup, options: dict[str, Any], residual: str | None
 ) -> list[str]:
-    """The lines of a recipe with these settings in it; all else of it is unchanged.
+    """Return the lines of a recipe with these settings put in and everything else unchanged.
 
-    `options`: of the strategy, besides those of `setup`.
+    `options`: options of the strategy that are not in `setup`.
     """
     config = copy.deepcopy(recipe)
     trainer, model = config["trainer"], config["model"]
@@ -113,8 +113,8 @@ def whole_recipe(
     listed = trainer.get("callbacks") or []
     listed = listed if isinstance(listed, list) else [listed]
     place = next((i for i, x in enumerate(listed) if RECOMPUTE in str(x)), len(listed))
-    others = [x for x in listed if RECOMPUTE not in str(x)]
-    trainer["callbacks"] = [*others[:place], *planned.get("callbacks", []), *others[place:]]
+    other_callbacks = [x for x in listed if RECOMPUTE not in str(x)]
+    trainer["callbacks"] = [*other_callbacks[:place], *planned.get("callbacks", []), *other_callbacks[place:]]
     if setup.strategy != "single":
         if setup.ranks > 1 and settings.stream is not None:
             options = {**options, "layout": "chunked"}
@@ -128,21 +128,21 @@ def whole_recipe(
     return _lines(config)
 
 
-def _strategy(own: Any, setup: Setup, options: dict[str, Any]) -> Any:
-    """The recipe's strategy where it is of the planned kind, else the planned one; with the options that differ."""
-    path = str((own.get("class_path") if isinstance(own, dict) else own) or "")
+def _strategy(listed: Any, setup: Setup, options: dict[str, Any]) -> Any:
+    """Return the recipe's strategy if it is of the planned kind, else the planned one, with the options that differ."""
+    path = str((listed.get("class_path") if isinstance(listed, dict) else listed) or "")
     alike = path.rpartition(".")[2] in (setup.strategy, CLASSES[setup.strategy].rpartition(".")[2])
-    arguments = dict(own.get("init_args") or {}) if alike and isinstance(own, dict) else {}
+    arguments = dict(listed.get("init_args") or {}) if alike and isinstance(listed, dict) else {}
     options = {**options, "cpu_offload": setup.cpu_offload, "bucket_cap_mb": setup.bucket_cap_mb}
     defaults = {"exchange": "auto", "head_size": 1, "cpu_offload": False}
     arguments |= {x: value for x, value in options.items() if value != arguments.get(x, defaults.get(x))}
     if not arguments:
-        return own if alike else setup.strategy
+        return listed if alike else setup.strategy
     return {"class_path": path if alike and path != setup.strategy else CLASSES[setup.strategy], "init_args": arguments}
 
 
 def _changes(settings: MemorySettings, setup: Setup, residual: str | None) -> dict[str, Any]:
-    """The part of a recipe that has these settings."""
+    """Return the part of a recipe that holds these settings."""
     trainer: dict[str, Any] = {}
     if setup.strategy != "single":
         options: dict[str, Any] = {"layout": "chunked"} if setup.ranks > 1 and settings.stream is not None else {}

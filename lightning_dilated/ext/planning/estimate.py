@@ -1,14 +1,13 @@
-"""Seconds and memory of a step of any model on any number of GPUs, and the longest sequence that fits.
+"""Estimate the time and memory of a training step on any number of GPUs, and the longest sequence that fits.
 
-The measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. But `long_forward` and
-`long_backward` in it are 413 and 433 TFLOP/s, published for cuDNN on an H100 (arXiv 2407.08608, its bars for head dim 64
-and 16,384 rows), which whole steps reach; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
-docs/planning.md lists how they are scaled. A recurrence adds the time of its rule, measured on an H100
-(`h100_recurrence.json`) and scaled by its FLOPs, and of the kernels around it by what they move; a short convolution
-adds what its kernels move. `planning.ranks` adds what ranks wait for each other.
+Times were measured on one H200 with compiled blocks (`h200.json`, by benchmarks/step_parts.py). `long_forward` and
+`long_backward` are published instead: 413 and 433 TFLOP/s of cuDNN on an H100 (arXiv 2407.08608, bars for head dim 64
+and 16,384 rows). Whole steps reach these; short calls measured 487 and 438 (benchmarks/results/2026-11-26_h200.md).
+docs/planning.md lists how times are scaled. A recurrence adds its rule's time, measured on an H100
+(`h100_recurrence.json`) and scaled by FLOPs, and the time of the kernels around it, from the bytes that they move. A
+short convolution adds time for the bytes that its kernels move. `planning.ranks` adds waits between ranks.
 
-Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
-dim.
+Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, D head dim.
 """
 
 from __future__ import annotations
@@ -43,53 +42,53 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
 from lightning_dilated.sequence.planner import ExchangeMemoryError
 
-#: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
+#: bytes/s between a GPU and pinned memory of its host, each way, over PCIe 5.0 x16
 HOST_LINK = 50e9
 #: bytes/s of a node's memory for AdamW(fused=True) of all its ranks together: assumed, for two sockets with DDR5
 HOST_MEMORY = 200e9
-#: numbers that AdamW reads and writes a parameter
+#: numbers that AdamW reads and writes for each parameter
 ADAMW_PASSES = 7
-#: bytes/s of an H200's memory, as copies reach it
+#: bytes/s that copies reach in an H200's memory
 BANDWIDTH = 4.1e12
-#: the share of a block without attention that is passes over hidden states (norms, gates, sums, casts), on the measured
-#: machine, by a trace of its step; passes grow with the width, products with its square
+#: passes over hidden states (norms, gates, sums, casts) as a share of a block's time without attention, from a trace of
+#: a step on the measured machine; the time of passes grows with the width, the time of products with its square
 PASSES = 0.28
-#: the share of a pair's time that its head dim does not change, exponentials and masks, at a head dim of `SOFTMAX_DIM`: from
-#: TFLOP/s of cuDNN on an H100 over 16,384 rows with head dims 64 and 128, forward and backward (arXiv 2407.08608, its bars)
+#: the share of a pair's time that does not depend on its head dim (exponentials and masks), at head dim `SOFTMAX_DIM`;
+#: from TFLOP/s of cuDNN on an H100 over 16,384 rows, head dims 64 and 128, forward and backward (arXiv 2407.08608)
 SOFTMAX_DIM, SOFTMAX_FORWARD, SOFTMAX_BACKWARD = 64, 2 - 2 * 413 / 595, 2 - 2 * 433 / 516
-#: passes over the logits, in their own dtype, that the loss needs in addition to products, forward and backward; from times
+#: passes over the logits, in their dtype, that the loss needs in addition to products, forward and backward; from times
 #: of the compiled loss on an H200, benchmarks/results/2026-11-23_h200_one_gpu.md
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes moved for each element and tile of the loss to sum a weight's gradient, and those added where it is in 16 bits
+#: bytes moved to sum a weight's gradient, for each element and tile of the loss; the second is added in 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
-#: passes over the hidden states of a block: for a window's norm and products, for their gradients; and what windows of
-#: heads, and tiles, took in addition on an H200, by benchmarks/results/2026-11-22_h200_longest.md
+#: passes over a block's hidden states: norm and products of a window of heads, their gradients, and the further passes
+#: that windows and tiles took on an H200 (benchmarks/results/2026-11-22_h200_longest.md)
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
-#: fields of a Machine whose seconds scale with heads
+#: fields of a Machine that hold seconds which scale with heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
-#: those of them that move memory alone
+#: the fields in `LINES` that only move memory
 MOVES = LINES[2:]
 FILE = Path(__file__).with_name("h200.json")
 
 
 @functools.cache
 def measured_machine() -> Machine:
-    """One H200 and a model of 12 blocks of 768."""
+    """Load the measured times of one H200 and a model of 12 blocks of width 768."""
     return Machine.load(FILE)
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of a step.
+    """The time of a step.
 
     Attributes:
-        seconds: with what the memory settings recompute or wait for, and what sharded parameters add.
+        seconds: the whole step, with recomputation, copies and sharded parameters.
         hidden: seconds of copies to and from the host that overlap with computation.
-        exposed: seconds that computation waits: for other ranks, for parameters, for the host.
-        flops: of the model, forward and backward, on a rank, without recomputation.
+        exposed: seconds that computation waits for other ranks, parameters or the host.
+        flops: FLOPs of the model on a rank, forward and backward, without recomputation.
         peak: FLOP/s of the GPU.
-        optimizer: seconds of the optimizer, where it runs on the host.
-        exchange: of a stream whose chunks ranks share: what a rank receives in a step; else None.
+        optimizer: seconds of the optimizer if it runs on the host, else 0.
+        exchange: bytes that a rank receives in a step of a stream with chunks shared by ranks; else None.
     """
 
     step: Step
@@ -103,26 +102,26 @@ class Time:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over those of the GPU."""
+        """Model FLOP/s divided by the GPU's peak FLOP/s."""
         return self.flops / self.seconds / self.peak
 
 
 @dataclass(frozen=True)
 class Slower:
-    """How many times as long a GPU takes as the measured one: for products, and for what moves memory."""
+    """A GPU's time relative to the measured GPU, for products and for moving memory."""
 
     products: float
     memory: float
 
     @classmethod
     def of(cls, gpu: Gpu) -> Slower:
-        """By data sheets."""
+        """Return the ratios of the data sheets."""
         base = GPUS["H200"]
         return cls(base.flops / gpu.flops, base.bandwidth / gpu.bandwidth)
 
 
 def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | None = None) -> Machine:
-    """The measured machine, as if it had run another model; `head_dim`: D, where `facts` has fewer and wider heads."""
+    """Scale the measured machine to another model; `head_dim`: D, if `facts` joins heads into wider ones."""
     base, call, slower = base or measured_machine(), facts.call, Slower.of(gpu)
     wide = call.head_dim / base.head_dim
     heads = call.heads / base.heads * wide * slower.products
@@ -143,15 +142,14 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None, head_dim: int | 
 
 
 def _of_a_pair(base: Machine, joined: int, dim: int, slower: Slower) -> tuple[float, float]:
-    """How many times as long a pair takes as the measured one, forward and backward; `joined`: features of `joined / dim`
-    heads counted as one."""
+    """Return a pair's time relative to the measured pair, forward and backward; `joined`: features of joined heads."""
     grown = lambda share, d: share + (1 - share) * d / SOFTMAX_DIM  # noqa: E731
-    of = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
-    return of(SOFTMAX_FORWARD), of(SOFTMAX_BACKWARD)
+    times = lambda share: grown(share, dim) / grown(share, base.head_dim) * joined / dim * slower.products  # noqa: E731
+    return times(SOFTMAX_FORWARD), times(SOFTMAX_BACKWARD)
 
 
 def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, float], slower: Slower) -> Parts:
-    """Seconds of the parts of L tokens; `of_a_pair`: see `_of_a_pair`."""
+    """Return the parts' seconds for L tokens; `of_a_pair`: see `_of_a_pair`."""
     call, tokens = facts.call, parts.tokens
     pattern, heads = measured_pattern(base, tokens), (call.heads, call.kv_heads)
     attended, rows = pairs(pattern, tokens, *heads, call.causal), query_rows(pattern, tokens, *heads)
@@ -173,22 +171,22 @@ def _parts(facts: Facts, base: Machine, parts: Parts, of_a_pair: tuple[float, fl
 
 
 def _rest(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
-    """Seconds of a block without the op, forward and backward."""
+    """Return the seconds of a block without attention, forward and backward."""
     if facts.work is not None:
         return tuple(_seconds(base, parts, x, slower) for x in (facts.work.forward, facts.work.backward))
     trained, tokens = facts.trained, parts.tokens
     products = (1 - PASSES) * trained.weights / base.block_parameters * slower.products
     passes = PASSES * facts.dim / base.dim * slower.memory
-    each = tokens * _size(facts) / BANDWIDTH * slower.memory  # of one element a token that updates read or write
-    more = [_seconds(base, parts, x, slower) for x in facts.convolution] or [0.0, 0.0]
+    each = tokens * _size(facts) / BANDWIDTH * slower.memory  # seconds per element a token that updates read or write
+    extra = [_seconds(base, parts, x, slower) for x in facts.convolution] or [0.0, 0.0]
     return (
-        parts.rest_forward * (products + passes) + trained.forward * each + more[0],
-        parts.rest_backward * (products * trained.backward_products + passes) + trained.backward * each + more[1],
+        parts.rest_forward * (products + passes) + trained.forward * each + extra[0],
+        parts.rest_backward * (products * trained.backward_products + passes) + trained.backward * each + extra[1],
     )
 
 
 def _repeated(facts: Facts, base: Machine, slower: Slower) -> float:
-    """The time of a recomputed forward of a block without the op, relative to the first."""
+    """Return the time of a recomputed forward without attention, relative to the first forward."""
     if facts.work is None:
         return base.again
     again, forward = (_seconds(base, base.parts[0], x, slower) for x in (facts.work.again, facts.work.forward))
@@ -196,44 +194,45 @@ def _repeated(facts: Facts, base: Machine, slower: Slower) -> float:
 
 
 def _seconds(base: Machine, parts: Parts, work: Work, slower: Slower) -> float:
-    """Seconds of counted work for L tokens, its products at the speed of the measured block's forward."""
+    """Return the seconds of counted work for L tokens, products at the speed of the measured forward."""
     flops = 2 * base.block_parameters * parts.tokens / ((1 - PASSES) * parts.rest_forward)
     return parts.tokens * work.seconds(flops / slower.products, BANDWIDTH / slower.memory)
 
 
 def _recurring(layer: RecurrentLayer | None, tokens: int, gpu: Gpu) -> Recurring:
-    """Seconds that a layer's recurrence adds, with L tokens; of a rule that was not measured none."""
+    """Return the seconds that a layer's recurrence adds for L tokens; an unmeasured rule adds none."""
     if layer is None:
         return Recurring()
     base, times = measured_machine(), measured_rules()
     flops = 0 if layer.unmeasured else tokens * layer.flops * GPUS[times.gpu].flops / gpu.flops
     rule = times.of(layer.description.kind, flops) if flops else (0.0, 0.0)
-    of = functools.partial(_seconds, base, base.at(tokens), slower=Slower.of(gpu))
-    return Recurring(*rule, of(layer.forward), of(layer.backward))
+    seconds = functools.partial(_seconds, base, base.at(tokens), slower=Slower.of(gpu))
+    return Recurring(*rule, seconds(layer.forward), seconds(layer.backward))
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: Slower) -> tuple[float, float]:
-    """Seconds, forward and backward, that an output projection adds where it is wider than the measured one: products at the
-    speed of a block's products, and the loss's passes over the logits."""
-    more = max(0, facts.vocab - base.vocab)
-    products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower.products
-    each = more * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
-    # a frozen projection has no gradient of its own, and one of features none of its input
+    """Return the seconds, forward and backward, that an output projection wider than the measured one adds."""
+    wider = max(0, facts.vocab - base.vocab)
+    products = (1 - PASSES) * wider * facts.dim / base.block_parameters * slower.products
+    each = wider * parts.tokens * _size(facts) / BANDWIDTH * slower.memory * facts.logits
+    # a frozen projection has no weight gradient; a projection of input features has no input gradient
     back = parts.rest_backward if facts.whole else facts.logits * parts.rest_forward
     return products * parts.rest_forward + LOSS_FORWARD * each, products * back + LOSS_BACKWARD * each
 
 
 def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:
-    """Seconds of a step over N tokens.
+    """Estimate the time of a step over N tokens.
 
     Args:
-        facts: of the model; its `work`, if it has any, is that of the settings' tiles.
-        memory: settings.
+        facts: the model's numbers; `work`, if it is counted, is the work with the settings' tiles.
+        memory: the memory settings.
         tokens: N, on all ranks together; a rank has N / R, rounded up.
+        setup: the ranks, their links and the strategy.
+        gpu: the GPU of each rank.
         away: bytes of block inputs that a rank copies to its host.
 
     Raises:
-        ValueError: for an exchange that does not serve.
+        ValueError: if the named exchange does not serve the call.
     """
     stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
     dims, tokens_here = [x.call.head_dim for x in facts.stacks], -(-tokens // setup.ranks)
@@ -259,7 +258,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     if setup.cpu_offload:
         part = machines[0].parameter_size / setup.ranks
         copies += (2 * parameters + trained) * part / HOST_LINK
-        busy += waits  # for parameters, whose copies these are
+        busy += waits  # copies of parameters overlap with the wait for parameters
         host_optimizer = ADAMW_PASSES * trained * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
         gpu_optimizer = step.compute.get("optimizer", 0.0)
     exposed_copies = max(0.0, copies - busy)
@@ -269,11 +268,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recomputed: float) -> float:
-    """Seconds of recomputing all but the last block of each group, first as a group, whose later blocks read all that they
-    compute; then each is recomputed by itself.
-
-    `recomputed`: seconds of recomputing every block once.
-    """
+    """Return the seconds of recomputing all but the last block of each group once more, for the group's forward,
+    which leaves nothing out because each block's output is read. `recomputed`: seconds to recompute every block."""
     parts = [machine.at(tokens) for machine in machines]
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
@@ -283,7 +279,7 @@ def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recom
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) -> float:
-    """Seconds that tiles and head chunks recompute; those of tiles are in counted work."""
+    """Return the seconds that tiles and head chunks recompute; counted work already includes tiles."""
     rest = facts.depth * machine.at(tokens).rest_forward * machine.again
     share = lambda part: part / facts.block_parameters * rest  # noqa: E731
     total = 0.0
@@ -295,8 +291,7 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) 
 
 
 def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
-    """Seconds that tiles and windows of heads take to read and write all hidden states again; counted work has those of
-    tiles."""
+    """Return the seconds of extra passes of tiles and windows over hidden states; counted work includes tiles."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
     passes = TILES if memory.tile is not None and memory.tile < tokens and facts.work is None else 0
     if windows > 1:
@@ -305,7 +300,7 @@ def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> fl
 
 
 def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
-    """Seconds of summing the gradient of the output projection over tiles of the loss."""
+    """Return the seconds of summing the output projection's gradient over tiles of the loss."""
     tile = loss_tile(memory.tile, facts.vocab)
     if not (facts.logits and facts.whole) or tile is None or tile >= tokens:
         return 0.0
@@ -319,12 +314,12 @@ def _size(facts: Facts) -> int:
 
 
 def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) -> float:
-    """Seconds of waiting for sharded parameters and gradients: each block's are gathered twice, and its gradients are
-    reduce-scattered once, concurrently with another block's computation."""
+    """Return the seconds of waiting for sharded parameters and gradients. Each block's parameters are gathered twice
+    and its gradients reduce-scattered once, while another block computes."""
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
-    if setup.cpu_offload:  # a rank's part comes from the host before it is gathered, and its gradients go there
+    if setup.cpu_offload:  # a rank copies its part from the host before the gather, and its gradients to the host
         part += 1 / ranks / HOST_LINK
     seconds = lambda numbers: numbers * size * part + links.round  # noqa: E731
     total = sum(x.depth * (2 * seconds(x.block_parameters) + seconds(x.trained.block)) for x in stacks)
@@ -335,7 +330,7 @@ def _flops(facts: Facts, tokens: int) -> float:
     call = facts.call
     attended = sum(n * pairs(x.pattern, tokens, x.heads, x.kv_heads, x.causal) for x, n in call.layers(facts.depth))
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
-    edge = facts.vocab * facts.dim  # frozen, only logits pass a gradient on to the blocks
+    edge = facts.vocab * facts.dim  # if it is frozen, only logits pass a gradient back to the blocks
     linear += 3 * edge if facts.whole else (1 + facts.logits) * edge - facts.projection
     rules = sum(x.flops for x in in_turns(facts.recurrences or (None,), facts.depth) if x is not None)
     return (2.0 * linear + 3.0 * rules) * tokens + 14.0 * call.head_dim * attended
@@ -343,14 +338,14 @@ def _flops(facts: Facts, tokens: int) -> float:
 
 #: longest lengths are multiples of this many tokens a rank
 GRAIN = 1024
-#: the longest length that is tried, tokens a rank
+#: the longest length that is tried, in tokens a rank
 MOST = 1 << 30
-#: on several ranks the longest length is found to within this share of it
+#: on several ranks the longest length is exact to 1 / CLOSE of it
 CLOSE = 256
 
 
 def _at_once(settings: MemorySettings) -> MemorySettings:
-    """The settings of a chunk by itself."""
+    """Return the settings of one chunk."""
     return replace(settings, stream=None, truncate=False)
 
 
@@ -359,10 +354,9 @@ class Case:
     """A model with memory settings on a machine.
 
     Attributes:
-        host: GiB of host memory that a rank may use, for block inputs and what `cpu_offload` keeps there; 0: no block
-            inputs are offloaded, and the rest is not limited.
-        counted, works, graphs: caches of footprints by settings, of counted work by tokens of a tile, and of graphs of
-            compiled blocks.
+        host: GiB of host memory that a rank may use for block inputs and for `cpu_offload`. 0: block inputs are not
+            offloaded, and `cpu_offload` is not limited.
+        counted, works, graphs: caches: footprints by settings, work by tokens of a tile, graphs of compiled blocks.
     """
 
     subject: Subject
@@ -375,7 +369,7 @@ class Case:
     graphs: Graphs = field(default_factory=lambda: Graphs(Tape()), compare=False)
 
     def footprint(self, settings: MemorySettings) -> Footprint:
-        """What the model holds with these settings; counted once for all `offload`."""
+        """Count the model's memory with these settings, once for all values of `offload`."""
         bare = replace(settings, offload=0.0, stream=None, truncate=False)
         if bare not in self.counted:
             self.counted[bare] = footprint(replace(self.subject, memory=bare), graphs=self.graphs)
@@ -383,13 +377,13 @@ class Case:
         return replace(counted, subject=replace(counted.subject, memory=settings))
 
     def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
-        """What a rank holds with N tokens; `rows`: the exchange's memory, where it is known."""
+        """Return a rank's memory with N tokens; `rows`: the exchange's memory, if it is known."""
         if in_chunks(settings, tokens):
             return self._stream_memory(settings, tokens)
         return memory(self.footprint(settings), tokens, self.setup, rows)
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
-        """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
+        """Return the memory of a chunk, the carried rows, and the fp32 sums of gradients over chunks."""
         size, ranks, call = settings.stream or tokens, self.setup.ranks, self.subject.call
         at_once, rows = replace(self, setup=self._shares_chunks()), None
         if ranks > 1:
@@ -399,26 +393,26 @@ class Case:
         return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))
 
     def step_memory(self, settings: MemorySettings, tokens: int, streams: int, length: int) -> Memory:
-        """What a rank holds that carries the states of its streams, `length` tokens long, with N of each at a time."""
+        """Return a rank's memory for N tokens at a time of `streams` carried streams, `length` tokens long."""
         call = replace(self.subject.call, batch=streams)
         carried = Carried.of_steps(call, self.facts.depth, length, tokens)
         return self._with(self.memory(_at_once(settings), streams * tokens), carried)
 
     def _with(self, chunk: Memory, carried: Carried) -> Memory:
-        """That of a chunk, and of what it is carried with."""
+        """Return the memory of a chunk with the carried states and fp32 sums of gradients added."""
         kinds = dict(chunk.kinds)
         kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + carried.on_gpu
         kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters
         return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
 
     def _shares_chunks(self) -> Setup:
-        """How a chunk is run: several ranks exchange its rows by gather."""
+        """Return the setup that runs a chunk: several ranks exchange its rows by gather."""
         if self.setup.ranks == 1:
             return self.setup
         return replace(self.setup, exchange="gather", exchange_memory=None, layout="contiguous", head_size=1)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Of a step with N tokens; `step` of a stream is that of one chunk."""
+        """Estimate a step with N tokens; for a stream, `Time.step` is the step of one chunk."""
         if in_chunks(settings, tokens):
             return self._stream_time(settings, tokens)
         away = 0
@@ -427,25 +421,25 @@ class Case:
         return estimate(self._in_tiles(settings, tokens), settings, tokens, self.setup, self.gpu, away)
 
     def _in_tiles(self, settings: MemorySettings, tokens: int) -> Facts:
-        """The numbers with the work of feed-forwards in tiles, where operators are counted and N tokens take several."""
+        """Return the facts, with tiled feed-forwards if operators are counted and N tokens take several tiles."""
         tile = settings.tile
         if self.facts.work is None or tile is None or tile >= -(-tokens // self.setup.ranks):
             return self.facts
         if tile not in self.works:
-            of = self.subject
-            self.works[tile] = BlockWork.of(of.make, of.batch, of.precision, tile)
+            subject = self.subject
+            self.works[tile] = BlockWork.of(subject.make, subject.batch, subject.precision, tile)
         return replace(self.facts, work=self.works[tile])
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Every chunk forward and backward, all but the last forward once more, the pairs that cross their bounds, and what
-        carried rows take between ranks, of which nothing is taken to be hidden."""
+        """Estimate a step in chunks: each chunk forward and backward, all but the last forward once more, the pairs
+        that cross chunk bounds, and the transfer of carried rows between ranks, none of it assumed to overlap."""
         size, call, depth, setup = settings.stream or tokens, self.facts.call, self.facts.depth, self.setup
-        of = replace(self, setup=self._shares_chunks()).time
-        one = of(_at_once(settings), size)
-        blocks = [of(MemorySettings(policy), size).seconds for policy in ("none", "block")]
+        chunk_time = replace(self, setup=self._shares_chunks()).time
+        one = chunk_time(_at_once(settings), size)
+        blocks = [chunk_time(MemorySettings(policy), size).seconds for policy in ("none", "block")]
         machine = scaled(self.facts, self.gpu)
         parts = machine.at(-(-size // setup.ranks))
-        whole = depth * parts.rest_forward * (1 - machine.again)  # of a forward, what a recomputed one leaves out
+        whole = depth * parts.rest_forward * (1 - machine.again)  # forward work that a recomputed forward leaves out
         forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + whole + parts.edge_forward
         of_forward, of_backward = attention_seconds(machine, parts.tokens)
         further = further_work(call, depth, tokens, size)
@@ -470,7 +464,7 @@ class Case:
         )
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
-        """Whether N tokens fit into GPU and host."""
+        """Return whether N tokens fit into the memory of GPU and host."""
         planned = self.memory(settings, tokens, rows)
         on_host = planned.host + (planned.states if self.host else 0)
         return planned.peak <= self.gpu.usable(self.setup.ranks) and on_host <= self.host * GIB
@@ -482,7 +476,7 @@ class Case:
         return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:
-        """The most tokens N that fit, a multiple of GRAIN * R; 0 where none do."""
+        """Return the most tokens N that fit, in multiples of GRAIN * R, or of `stream`; 0 if none fit."""
         if settings.stream is not None and self.memory(settings, settings.stream).peak <= self.gpu.usable(
             self.setup.ranks
         ):
@@ -493,20 +487,20 @@ class Case:
         units = up_to(Exchanged())
         if self.setup.ranks == 1:
             return units * unit
-        # an exchange is priced once for each guess; it grows with N, so what fits beside that of more tokens fits
+        # each guess plans one exchange; its memory grows with N, so what fits with a longer length's exchange fits
         fitting, too_many, guess = 0, units + 1, units
         while too_many - fitting > max(1, fitting // CLOSE):
             rows = self._rows(settings, guess * unit)
-            beside = 0 if rows is None else up_to(rows)
-            if beside >= guess:
+            allowed = 0 if rows is None else up_to(rows)
+            if allowed >= guess:
                 fitting = guess
             else:
-                fitting, too_many = max(fitting, beside), guess
+                fitting, too_many = max(fitting, allowed), guess
             guess = (fitting + too_many) // 2
         return fitting * unit
 
     def _rows(self, settings: MemorySettings, tokens: int) -> Exchanged | None:
-        """The exchange's memory at a length that is tried; None where the exchange holds too much."""
+        """Return the exchange's memory at a length; None if the exchange needs too much."""
         for name in (self.setup.exchange, "auto"):  # a named exchange may not serve this length
             try:
                 return replace(self, setup=replace(self.setup, exchange=name)).memory(settings, tokens).exchange
@@ -519,7 +513,7 @@ class Case:
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
-    """The largest n in 1..most for which a monotone condition holds; 0 where there is none."""
+    """Return the largest n in 1..most that satisfies a monotone condition; 0 if none does."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high

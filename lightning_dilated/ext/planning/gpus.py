@@ -1,4 +1,4 @@
-"""GPUs by name (memory and its speed, FLOP/s in 16 bits, links), and time and peak memory of a call on this machine's GPU.
+"""Known GPUs (memory, bandwidth, FLOP/s in 16 bits, links), and the time and peak memory of a call on a GPU.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -22,22 +22,21 @@ from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS
 
 GIB = 2**30
-#: share of a GPU's memory that is left free, and its least bytes (see `_device.ROOM`): the allocator's fragments, and what
-#: counting does not see
+#: the share of a GPU's memory that is left free, and its least bytes (see `_device.ROOM`), for the allocator's
+#: fragments and for memory that is not counted
 MARGIN, LEAST = 0.03, ROOM
-#: memory of CUDA and its libraries outside of torch's allocator, and of NCCL with several ranks; on two H200 both together
-#: held 2.85 GiB when training began, and 3.02 later
+#: memory of CUDA and its libraries outside torch's allocator, and of NCCL with several ranks; on two H200 they held
+#: 2.85 GiB together when training began, and 3.02 later
 CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
-#: bytes/s one way that makers state: NVLink 4 of H200 and H100 (900 GB/s both ways, their data sheets), NVLink 3 of A100
-#: (600 GB/s both ways, its data sheet), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s both ways in the data
-#: sheets of L40S and A10)
+#: bytes/s one way by data sheets: NVLink 4 of H200 and H100 (900 GB/s both ways), NVLink 3 of A100 (600 GB/s both
+#: ways), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s both ways for L40S and A10)
 NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
-#: the share of that which an all-to-all reached on H200, 259 GB/s; assumed for other links, too
+#: the share of NVLink's speed that an all-to-all reached on H200, 259 GB/s; assumed for other links, too
 REACHED = DEFAULTS.near / NVLINK4
-#: bytes/s of a network adapter, assumed to be one a GPU: 200 Gb/s of a DGX A100 (eight for its eight GPUs, its
-#: data sheet), and 100 Gb/s, a guess, in nodes without NVLink
+#: bytes/s of a network adapter; a node is assumed to have one for each GPU: 200 Gb/s as in a DGX A100 (its data sheet),
+#: and 100 Gb/s, a guess, in nodes without NVLink
 ADAPTER200, ADAPTER100 = 25e9, 12.5e9
 _MEASURE = "a guess; `lightning-dilated bench links` measures, --links FILE takes it"
 
@@ -49,7 +48,7 @@ def _nvlink(stated: float, far: float, what: str) -> Links:
 
 
 def _pcie(staged: bool, without: str = "no NVLink") -> Links:
-    """Of cards without NVLink; `staged`: through the host's memory, where the driver has no peer access."""
+    """Return the links of cards without NVLink; `staged`: through the host's memory, without peer access."""
     near = round(PCIE4 * REACHED / (2 if staged else 1) / 1e9) * 1e9
     how = (
         f"half of {REACHED:.0%} of it, through the host's memory"
@@ -69,7 +68,7 @@ class Gpu:
         flops: FLOP/s of dense products in bf16, from the data sheet.
         bandwidth: bytes/s of the memory, from the data sheet.
         capability: compute capability.
-        links: the speeds between them that a plan assumes, with their source.
+        links: assumed speeds between GPUs, with their source.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Gpu:
     links: Links = DEFAULTS
 
     def usable(self, ranks: int = 1) -> int:
-        """Bytes of torch's allocator that a step may use."""
+        """Return the bytes of torch's allocator that a step may use."""
         return self.memory - max(LEAST, int(self.memory * MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
 
 
@@ -93,7 +92,7 @@ _H100 = replace(_H200, source="defaults: those of H200, whose NVLink an SXM H100
 _A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 
 
-#: what drivers report of 141, 80, 40, 48 and 24 GB; H200 and H100 as seen on this project's machines
+#: memory is what drivers report for 141, 80, 40, 48 and 24 GB; H200 and H100 as read on this project's machines
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -110,10 +109,10 @@ GPUS = {
 
 
 def find_gpu(name: str, gib: float | None = None) -> Gpu:
-    """The GPU of a name (without regard to case and punctuation), with another memory of `gib`.
+    """Return the GPU with a name, ignoring case and punctuation; `gib` replaces its memory.
 
     Raises:
-        ValueError: for an unknown name, listing the known ones; for impossible memory.
+        ValueError: if the name is unknown (lists the known ones) or the memory impossible.
     """
     plain = lambda x: "".join(c for c in x.lower() if c.isalnum())  # noqa: E731
     known = {plain(x): gpu for x, gpu in GPUS.items()} | {"a100": GPUS["A100-80GB"], "h10080gb": GPUS["H100"]}
@@ -130,9 +129,9 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of `run` after a warm-up, over `repeats` samples.
+    """Return the median seconds of `run` after a warm-up, over `repeats` samples.
 
-    On a GPU (`device`) each sample is of as many consecutive runs as fill 20 ms.
+    On a GPU (`device`) each sample repeats `run` for about 20 ms.
     """
     run()
     if device.type != "cuda":
@@ -143,8 +142,8 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
             samples.append(time.perf_counter() - begin)
         return statistics.median(samples)
     with torch.cuda.device(device):
-        times = max(1, round(0.02 / on_gpu(run, 1)))
-        return statistics.median(on_gpu(run, times) for _ in range(repeats))
+        calls = max(1, round(0.02 / on_gpu(run, 1)))
+        return statistics.median(on_gpu(run, calls) for _ in range(repeats))
 
 
 #: approximate cycles a second of a GPU's clock
@@ -152,7 +151,7 @@ CLOCK = 2e9
 
 
 def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
-    """Mean seconds of `times` calls; the GPU is kept busy for `ahead` seconds before."""
+    """Return the mean seconds of `times` calls; the GPU is kept busy for `ahead` seconds before them."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if ahead:
@@ -166,9 +165,9 @@ def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> float:
-    """Peak GiB of `run` above what was held before; NaN where the system does not report it.
+    """Return the peak GiB that `run` adds to the memory held before; NaN if the system does not report it.
 
-    `device` is the GPU whose memory counts, or a CPU: then the process's resident memory does.
+    `device` is the measured GPU, or a CPU, for the process's resident memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -202,13 +201,13 @@ def dense_yardstick(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Callable[[], None]:
-    """Torch's own attention, forward and backward, over contiguous tensors with the sizes of a pattern's blocks.
+    """Return torch's attention, forward and backward, over contiguous tensors with the sizes of a pattern's blocks.
 
-    The same segments, heads and rows, without dilation, merge and joint backward: the cost of the FLOPs alone. Of a window
-    segments with as many pairs a row.
+    It has the same segments, heads and rows, without dilation, merging and the joint backward: the cost of the FLOPs
+    alone. A window is replaced by segments with the same number of pairs a row.
 
     Args:
-        pattern: whose blocks it takes.
+        pattern: the pattern.
         seq_len, heads, head_dim: N, H and D.
         causal: whether half of each block is masked.
         dtype, device: of the tensors.

@@ -1,4 +1,4 @@
-"""Host memory of this process: resident, at its peak, and held for copies to a GPU."""
+"""Host memory of this process: resident, peak, and pinned for copies to a GPU."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ STATUS = Path("/proc/self/status")
 
 
 def host_memory(status: Path = STATUS) -> dict[str, int | None]:
-    """Bytes: `host` resident now, `host_peak` the most so far, `pinned` held for copies to a GPU.
+    """Return bytes: `host` resident now, `host_peak` at the peak, and `pinned` for copies to a GPU.
 
-    Where Linux does not tell, the peak is getrusage's and the present unknown (None); pinned memory is that of torch's own
-    allocator (its caches with it) and of offloaded block inputs; unknown without a GPU in use.
+    If Linux does not report them, the peak is getrusage's and the present is None. Pinned memory counts torch's
+    allocator with its caches and offloaded block inputs; it is None if no GPU is in use.
     """
     try:
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
         now, peak = (int(fields[x].split()[0]) * 1024 for x in ("VmRSS", "VmHWM"))
     except (OSError, KeyError, ValueError):
-        import resource  # not everywhere
+        import resource  # missing on some systems
 
         unit = 1 if sys.platform == "darwin" else 1024
         now, peak = None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,7 +1,6 @@
-"""Machine: the measured times of one device for the parts of a training step, and those of the rules of recurrences
-(`RuleTimes`).
+"""Measured times of one device: the parts of a training step (`Machine`) and the rules of recurrences (`RuleTimes`).
 
-Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
+Shape letters: L tokens of a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of a call as `fixed` + `each` * (its pairs, or its bytes)."""
+    """Seconds of a call: `fixed` + `each` * (pairs or bytes)."""
 
     fixed: float
     each: float
@@ -44,8 +43,8 @@ class Parts:
 
     Attributes:
         attention_forward, attention_backward: a rank's local attention with the pattern geometric(first, tokens).
-        wide_forward, wide_backward: added by one more branch with segments wider than the rank's tokens, for the pairs of
-            its own tokens.
+        wide_forward, wide_backward: added by one more branch with segments wider than the rank's tokens, for pairs
+            of the rank's tokens.
         rest_forward, rest_backward: a block without the op.
         edge_forward, edge_backward: embedding, last norm, output projection and loss.
     """
@@ -71,23 +70,23 @@ class Machine:
     """One device and one shape of model, measured by `benchmarks/step_parts.py`.
 
     Attributes:
-        name: of the device, with the versions that were measured.
-        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; `precision` is the Trainer's.
+        name: the device, with the versions that were measured.
+        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; the Trainer's precision.
         first: shortest segment of the geometric pattern whose local branches were measured.
-        block_parameters, edge_parameters: parameters of a block, and of all that is no block.
+        block_parameters, edge_parameters: parameters of a block, and parameters outside blocks.
         parts: seconds at rising numbers of tokens.
         optimizer: seconds of the optimizer's step over all parameters.
         again: the time of a recomputed forward of a block without the op, relative to the first (`Parts.rest_forward`).
-        arrive_forward, arrive_backward: seconds of a batch of arriving rows by its (query, key) pairs, over heads.
+        arrive_forward, arrive_backward: seconds of a batch of arriving rows, by its (query, key) pairs over heads.
         pack: seconds of gathering rows of K and V into a buffer, by the buffer's bytes.
         add: seconds of summing returned gradients, by their bytes.
-        few_forward, few_backward: seconds of picking the query rows that other ranks' keys reach and of adding to them and
-            to their keys, by the number of such query rows, over heads.
-        long_forward, long_backward: seconds of a (query, key) pair among rows that see many keys. What the attention of
-            `parts` took beyond them is each row's. 0: not measured, and all of it is the pairs'.
+        few_forward, few_backward: seconds of selecting the query rows that other ranks' keys reach, and of adding to
+            these rows and to the keys, by the number of query rows over heads.
+        long_forward, long_backward: seconds of a (query, key) pair in rows that see many keys. The other time of the
+            attention in `parts` is counted by query rows. 0: not measured, and all of it is counted by pairs.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: in the constructor, naming the argument.
     """
 
     name: str
@@ -138,7 +137,7 @@ class Machine:
         return 4 if self.precision.endswith("mixed") else self.element_size
 
     def at(self, tokens: int) -> Parts:
-        """The parts at L tokens: interpolated between measured neighbours; beyond the ends proportional."""
+        """Return the parts at L tokens: interpolated between measured numbers, and proportional beyond them."""
         integer(tokens, "tokens", 1)
         for low, high in itertools.pairwise(self.parts):
             if low.tokens <= tokens <= high.tokens:
@@ -148,14 +147,14 @@ class Machine:
         return _sum(tokens, (nearest, tokens / nearest.tokens))
 
     def require(self, **sizes: Any) -> Machine:
-        """This machine, or an error if another model was measured.
+        """Return this machine, or raise if another model was measured.
 
         Args:
             sizes: fields of the model by name, such as dim=768, causal=True.
 
         Raises:
             TypeError: for a name that is no field of the model.
-            ValueError: with every field that differs.
+            ValueError: listing all fields that differ.
         """
         known = [f.name for f in dataclasses.fields(self)][1:11]
         unknown = sorted(set(sizes) - set(known))
@@ -172,20 +171,20 @@ class Machine:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, for `load`."""
+        """Write this machine as JSON, for `load`."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
-            FileNotFoundError: where there is no file.
-            TypeError, ValueError: for a file that is something else, naming what is missing or unknown.
+            FileNotFoundError: if there is no file.
+            TypeError, ValueError: for another file, naming what is missing or unknown.
         """
         try:
             fields = json.loads(Path(path).read_text())
-        except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
+        except (ValueError, RecursionError) as error:  # RecursionError for values nested too deeply
             raise ValueError(
                 f"{path} is no JSON: {error}. It should be what benchmarks/step_parts.py --output wrote."
             ) from None
@@ -196,18 +195,18 @@ class Machine:
         return cls(**fields)
 
 
-#: of one H100, by benchmarks/recurrence_time.py
+#: measured on one H100 by benchmarks/recurrence_time.py
 RULES = Path(__file__).with_name("h100_recurrence.json")
 
 
 @dataclass(frozen=True)
 class RuleTimes:
-    """Measured seconds of rules of recurrences.
+    """Measured seconds of the rules of recurrences.
 
     Attributes:
-        name, gpu: of the device, with the versions that were measured, and as `gpus.GPUS` has it.
-        tokens, heads, kv_heads, head_dim: of the calls, whose rows are bf16.
-        rules: of each kind, seconds by "forward" and "backward", which computes the forward once more.
+        name, gpu: the device with the versions that were measured, and its name in `gpus.GPUS`.
+        tokens, heads, kv_heads, head_dim: sizes of the calls, with bf16 rows.
+        rules: seconds by kind and "forward" or "backward", which includes the forward once more.
     """
 
     name: str
@@ -219,7 +218,7 @@ class RuleTimes:
     rules: Mapping[str, Mapping[str, float]]
 
     def of(self, kind: str, flops: float) -> tuple[float, float]:
-        """Seconds forward and backward of a rule's FLOPs (`Recurrence.flops`) on that device, in proportion to them."""
+        """Return the seconds, forward and backward, of a rule's FLOPs (`Recurrence.flops`), in proportion to them."""
         measured = self.tokens * Recurrence(kind).flops(self.heads, self.kv_heads, self.head_dim)
         times = self.rules[kind]
         return times["forward"] * flops / measured, times["backward"] * flops / measured
@@ -227,7 +226,7 @@ class RuleTimes:
 
 @functools.cache
 def measured_rules() -> RuleTimes:
-    """Those that plans take."""
+    """Load the times that plans use."""
     return RuleTimes(**_checked(RULES, RuleTimes, json.loads(RULES.read_text())))
 
 
@@ -237,7 +236,7 @@ def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
 
 
 def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
-    """The fields, if they are those of a dataclass and no others."""
+    """Return the fields if they match a dataclass."""
     want = {f.name for f in dataclasses.fields(kind)}
     needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
     have = set(fields) if isinstance(fields, dict) else set()

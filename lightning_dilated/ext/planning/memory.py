@@ -1,6 +1,6 @@
-"""The memory of a rank at the highest moment of a step, by kind, and a plot that compares settings.
+"""Estimate a rank's memory by kind at the peak of a step, and plot it for several settings.
 
-Shape letters: N tokens of the sequence, L of a rank, R ranks.
+Shape letters: N tokens of the sequence, L tokens of a rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """A setting: bytes of a rank by kind (None: not counted), and the most tokens that fit."""
+    """A bar of the plot: bytes of a rank by kind (None: not counted), and the most tokens that fit."""
 
     name: str
     kinds: Mapping[str, int] | None
@@ -59,9 +59,9 @@ def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, c
 
     Args:
         bars: from the top down.
-        limit: bytes that a rank may take.
+        limit: bytes that a rank may use.
         title: of the left half.
-        caption: what the numbers rest on, printed below.
+        caption: basis of the numbers, printed below.
     """
     text = textwrap.fill(caption, 165)
     inches = 1.8 + 0.42 * len(bars) + 0.16 * (text.count("\n") + 1)
@@ -85,7 +85,7 @@ def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, c
 
 
 def short(tokens: float) -> str:
-    """4M for 4 * 2**20, and so on."""
+    """Format a number of tokens, such as 4M for 4 * 2**20."""
     for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if tokens >= unit:
             return f"{tokens / unit:g}{name}"
@@ -93,7 +93,7 @@ def short(tokens: float) -> str:
 
 
 def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
-    """Stacked bars; those far beyond the limit are cut off and labelled."""
+    """Draw stacked bars; bars far beyond the limit are cut off and labelled."""
     totals = [0.0] * len(bars)
     for kind in KINDS:
         sizes = [(bar.kinds or {}).get(kind, 0) / GIB for bar in bars]
@@ -112,26 +112,26 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
     axes.set(xlim=(0, end), xlabel="GiB of a rank")
 
 
-#: bytes of optimizer states for each byte of parameters: AdamW keeps two in the parameters' dtype
+#: bytes of AdamW's states for each byte of parameters: two numbers in the parameters' dtype
 ADAMW = 2.0
-#: bytes of states of a parameter with 8-bit AdamW: two elements, and fp32 maxima of blocks of 256
+#: bytes of 8-bit AdamW's states for each parameter: two 8-bit numbers, and fp32 maxima of blocks of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
-#: cuBLAS workspaces on a GPU of capability 9.0, and on others: of the forward's thread and of the backward's
+#: cuBLAS workspaces of two threads, the forward's and the backward's, on a GPU of capability 9.0 and on others
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, of the rank with most, at the highest moment of a step.
+    """Bytes of the rank that needs most, at the peak of a step.
 
     Attributes:
-        kinds: by kind of memory; they add up to `peak`.
+        kinds: bytes by kind of memory; they add up to `peak`.
         host: pinned host memory of the rank, for block inputs.
         moment: the part of the step with the peak, such as ("backward", 0): the first block's backward.
         exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
-        carried: of `peak`, what a stream carries from chunk to chunk.
+        carried: bytes of `peak` that a stream carries from chunk to chunk.
     """
 
     kinds: dict[str, int]
@@ -143,19 +143,20 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes of torch's allocator."""
+        """Bytes of torch's allocator at the peak."""
         return sum(self.kinds.values())
 
 
 def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None) -> Memory:
-    """What a rank holds with N tokens on all ranks together.
+    """Return the memory of a rank with N tokens on all ranks together.
 
-    What a second stack saves is counted as temporary.
+    Tensors that a second stack saves count as temporary.
 
     Args:
-        footprint: what the model holds with its memory settings.
+        footprint: the counted memory of the model with its settings.
         tokens: N.
-        rows: memory of the exchange, where it is known.
+        setup: GPUs and strategy; None: one GPU.
+        rows: memory of the exchange, if it is known.
 
     Raises:
         ValueError: for an exchange that cannot run this pattern.
@@ -174,7 +175,7 @@ def memory(footprint: Footprint, tokens: int, setup: Setup | None = None, rows: 
 
 
 def on_host(footprint: Footprint, tokens: int) -> int:
-    """Bytes of offloaded block inputs, with L tokens; each stack has a budget of its own."""
+    """Return the bytes of offloaded block inputs with L tokens; each stack has its own budget."""
     settings, decoder = footprint.subject.memory, footprint.subject.decoder
     size, inner = footprint.hidden * tokens, footprint.inner * tokens
     of_decoder = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
@@ -182,13 +183,13 @@ def on_host(footprint: Footprint, tokens: int) -> int:
 
 
 def _offloaded_inputs(footprint: Footprint, size: int) -> int:
-    """The number of offloaded block inputs of the first stack."""
+    """Return the number of offloaded block inputs of the first stack."""
     return offloaded(footprint.subject.memory, footprint.subject.depth, size, footprint.first_kept)
 
 
 def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
-    """The number of block inputs of `size` bytes that are offloaded, as `memory.offload.Host` chooses them; not the first
-    `first_kept`, which need no gradient."""
+    """Return the number of offloaded block inputs of `size` bytes, as `memory.offload.Host` chooses them. The first
+    `first_kept` need no gradient and are not offloaded."""
     groups = -(-depth // settings.every)
     if settings.offload <= 1:
         return max(0, round(settings.offload * groups) - first_kept)
@@ -196,43 +197,43 @@ def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int =
 
 
 def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
-    """Bytes of the second stack's block inputs that are on the host only at a moment: all that `memory.offload.Host` sends,
-    except the one in use, the one being fetched, and where all are sent the last one."""
+    """Return the bytes of the second stack's block inputs that only the host holds at a moment: all offloaded inputs,
+    except the input in use, the input being fetched, and the last input if all are offloaded."""
     decoder, settings = footprint.subject.decoder, footprint.subject.memory
     if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
         return 0
     size = footprint.inner * tokens
     sent = offloaded(settings, decoder.depth, size)
-    inputs = sent - (sent == -(-decoder.depth // settings.every))  # else the next block frees the last one sent
+    inputs = sent - (sent == -(-decoder.depth // settings.every))  # the next block, if any, frees the last input
     if moment.decoding:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
         if moment.phase == "backward":
-            # a group fetches the input before its own; a single block does where its own was sent
+            # a group fetches the previous input; a single block does so if its own input was offloaded
             fetched = within == 0 and (settings.every > 1 or group < sent)
             inputs = min(sent, group - fetched)
-        else:  # the first one is the stack's argument
+        else:  # the first input is the stack's argument
             inputs = min(sent, group) - 1
     return max(0, inputs) * size
 
 
 def states_on_host(footprint: Footprint, setup: Setup) -> int:
-    """Bytes of host memory for a rank's shard of parameters, gradients and optimizer states; 0 without cpu_offload.
+    """Return the bytes of host memory for a rank's parameters, gradients and states; 0 without cpu_offload.
 
     Parameters and gradients are pinned, each in a buffer that torch rounds up to a power of two.
     """
     if not setup.cpu_offload:
         return 0
     size = footprint.parameter_size
-    part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
+    part = lambda rows, *dims: size * math.prod((-(-rows // setup.ranks), *dims))  # noqa: E731
     shapes = _shapes(footprint.subject.make, footprint.subject.depth)
     locked = sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)
     return locked + _states(-(-footprint.trained // setup.ranks), size, setup)
 
 
 def moved_as_fit_ends(footprint: Footprint, setup: Setup) -> int:
-    """Bytes of a rank's parameters, gradients and optimizer states, which Lightning moves to the host when a fit ends."""
+    """Return the bytes of a rank that Lightning moves to the host when a fit ends: parameters, gradients, states."""
     trained = footprint.trained
     whole = footprint.parameters + trained + _states(trained, footprint.parameter_size, setup)
     return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole
@@ -240,7 +241,7 @@ def moved_as_fit_ends(footprint: Footprint, setup: Setup) -> int:
 
 @functools.cache
 def _shapes(make: Callable[[int], DilatedModule], depth: int) -> list[tuple[torch.Size, bool]]:
-    """Of all parameters, and whether they are trained."""
+    """Return the shapes of all parameters, and whether each is trained."""
     return [(p.shape, p.requires_grad) for p in blank(make, depth).parameters()]
 
 
@@ -249,7 +250,7 @@ def _power_of_two(size: int) -> int:
 
 
 def _states(parameters: int, size: int, setup: Setup) -> int:
-    """Bytes of the optimizer's states for bytes of parameters of a size."""
+    """Return the bytes of optimizer states; `parameters`: bytes of parameters of `size` bytes each."""
     eight = setup.optimizer == "adamw8bit"
     return round(parameters / size * ADAMW_8BIT) if eight else round(parameters * ADAMW)
 
@@ -263,7 +264,7 @@ def _at(
     rows: Exchanged,
     away: int,
 ) -> dict[str, int]:
-    """Bytes by kind at a moment; `away`: block inputs that are offloaded."""
+    """Return the bytes by kind at a moment; `away`: the number of offloaded block inputs."""
     held, saved = footprint.held(moment, tokens), footprint.saved(moment, tokens)
     if saved and away:
         less = _on_host_only(footprint, moment, away) * footprint.hidden * tokens
@@ -279,19 +280,19 @@ def _at(
 
 
 def _on_host_only(footprint: Footprint, moment: Moment, away: int) -> int:
-    """The number of block inputs that are on the host and not on the GPU; `away`: those offloaded in all."""
+    """Return the number of block inputs that only the host holds; `away`: the number of offloaded ones."""
     first, group = footprint.first_kept, moment.group
-    # the GPU's copy of a group's input is freed when the next one is sent; in the backward it is back
-    own = first <= group < first + away
-    if moment.phase == "backward" and not moment.decoding:  # the next one is fetched during a group's first block
-        others = moment.within == 0 and group > first
-    else:  # the caller of the blocks holds the first one's input, until the last one is done
-        others = moment.within is not None and not first and moment.part != ("behind", footprint.subject.depth - 1)
-    return max(0, min(away, group + 1 - first) - own - others)
+    # the GPU's copy of a group's input is freed when the next copy starts; in the backward it is back on the GPU
+    current = first <= group < first + away
+    if moment.phase == "backward" and not moment.decoding:  # the next input is fetched during a group's first block
+        another = moment.within == 0 and group > first
+    else:  # the caller of the blocks holds the first block's input until the last block is done
+        another = moment.within is not None and not first and moment.part != ("behind", footprint.subject.depth - 1)
+    return max(0, min(away, group + 1 - first) - current - another)
 
 
 def _static(footprint: Footprint, moment: Moment, setup: Setup) -> dict[str, int]:
-    """Parameters, gradients and states on a rank."""
+    """Return the bytes of parameters, gradients and states on a rank."""
     parameters, trained = footprint.parameters, footprint.trained
     gradients = moment.static - parameters
     states = _states(trained, footprint.parameter_size, setup)
@@ -300,11 +301,11 @@ def _static(footprint: Footprint, moment: Moment, setup: Setup) -> dict[str, int
         buckets = trained if averaged else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
     decoder = footprint.subject.decoder
-    inner = decoder.parameters * footprint.parameter_size if decoder else 0  # of a block of the second stack
+    inner = decoder.parameters * footprint.parameter_size if decoder else 0  # bytes of a block of the second stack
     sizes, trained_sizes = zip(*footprint.blocks, strict=True)
     edge = parameters - sum(sizes) - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
-    # gathered: parameters of this block, of the next one, and of what is in no block; unreduced: gradients of two blocks
+    # gathered: parameters of this block, the next block, and outside blocks; unreduced: gradients of two blocks
     widest = max(inner, *sizes)
     gathered = 2 * widest + edge
     block_gradients = max(inner, *trained_sizes)
@@ -312,18 +313,18 @@ def _static(footprint: Footprint, moment: Moment, setup: Setup) -> dict[str, int
     if unreduced:  # gradients of the output projection and the last norm stay unsharded until the backward is done
         edge_gradients = max(0, footprint.edge_gradients - (decoder.depth * inner if decoder else 0))
         unreduced += edge_gradients if setup.cpu_offload else edge_gradients - share(edge_gradients)
-    if setup.cpu_offload:  # and a block's shards that are being copied from and to the host
+    if setup.cpu_offload:  # shards of a block are being copied from and to the host, too
         copied = share(block_gradients) if unreduced else 0
         return {PARAMETERS: gathered + share(widest), GRADIENTS: unreduced + copied, OPTIMIZER: 0}
     return {PARAMETERS: share(parameters) + gathered, GRADIENTS: share(gradients) + unreduced, OPTIMIZER: share(states)}
 
 
 def _exchange(footprint: Footprint, moment: Moment, rows: Exchanged) -> int:
-    """Rows of other ranks: those that layers save, and those of the running call."""
+    """Return the bytes of other ranks' rows: rows saved by layers, and rows of the running call."""
     keeps, outside = footprint.subject.memory.policy != "block", moment.part in (("between",), ("head",))
     layers = footprint.layers(moment) if moment.within is not None or moment.decoding or outside else 0
     kept, decoder, inner = 0, footprint.subject.decoder, rows.decoder or Exchanged()
-    if moment.decoding or outside:  # all of the first stack, and at most all of the second
+    if moment.decoding or outside:  # all layers of the first stack, and at most all of the second
         kept = inner.kept * (decoder.depth if decoder and keeps else 1)
     kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)
     running = inner if moment.decoding else rows

@@ -1,7 +1,4 @@
-"""`lightning-dilated plan`: memory, bytes, time and the longest sequence of a run, before anything is started.
-
-Shape letters: N tokens of the sequence, R ranks.
-"""
+"""`lightning-dilated plan`: memory, time, traffic and the longest sequence of a run, before anything is started."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.sequence.head_size import plan_in_groups
 from lightning_dilated.sequence.planner import make_problem
 
-#: another layout is named where the busiest rank computes longer than the average by this share of a step
+#: another layout is proposed if the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
-#: page that lists what is measured, what is scaled and what is assumed
+#: page that lists what is measured, scaled and assumed
 RESTS_ON = 'docs/planning.md, "The assumptions of a plan"'
 
 
 def run(argv: list[str]) -> None:
-    """Parse, estimate, print, and plot on request."""
+    """Parse, estimate and print, and plot if asked."""
     if {"--find-max", "--find_max"} & set(argv):
         raise ValueError(removed("plan --find-max"))
     args = parser().parse_args(argv)
@@ -53,7 +50,7 @@ def run(argv: list[str]) -> None:
 
 
 def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
-    """The layout in which all ranks compute equally long, where the planned time is clearly that of the busiest rank."""
+    """Return a note on the layout: a shared stream, or a faster zigzag if the busiest rank sets the planned time."""
     time = None if row is None else row.time
     if request.layout == "chunked" or (time is not None and time.exchange is not None):
         return (
@@ -73,7 +70,7 @@ def layout_hint(request: Request, case: Case, row: Row | None) -> str | None:
 
 
 def recurrence_notes(case: Case) -> list[str]:
-    """Notes on the time of recurrences, and on what is not counted."""
+    """List notes on the time of recurrences, and on what is not counted."""
     layers = [x for x in in_turns(case.facts.recurrences or (None,), case.facts.depth) if x is not None]
     if not layers:
         return []
@@ -95,12 +92,12 @@ def recurrence_notes(case: Case) -> list[str]:
 
 
 def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
-    """Notes on what this plan counts and leaves out; `row` is the recommended setting."""
+    """List notes on what this plan counts and leaves out; `row` is the recommended setting."""
     base, setup, size = measured_machine(), case.setup, request.shared_by
-    own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
+    measured = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes: list[str | None] = [
-        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled). "
-        f"What all numbers rest on: {RESTS_ON}.",
+        f"time: {'measured parts' if measured else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, "
+        f"compiled). The basis of all numbers: {RESTS_ON}.",
         *request.model.planning_notes(),
         *recurrence_notes(case),
     ]
@@ -112,8 +109,8 @@ def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
         notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
     if size is not None:
         notes.append(
-            f"with the recipe's sequence_size a sequence lies on {size} of the {setup.ranks:,} GPUs, which train "
-            f"{setup.ranks // size} at a time, and one on all of them is planned: --gpus {size} plans one of those."
+            f"the recipe's sequence_size puts a sequence on {size} of the {setup.ranks:,} GPUs, which train "
+            f"{setup.ranks // size} at a time; this plan puts one on all of them. --gpus {size} plans the recipe's sequence."
         )
     if request.outer:
         notes.append(
@@ -127,15 +124,15 @@ def notes_on(request: Request, case: Case, row: Row | None = None) -> list[str]:
         )
     if request.streams:
         notes.append(
-            f"the recipe's data are {request.streams} streams, and one step of one stream is planned, by itself: for a data "
-            "rank's memory give --tokens as many times as it has streams; what is carried from step to step is not in it."
+            f"the recipe's data are {request.streams} streams; this plan is for one step of one stream. For a data rank's "
+            "memory multiply --tokens by its number of streams; states carried from step to step are not counted."
         )
     return [note for note in notes if note]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The report: lines to print, and bars to draw."""
+    """Lines to print, and bars to draw."""
 
     lines: list[str]
     bars: list[Bar]
@@ -146,7 +143,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: the longest sequence, and memory and time at the requested length (or at the longest)."""
+    """A planned setting: its longest sequence, and memory and time at the requested length, or at the longest."""
 
     settings: MemorySettings
     longest: int
@@ -196,7 +193,7 @@ def report(request: Request) -> Report:
 
 
 def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySettings]) -> None:
-    """Raise where a stream cannot be run."""
+    """Raise if the model or the strategy cannot run a stream."""
     sizes, name = [x.stream for x in settings if x.stream is not None], type(request.model).__name__
     if sizes and not getattr(request.model, "streams", False):
         raise ValueError(f"--stream {sizes[0]}: {name} cannot be computed chunk by chunk. Leave it out.")
@@ -208,7 +205,7 @@ def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySett
 
 
 def strategy_of(request: Request, facts: Facts) -> str:
-    """The requested strategy, else DDP unless parameters, gradients and states would take half a GPU."""
+    """Return the requested strategy, else DDP unless parameters, gradients and states would take half a GPU."""
     if request.strategy is not None:
         return request.strategy
     each = 20 if request.precision.endswith("mixed") or request.precision == "32-true" else 10
@@ -245,7 +242,7 @@ def _head(request: Request, case: Case) -> list[str]:
 
 
 def in_numbers(n: int) -> str:
-    """85M, 7.9B, 1.0T."""
+    """Format a number as 85M, 7.9B or 1T."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if n >= size:
             return f"{n / size:.3g}{unit}"
@@ -275,7 +272,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 
 
 def _details(case: Case, row: Row) -> list[str]:
-    """Memory and time by kind, and the exchange, of the recommended setting."""
+    """List memory and time by kind, and the exchange, of the recommended setting."""
     memory, time = row.memory, row.time
     parts = " ".join(f"layer {x + 1}" if isinstance(x, int) else x for x in memory.moment)
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
@@ -333,7 +330,7 @@ def _exchange(case: Case, memory: Memory, time: Time) -> list[str]:
 
 
 def _head_sizes(request: Request, case: Case, tokens: int) -> list[str]:
-    """What `head_size="auto"` chooses for each pattern of the layers."""
+    """List the choices of `head_size="auto"` for the layers' patterns."""
     setup, call = case.setup, case.subject.call
     if request.head_size != "auto" or setup.ranks == 1 or request.layout == "chunked":
         return []
@@ -353,7 +350,7 @@ def _head_sizes(request: Request, case: Case, tokens: int) -> list[str]:
 
 
 def head_size_note(request: Request) -> str | None:
-    """What of the plan does not hold with head-parallel groups."""
+    """Return a note on what the plan leaves out with head-parallel groups."""
     if request.head_size == 1 or (request.head_size == "auto" and request.layout == "chunked"):
         return None
     return (
@@ -363,13 +360,13 @@ def head_size_note(request: Request) -> str | None:
 
 
 def _patterns(call: OpCall, depth: int) -> str:
-    """The pattern of all layers, or each pattern with its number of layers."""
+    """Return the pattern of all layers, or each pattern with its number of layers."""
     calls = call.layers(depth)
     return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
 
 
 def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
-    """(which layers, what their calls exchange), an entry for layers with the same plan."""
+    """List (label of layers, exchange of their calls), one entry for each plan."""
     if not x.others:
         return [("a layer's", x)]
     numbers: dict[Exchanged, list[int]] = {}
@@ -380,20 +377,20 @@ def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
 
 
 def _prices(layer: str, x: Exchanged) -> list[str]:
-    """The exchanges' prices for a layer's call."""
+    """List the exchanges' prices for a layer's call."""
     if x.plan is None or not x.plan.prices:
         return []
     return [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
 
 
 def _recipe(request: Request, case: Case, row: Row) -> list[str]:
-    """The whole recipe of a run as it is planned; of sizes that no recipe has, what there is of it."""
+    """Return the whole recipe of the planned run, or only its settings if no recipe can express the model."""
     if request.recipe is None:
         lines = yaml_lines(row.settings, case.setup, request.residual)
         return ["in the recipe:", "", *(f"  {line}" for line in lines)]
     recipe, memory = request.recipe, request.exchange_memory
     init_args = (recipe.get("data") or {}).get("init_args") or {}
-    if "seq_len" in init_args and init_args["seq_len"] is None:  # neither option nor recipe has it: the longest
+    if "seq_len" in init_args and init_args["seq_len"] is None:  # set by no option or recipe: take the longest
         recipe = {**recipe, "data": {**recipe["data"], "init_args": {**init_args, "seq_len": row.tokens}}}
     options = {"exchange": request.exchange, "head_size": request.head_size}
     options |= {"exchange_memory_gib": None if memory is None else memory / GIB}
@@ -403,7 +400,7 @@ def _recipe(request: Request, case: Case, row: Row) -> list[str]:
 
 
 def _nothing(case: Case, rows: list[Row], request: Request) -> str:
-    """What to change if nothing fits."""
+    """Say what to change if nothing fits."""
     tokens = request.tokens
     narrow = "--residual_dtype bfloat16, " if "residual_dtype" in request.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
@@ -421,7 +418,7 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
             f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
         )
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
-    # shorter chunks hold less of themselves, and carry more rows from one to the next
+    # shorter chunks take less memory, but carry more rows to the next chunk
     another = "" if request.stream is None else "another --stream (without --stream and --policy, plan proposes one), "
     return (
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take {another}about "

@@ -1,6 +1,6 @@
 """The options of `plan`, completed by a recipe.
 
-Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
+Shape letters: N tokens of the sequence, R ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lightning_dilated.strategy.layout import layout_for
 from lightning_dilated.strategy.mesh import MeshSizes
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: the default pattern, that of the measurements
+#: the default pattern, as in the measurements
 SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 #: GPUs of a node
 NODE = 8
 
 
 def number(text: str) -> int:
-    """8192, 64K, 8M or 1G, in powers of 1024."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)", text.strip().upper().replace(",", "").replace("_", ""))
-    value = float(found[1]) * UNITS[found[2]] if found else 0
+    """Parse 8192, 64K, 8M or 1G, in powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)", text.strip().upper().replace(",", "").replace("_", ""))
+    value = float(match[1]) * UNITS[match[2]] if match else 0
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number such as 8192, 64K, 8M or 1G")
     return int(value)
@@ -110,7 +110,7 @@ def _machine(p: Any) -> None:
 
 
 def _head_size(text: str) -> int | str:
-    """auto, or a number."""
+    """Parse auto, or a number."""
     return "auto" if text == "auto" else number(text)
 
 
@@ -134,20 +134,20 @@ OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "
 
 @dataclass(frozen=True)
 class Request:
-    """The request.
+    """A run to plan.
 
     Attributes:
-        tokens: N; None: as many as fit.
+        tokens: N; None: the most that fit.
         settings: the only ones to plan; None: several are compared.
-        stream: of all compared settings; None: of settings that the plan proposes.
+        stream: tokens of a chunk in all compared settings; None: only settings that the plan proposes have chunks.
         host: GiB of host memory of a rank.
         strategy: None: the plan chooses.
         batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
-        shared_by: GPUs that share a sequence by the recipe's sequence_size, which is only named; None: all.
-        outer: whether the recipe's strategy takes outer steps, which are only named.
+        shared_by: GPUs that share a sequence by the recipe's sequence_size, for a note; None: all.
+        outer: whether the recipe's strategy takes outer steps, for a note.
         exchange_memory: bytes of the strategy's exchange_memory_gib.
-        data_ranks: of `Setup`: the recipe's GPUs, by planned GPUs.
-        recipe: the recipe with what the options change, but for memory settings and strategy; None: no recipe can say it.
+        data_ranks: the recipe's GPUs divided by planned GPUs, for `Setup`.
+        recipe: the recipe with the options, but without memory settings and strategy; None: no recipe can express them.
     """
 
     model: DilatedModule
@@ -186,7 +186,7 @@ class Request:
 
 
 def settled(args: argparse.Namespace) -> Request:
-    """The options, completed by the recipe's values.
+    """Complete the options by the recipe's values.
 
     Raises:
         ValueError, OSError: naming an option that is missing or invalid.
@@ -237,14 +237,14 @@ def settled(args: argparse.Namespace) -> Request:
         _shared_by(trainer.get("strategy"), ranks, ranks // per_node),
         bool(_init_args(trainer.get("strategy")).get("outer")),
         head_size, exchange_memory, args.stream,
-        max(1, _own_ranks(trainer) // ranks), _with_options(args, config, model, precision),
+        max(1, _recipe_ranks(trainer) // ranks), _with_options(args, config, model, precision),
     )  # fmt: skip
 
 
 def _with_options(
     args: argparse.Namespace, config: dict[str, Any], model: DilatedModule, precision: str
 ) -> dict[str, Any] | None:
-    """`Request.recipe`."""
+    """Return `Request.recipe`."""
     if config:
         arguments, data = _arguments(args, config, type(model)), config.get("data")
         if args.tokens and seq_len_of(args.config, data) is not None:
@@ -274,7 +274,7 @@ def _recipe(path: Path | None) -> dict[str, Any]:
 
 
 def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedModule:
-    """The recipe's model, with the sizes of the options.
+    """Build the recipe's model with the sizes of the options.
 
     Raises:
         ValueError: naming an option that the model has no argument for.
@@ -286,7 +286,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
 
 
 def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Arguments of the recipe's model, with the sizes of the options; errors as of `_from_recipe`."""
+    """Return the arguments of the recipe's model with the sizes of the options; raise as `_from_recipe`."""
     takes = options_of(cls)
     options = _sizes(args)
     if args.causal is not None:
@@ -303,19 +303,19 @@ def _arguments(args: argparse.Namespace, config: dict[str, Any], cls: type) -> d
 
 
 def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:
-    """The pattern of the options as a model's arguments: whole, or as two lists for a model with fixed offsets."""
+    """Return the options' pattern as a model's arguments: whole, or as two lists for a model with fixed offsets."""
     pattern = _pattern(args, args.tokens)
     if whole:
         return {"pattern": pattern.to_dict()}
     if args.offsets:
         raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
     lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
-    lists_of_branches = {name: [getattr(b, of) for b in pattern.branches] for name, of in lists.items()}
+    lists_of_branches = {name: [getattr(b, field) for b in pattern.branches] for name, field in lists.items()}
     return lists_of_branches | ({"max_wsi_size": None} if "max_wsi_size" in options_of(cls) else {})
 
 
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
-    """N of the recipe's data, of slides the rows of the longest; of a model of text without data the default's."""
+    """Return N of the recipe's data: for slides the rows of the longest, for text models without data the default."""
     if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
     most = _init_args(data).get("max_tiles")
@@ -323,12 +323,12 @@ def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
 
 
 def _init_args(entry: Any) -> dict[str, Any]:
-    """The arguments of a class in a recipe; none for a name alone."""
+    """Return the arguments of a class in a recipe; none for a plain name."""
     return (entry.get("init_args") or {}) if isinstance(entry, dict) else {}
 
 
 def _number_of(data: Any, name: str, default: int) -> int:
-    """A number above 0 among the arguments of a recipe's data."""
+    """Return a number above 0 among the arguments of a recipe's data."""
     size = _init_args(data).get(name)
     return size if isinstance(size, int) and size > 0 else default
 
@@ -343,12 +343,12 @@ def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
 
 
 def _size_arguments(args: argparse.Namespace, tokens: int | None) -> dict[str, Any]:
-    """Arguments of a LongNetLM of the options."""
+    """Return the arguments of a LongNetLM with the options' sizes."""
     return {"pattern": _pattern(args, tokens).to_dict(), "vocab_size": 256, **_sizes(args)}
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes that are named, by a model's arguments."""
+    """Return the sizes that options set, by the model's argument names."""
     sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     sizes |= {"ffn_dim": args.ffn_dim, "vocab_size": args.vocab, "residual_dtype": args.residual_dtype}
     return {name: size for name, size in sizes.items() if size is not None}
@@ -370,7 +370,7 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """What is planned of a Trainer's strategy; `name` is one of STRATEGIES, or None."""
+    """The planned options of a Trainer's strategy; `name` is one of STRATEGIES, or None."""
 
     name: str | None
     exchange: str
@@ -402,29 +402,28 @@ def _strategy(path: Path, strategy: Any) -> StrategyOptions:
 
 
 def _shared_by(strategy: Any, ranks: int, nodes: int) -> int | None:
-    """GPUs that share a sequence by a recipe's sequence_size and regions; None where it is all of them, or cannot be of so
-    many GPUs."""
+    """Return the GPUs that share a sequence by the recipe's sequence_size and regions; None: all, or invalid."""
     options = _init_args(strategy)
     regions = options.get("regions", 1)
     try:
         sizes = MeshSizes(ranks, options.get("sequence_size", "auto"), regions=nodes if regions == "auto" else regions)
         size = sizes.sequence_size
-    except (TypeError, ValueError):  # an error of the run itself
+    except (TypeError, ValueError):  # the run itself raises this
         return None
     return None if size == ranks else int(size)
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
     """(R, ranks of a node)."""
-    ranks = args.gpus or _own_ranks(trainer)
+    ranks = args.gpus or _recipe_ranks(trainer)
     nodes = args.nodes or -(-ranks // NODE)
     if ranks % nodes:
         raise ValueError(f"--nodes {nodes} must divide --gpus {ranks}, which counts the GPUs of all nodes.")
     return ranks, ranks // nodes
 
 
-def _own_ranks(trainer: dict[str, Any]) -> int:
-    """GPUs of the recipe; 1 where it does not say."""
+def _recipe_ranks(trainer: dict[str, Any]) -> int:
+    """Return the recipe's number of GPUs; 1 if it names none."""
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     nodes = launched_nodes() if nodes == "auto" else nodes
     local = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1

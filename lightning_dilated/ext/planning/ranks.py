@@ -1,14 +1,14 @@
-"""Seconds of a step on many ranks, in closed form, from the measured parts of one device.
+"""Estimate the seconds of a step on many ranks, in closed form, from the measured parts of one device.
 
-The rows of a layer's exchange travel while a rank computes the pairs of its own rows, and so do the gradients that return.
-What takes longer is waited for. Then the rank computes the pairs with the rows that arrived. The step takes as long as the
-busiest rank computes, and as long as the slowest rank's link needs for its bytes and messages, with a latency for each round
-(`Links`). With many ranks a few evenly spread ones stand for all (`planner.priced_ranks`).
+While a rank computes the pairs of its own rows, the rows of a layer's exchange travel, and so do the gradients that
+return. The rank waits for transfers that take longer, and then computes the pairs with the rows that arrived. A step
+takes as long as the busiest rank computes and the slowest rank's link needs for its bytes and messages, with a latency
+for each round (`Links`). With many ranks, a few evenly spread ranks are counted (`planner.priced_ranks`).
 
-Not counted: communication that slows computation down; the host, which runs ahead; loading and logging, except for a fixed
-`overhead`; collectives of single numbers.
+Not counted: communication that slows down computation; the host, which runs ahead; loading and logging, except for a
+fixed `overhead`; collectives of single numbers.
 
-Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that are priced for all, H query heads, K kv heads.
+Shape letters: N tokens, L tokens of a rank, R ranks, P ranks that are counted for all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_dilated.sequence.requirements import Problem, row_requests
 
 #: bytes of a bucket of gradients: the default of torch's DistributedDataParallel
 BUCKET = 25 * 2**20
-#: what a rank computes in attention: pairs of its own rows, pairs with rows that arrived, copies of the few rows these reach
+#: kinds of attention work: pairs of own rows, pairs with rows that arrived, copies of the few rows these reach, trades
 ATTENTION, ARRIVALS, FEW, TRADES = "attention", "arrivals", "few rows", "tokens for heads"
 
 Array = NDArray[np.float64]
@@ -60,12 +60,12 @@ class Step:
 
     Attributes:
         ranks, tokens: R, and N of the whole sequence.
-        exchange: its name, of the first pattern that has one; None where nothing crosses a cut.
+        exchange: name of the exchange of the first pattern that crosses ranks; None if none does.
         seconds: of the step.
         compute: seconds by kind of work on the busiest rank.
         exposed: seconds that the busiest rank waits for communication.
-        uneven: seconds that the busiest rank computes longer than the average rank: in a causal, contiguous run the last
-            rank's queries see most keys.
+        uneven: seconds that the busiest rank computes longer than the average rank. In a causal run with contiguous
+            shards the last rank's queries see most keys.
         received: bytes that a rank receives on average, by (pass, "near" or "far"); the passes are forward, again
             (recomputed forwards), backward and gradients.
     """
@@ -80,7 +80,7 @@ class Step:
     received: Mapping[tuple[str, str], float]
 
     def bytes(self, *runs: str) -> tuple[float, float]:
-        """(intra-node, inter-node) bytes that a rank receives on average in these passes, by default all of the exchange."""
+        """Return mean (intra-node, inter-node) bytes that a rank receives in `runs`, by default the exchange's."""
         runs = runs or ("forward", "again", "backward")
         return tuple(sum(self.received.get((run, side), 0.0) for run in runs) for side in ("near", "far"))
 
@@ -89,8 +89,8 @@ class Work(NamedTuple):
     """The attention of one rank in one layer.
 
     Attributes:
-        own: by branch, (pairs, query rows) of the rank's own rows with each other.
-        pairs, calls: (query, key) pairs with rows that arrived, and in how many calls they are computed.
+        own: (pairs, query rows) of the rank's rows with each other, by branch.
+        pairs, calls: (query, key) pairs with rows that arrived, and calls that compute them.
         queries: query rows, over heads, that these rows reach.
     """
 
@@ -101,31 +101,31 @@ class Work(NamedTuple):
 
 
 def work_of(problem: Problem, exchange: str | None, rank: int) -> Work:
-    """Counted from the rows that the rank needs."""
+    """Count the attention of a rank from the rows that it needs."""
     if problem.shard.interleaved:
         pairs_of = strided.owner_pairs if exchange == "switch" else strided.query_pairs
         return Work({}, pairs_of(problem, rank), len(problem.pattern.branches), 0)
-    own: dict[int, tuple[int, int]] = {}
+    own_work: dict[int, tuple[int, int]] = {}
     sizes = problem.shard.seq_len, problem.num_heads, problem.num_kv_heads
     for piece in problem.shard.ranges(rank):
         for block in blocks(problem.pattern, *sizes, (piece.start, piece.stop), problem.heads):
-            number, rows = own.get(block.branch, (0, 0))
-            own[block.branch] = number + block.pairs(problem.causal), rows + block.query_rows
+            number, rows = own_work.get(block.branch, (0, 0))
+            own_work[block.branch] = number + block.pairs(problem.causal), rows + block.query_rows
     if exchange != "switch":
-        return Work(own, *arriving(problem, rank))
+        return Work(own_work, *arriving(problem, rank))
     tasks = tasks_by_owner(problem, rank).get(rank, [])
-    elsewhere = local_pairs(problem, rank)  # pairs of its own rows in wide segments, which their owners compute
-    for branch in sorted(own, key=lambda x: -segment_width(problem.pattern.branches[x], problem.shard.seq_len)):
-        number, rows = own[branch]
+    elsewhere = local_pairs(problem, rank)  # pairs of this rank's rows in wide segments, computed by their owners
+    for branch in sorted(own_work, key=lambda x: -segment_width(problem.pattern.branches[x], problem.shard.seq_len)):
+        number, rows = own_work[branch]
         less = min(number, elsewhere)
-        own[branch], elsewhere = (number - less, rows * (number - less) // max(1, number)), elsewhere - less
-    return Work(own, sum(t.pairs for t in tasks), len({(t.branch, len(t.queries)) for t in tasks}), 0)
+        own_work[branch], elsewhere = (number - less, rows * (number - less) // max(1, number)), elsewhere - less
+    return Work(own_work, sum(t.pairs for t in tasks), len({(t.branch, len(t.queries)) for t in tasks}), 0)
 
 
 def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
-    """(pairs with rows that arrived, calls that compute them, query rows over heads that they reach).
+    """Return (pairs with rows that arrived, calls that compute them, query rows over heads that they reach).
 
-    A query row that several branches serve is counted once, as if the rows of a wide branch were among a narrower one's.
+    A query row in several branches is counted once, as if a narrower branch had all rows of a wide one.
     """
     total, calls = 0, set()
     reached: dict[int, Counter[int]] = defaultdict(Counter)
@@ -138,12 +138,12 @@ def arriving(problem: Problem, rank: int) -> tuple[int, int, int]:
 
 
 def _is_wide(branch: Branch, problem: Problem) -> bool:
-    """Return whether segments are longer than a run of a rank's positions."""
+    """Return whether segments are longer than a rank's longest range."""
     return segment_width(branch, problem.shard.seq_len) > max(map(len, problem.shard.ranges(0)))
 
 
 def plan_of(single: Problem, exchange: str, head_size: int | str, **options: Any) -> Plan:
-    """The plan of a call, given for single ranks, in groups of `head_size` ranks or of the cheapest size ("auto")."""
+    """Plan a call, given for single ranks, in groups of `head_size` ranks, or of the cheapest size ("auto")."""
     if head_size == "auto":
         return plan_in_groups(single, 0, exchange, **options)
     return plan(single if head_size == 1 else in_groups(single, int(head_size)), exchange, **options)
@@ -155,8 +155,8 @@ class Layer:
 
     Attributes:
         forward, backward: seconds (P,) by kind of work.
-        late: seconds, forward and backward, that rows travel longer than the rank computes its own.
-        received: bytes of a rank, the mean, by (pass, "near" or "far").
+        late: seconds, forward and backward, by which transfers outlast the pairs of the rank's own rows.
+        received: mean bytes of a rank by (pass, "near" or "far").
     """
 
     exchange: str | None
@@ -168,7 +168,7 @@ class Layer:
 
 @functools.lru_cache(maxsize=256)
 def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tokens: int, setup: Setup) -> Layer:
-    """The attention of one layer with `pattern` over R ranks of L tokens."""
+    """Return the attention of one layer with `pattern` over R ranks of L tokens."""
     ranks = setup.ranks
     sizes: dict[str, Any] = {"head_dim": machine.head_dim, "element_size": machine.element_size}
     single = make_problem(
@@ -200,12 +200,12 @@ def layer_on_ranks(machine: Machine, pattern: DilatedPattern, exchange: str, tok
     forward |= {ARRIVALS: machine.arrive_forward.of(many, calls), FEW: machine.few_forward.of(queries)}
     backward |= {ARRIVALS: machine.arrive_backward.of(many, calls), FEW: machine.few_backward.of(queries)}
     travels, received = _travel(machine, each, name, max(1, per_node // size), setup.links)
-    late = tuple(float(max(0.0, (x - own).max())) for x, own in zip(travels, times, strict=True))
+    late = tuple(float(max(0.0, (x - local).max())) for x, local in zip(travels, times, strict=True))
     return Layer(name, forward, backward, late, received)  # type: ignore[arg-type]
 
 
 def ranks_that_count(setup: Setup) -> list[int]:
-    """The ranks that are counted for all: the priced ones, and all members of their groups."""
+    """Return the ranks that are counted in place of all: the priced ones, and all members of their groups."""
     ranks = setup.ranks
     most = min(setup.per_node, ranks) if setup.head_size == "auto" else int(setup.head_size)
     firsts = {rank // most * most for rank in priced_ranks(ranks)}
@@ -213,7 +213,7 @@ def ranks_that_count(setup: Setup) -> list[int]:
 
 
 def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: int) -> tuple[Array, Array]:
-    """Seconds (P,) of the pairs of ranks' own rows, forward and backward."""
+    """Return the seconds (P,) of the pairs of the ranks' own rows, forward and backward."""
     parts, rates, out = machine.at(tokens), attention_seconds(machine, tokens), []
     for rate, least in zip(rates, (parts.wide_forward, parts.wide_backward), strict=True):
         each = []
@@ -232,10 +232,8 @@ def _own_seconds(machine: Machine, problem: Problem, works: list[Work], tokens: 
 def _travel(
     machine: Machine, each: list[tuple[Problem, int]], exchange: str, per_node: int, links: Links
 ) -> tuple[tuple[Array, Array], dict[tuple[str, str], float]]:
-    """(seconds (P,) that rows take in a forward and a backward, with their copies to and from buffers; bytes received).
-
-    `each`: the problem of a member of a group and its rank among groups, P times.
-    """
+    """Return (seconds (P,) of transfers in a forward and a backward, with copies to and from buffers; bytes received).
+    `each`: P pairs of a group member's problem and its rank among groups."""
     times: list[list[float]] = [[], []]
     received: Counter[tuple[str, str]] = Counter()
     for member, rank in each:
@@ -251,32 +249,32 @@ def _travel(
 
 
 class AttentionSeconds(NamedTuple):
-    """Seconds of a (query, key) pair, and what a query row takes in addition: the begin and end of its products, the part of
-    a tile beyond the diagonal, and merging its branches."""
+    """Seconds of a (query, key) pair, and further seconds of a query row: beginning and ending its products, the part
+    of a tile beyond the diagonal, and merging branches."""
 
     pair: float
     row: float
 
     def of(self, pairs: int, rows: int) -> float:
-        """Seconds of a call."""
+        """Return the seconds of a call."""
         return self.pair * pairs + self.row * rows
 
 
 def attention_seconds(machine: Machine, tokens: int) -> tuple[AttentionSeconds, AttentionSeconds]:
-    """Forward and backward, where L tokens are attended to."""
+    """Return the rates of a forward and a backward over L tokens."""
     heads, pattern = (machine.heads, machine.kv_heads), measured_pattern(machine, tokens)
     attended, rows = pairs(pattern, tokens, *heads, machine.causal), query_rows(pattern, tokens, *heads)
     parts = machine.at(tokens)
 
-    def of(total: float, pair: float) -> AttentionSeconds:
+    def rates(total: float, pair: float) -> AttentionSeconds:
         pair = min(pair, total / attended) or total / attended
         return AttentionSeconds(pair, max(0.0, total - pair * attended) / rows)
 
-    return of(parts.attention_forward, machine.long_forward), of(parts.attention_backward, machine.long_backward)
+    return rates(parts.attention_forward, machine.long_forward), rates(parts.attention_backward, machine.long_backward)
 
 
 def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
-    """The pattern that was measured at L tokens: geometric(first, tokens)."""
+    """Return the pattern that was measured at L tokens: geometric(first, tokens)."""
     doublings = max(tokens // machine.first, 1).bit_length() - 1
     return DilatedPattern.geometric(machine.first, machine.first << doublings)
 
@@ -293,24 +291,24 @@ def step_on_ranks(
     inner: Machine | None = None,
     recurring: Sequence[Recurring] = (),
 ) -> Step:
-    """A step of the machine's model over one sequence of L * R tokens.
+    """Estimate a step of the machine's model over one sequence of L * R tokens.
 
     Args:
         machine: measured times of one device.
-        cycle: patterns that layers 0, 1, ... take in turns.
+        cycle: patterns that the layers cycle through.
         tokens: L, of each rank.
-        setup: ranks, layout, groups, links; gradients are averaged by strategy ring_dilated.
-        exchanges: by pattern, "auto" or a name of `EXCHANGES`; None: the exchange of `setup`.
+        setup: ranks, layout, groups, links; strategy ring_dilated averages gradients.
+        exchanges: "auto" or a name of `EXCHANGES` for each pattern; None: the exchange of `setup`.
         recompute: one of `memory.recompute.POLICIES`.
         overhead: seconds added to every step.
-        inner: times of a second stack of blocks, which runs between the first one's forward and its backward.
-        recurring: of the recurrences that layers 0, 1, ... of the first stack take in turns; none: no layer has one.
+        inner: times of a second stack of blocks, which runs between the first one's forward and backward.
+        recurring: recurrences that the first stack's layers cycle through; empty: no layer has one.
 
     Raises:
-        ValueError: for an exchange that does not serve.
+        ValueError: if an exchange does not serve the call.
     """
     names = exchanges or [setup.exchange] * len(cycle)
-    work: Counter[str] = Counter()  # on every rank alike
+    work: Counter[str] = Counter()  # the same on every rank
     each: dict[str, Array] = defaultdict(lambda: np.zeros(1))  # by priced rank
     received: Counter[tuple[str, str]] = Counter()
     late, first = 0.0, None
@@ -356,11 +354,11 @@ def _recurrence(layer: Recurring, recompute: str) -> float:
 def _averaging(
     stacks: list[Machine], tokens: int, setup: Setup, attention: float
 ) -> tuple[dict[tuple[str, str], float], float]:
-    """(bytes received, seconds waited) of averaging gradients over the ranks by ring_dilated.
+    """Return (bytes received, seconds waited) of averaging gradients over the ranks by ring_dilated.
 
-    A ring moves 2 (R - 1) / R of the bytes through every rank; over several nodes one ring for each rank of a node, through
-    its own adapter. On one node all gradients are averaged after the backward, unless buckets have a size; over several
-    nodes in buckets beside the backward. The step waits for the last buckets, and for the time beyond the backward.
+    A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes each rank of a node has a ring,
+    through its own adapter, and buckets are averaged during the backward. On one node all gradients are averaged after
+    the backward, unless buckets have a size. The step waits for the last buckets, and for the time beyond the backward.
     """
     ranks, links = setup.ranks, setup.links
     if ranks == 1 or setup.strategy == "ring_dilated_fsdp":
@@ -372,7 +370,7 @@ def _averaging(
     bucket = setup.bucket_cap_mb * 2**20 if setup.bucket_cap_mb else BUCKET if nodes > 1 else size
     share = 2 * (ranks - 1) / ranks
     total = math.ceil(size / bucket) * latency + share * size / speed
-    last = 2 * latency + share * (bucket + size % bucket) / speed  # a full one, and what is left
+    last = 2 * latency + share * (bucket + size % bucket) / speed  # a full bucket and the remainder
     backward = sum(x.depth * x.at(tokens).rest_backward for x in stacks) + attention / 2
     side = "far" if nodes > 1 else "near"
     return {("gradients", side): share * size}, total if bucket >= size else max(last, total - backward)

@@ -1,4 +1,4 @@
-"""Setup: the GPUs, strategy and exchange of a planned run.
+"""Setup: GPUs, strategy and exchange of a planned run.
 
 Shape letters: R ranks.
 """
@@ -16,18 +16,18 @@ STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is run.
+    """The GPUs, strategy and options of a run.
 
     Attributes:
         strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
-        ranks, per_node: R GPUs, which all share each sequence; of a node.
-        links: speeds that "auto" decides by.
-        cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
-        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
-            as large as the gradients, so memory does not depend on it.
-        exchange_memory: bytes that the exchange of a call may hold, as `planner.plan` takes them.
-        data_ranks: sequences that train at a time, each on R other GPUs. DDP holds copies of its own of all gradients where
-            there is another GPU to average them with.
+        ranks, per_node: R GPUs, which all share each sequence, and GPUs of a node.
+        links: speeds by which "auto" decides.
+        cpu_offload: whether ring_dilated_fsdp keeps parameters, gradients and optimizer states on the host.
+        bucket_cap_mb: MiB of a bucket of gradients in ring_dilated; None: the strategy's default. All buckets together
+            are as large as the gradients, so memory does not depend on it.
+        exchange_memory: most bytes that a call's exchange may hold, as in `planner.plan`.
+        data_ranks: sequences that train at a time, each on R other GPUs. DDP copies all gradients if there is another
+            GPU to average them with.
     """
 
     strategy: str = "single"

@@ -1,7 +1,7 @@
-"""What a stream adds to the plan of one chunk: rows that layers carry from chunk to chunk, what ranks that share the chunks
-exchange, and seconds of the other chunks.
+"""Add a stream's costs to the plan of one chunk: rows that layers carry from chunk to chunk, exchanges between ranks
+that share the chunks, and the time of the other chunks.
 
-Shape letters: N tokens of the sequence, C tokens of a chunk, R ranks, H query heads, K kv heads, D head dim.
+Shape letters: N tokens of the sequence, C tokens of a chunk, R ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lightning_dilated.pattern.rows import in_turns, pairs, query_rows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.requirements import Document, Problem
 
-#: rows of all kv heads are counted up to so many pieces and kv heads
+#: rows of all kv heads are counted if pieces times kv heads are at most this number
 EXACT = 1024
-#: most chunks whose rows are counted, and the last ones that are counted besides; most ranks
+#: most chunks that are counted, the last chunks that are counted in addition, and most ranks that are counted
 SAMPLED, LAST, RANKS = 96, 4, 8
 
 
 def in_chunks(settings: MemorySettings, tokens: int) -> bool:
-    """Whether N tokens are computed chunk by chunk."""
+    """Return whether N tokens are computed chunk by chunk."""
     return settings.stream is not None and tokens > settings.stream
 
 
@@ -39,10 +39,10 @@ def in_chunks(settings: MemorySettings, tokens: int) -> bool:
 def carried_rows(
     pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int, chunk: int, ranks: int = 1
 ) -> tuple[int, int]:
-    """(rows stored over all chunks, most rows at a time) of one layer and sample, on the rank with most.
+    """Return (rows stored over all chunks, most rows at a time) of one layer and sample, on the rank with most.
 
-    Kv heads whose query heads are in the same branches have as many, but for the ends of segments: one of them is counted.
-    Of more than `SAMPLED` chunks so many are counted, drawn at random, and the last ones, which have most rows behind them.
+    Kv heads with query heads in the same branches differ only at the ends of segments, so one of them is counted. Of
+    many chunks, a random sample of `SAMPLED` is counted, and the last ones, which have most rows before them.
     """
     shard, chosen, live = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks), 0
     stored = dict.fromkeys(chosen, 0.0)
@@ -62,34 +62,34 @@ def carried_rows(
 
 
 def _problem(pattern: DilatedPattern, heads: int, kv_heads: int, shard: ChunkShard, window: tuple[int, int]) -> Problem:
-    """One document in chunks, with a window of the kv heads."""
+    """Return the problem of one document in chunks, for a window of the kv heads."""
     group = heads // kv_heads
     document = [Document(0, 1, 0, shard.stop)]
     return chunk_problem(pattern, heads, kv_heads, document, shard, (window[0] * group, window[1] * group))
 
 
 def _leaving(problem: Problem, chunk: int, rank: int) -> int:
-    """Rows that a rank carries on from a chunk."""
+    """Count the rows of a chunk that a rank carries to later chunks."""
     shard = problem.shard
     piece = shard.piece(chunk * shard.each + rank)
     return sum(x.count for x in leaving_rows(problem, piece, shard.begin(chunk + 1)))
 
 
 def _ranks(ranks: int) -> list[int]:
-    """Those that are counted: all, or evenly spread ones."""
+    """Return the ranks that are counted: all, or evenly spread ones."""
     return list(range(ranks)) if ranks <= RANKS else sorted({i * (ranks - 1) // (RANKS - 1) for i in range(RANKS)})
 
 
 def _sampled(chunks: range, most: int) -> Sequence[int]:
-    """Those that are counted: all, or some at random and the last ones."""
+    """Return the chunks that are counted: all, or a random sample and the last ones."""
     if len(chunks) <= most:
         return chunks
     return sorted({*random.Random(0).sample(chunks, most), *chunks[-LAST:]})
 
 
 class Received(NamedTuple):
-    """Rows of one layer and sample that other ranks send to a rank: on the mean over ranks, in one forward over all chunks
-    and in that of the last chunk; and the most in a chunk, on any rank."""
+    """Rows of one layer and sample that a rank receives: the mean over ranks in one forward over all chunks, the mean
+    in the last chunk, and the most in a chunk on any rank."""
 
     rows: float
     last: float
@@ -98,7 +98,7 @@ class Received(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def received_rows(pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int, chunk: int, ranks: int) -> Received:
-    """Where R ranks share each chunk; of many chunks, ranks and heads, as `carried_rows` counts them."""
+    """Count the rows if R ranks share each chunk; chunks, ranks and heads are sampled as in `carried_rows`."""
     shard, chosen = ChunkShard(0, tokens, chunk, ranks), _ranks(ranks)
     counted = _sampled(range(shard.chunks), max(LAST, SAMPLED // len(chosen)))
     classes = [(first, first + 1, count) for first, count in _classes(pattern, heads, kv_heads)]
@@ -117,11 +117,11 @@ def received_rows(pattern: DilatedPattern, heads: int, kv_heads: int, tokens: in
 
 @dataclass(frozen=True)
 class Exchange:
-    """Bytes that a rank receives on the mean in a step whose chunks it shares with others, of all layers.
+    """Mean bytes that a rank receives in a step, in all layers, if ranks share the chunks.
 
     Attributes:
         forward, backward: keys and values, in all forwards; their gradients.
-        carried: of both, what is received because there are earlier chunks.
+        carried: bytes of both that come from earlier chunks.
     """
 
     forward: float = 0.0
@@ -130,7 +130,7 @@ class Exchange:
 
     @classmethod
     def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, ranks: int) -> Exchange:
-        """Of `depth` layers. The last chunk runs forward once, those before it twice, and what is recomputed once more."""
+        """Sum over `depth` layers. The last chunk runs forward once, others twice, recomputed layers once more."""
         if ranks == 1:
             return cls()
         chunk = settings.stream or tokens
@@ -144,36 +144,36 @@ class Exchange:
             passes = lambda rows, last: (1 + again) * rows + (rows - last) * (not settings.truncate)  # noqa: E731
             forward += count * passes(got.rows, got.last) * row
             backward += count * got.rows * wide
-            rest = max(0.0, got.rows - tokens / chunk * alone.rows)
-            carried += count * (passes(rest, max(0.0, got.last - alone.rows)) * row + rest * wide)
+            earlier = max(0.0, got.rows - tokens / chunk * alone.rows)
+            carried += count * (passes(earlier, max(0.0, got.last - alone.rows)) * row + earlier * wide)
         return cls(forward, backward, carried)
 
     def seconds(self, links: Links, ranks: int, per_node: int) -> float:
-        """What carried rows take on the links."""
+        """Return the seconds that carried rows take on the links."""
         far = max(0.0, 1 - per_node / ranks)
         return self.carried * ((1 - far) / links.near + far / links.far)
 
 
 def with_carried(rows: Exchanged, call: OpCall, tokens: int, chunk: int, ranks: int) -> Exchanged:
-    """The memory of a chunk's exchange, with that of rows of earlier chunks: what arrives is kept, and stands next to what
-    the rank carries while a call runs."""
+    """Add rows of earlier chunks to the memory of a chunk's exchange. Received rows are saved; a running call holds
+    them and the rows that the rank carries."""
     if ranks == 1:
         return rows
     size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
     numbers = 2 * call.head_dim * call.batch
-    more = []
+    layers = []
     for one, pattern in zip(in_turns(rows.cycle, len(call.cycle)), call.cycle, strict=True):
         heads = pattern, call.heads, call.kv_heads
         extra = received_rows(*heads, tokens, chunk, ranks).most - received_rows(*heads, chunk, chunk, ranks).most
         extra, live = max(0, extra) * numbers, carried_rows(*heads, tokens, chunk, ranks)[1] * numbers
         kept, forward = one.kept + extra * size, one.forward + (2 * extra + live) * size
         backward = one.backward + (extra + live) * (size + wide)
-        more.append(replace(one, name="gather", kept=kept, forward=forward, backward=backward, others=()))
-    return replace(more[0], others=tuple(more[1:]))
+        layers.append(replace(one, name="gather", kept=kept, forward=forward, backward=backward, others=()))
+    return replace(layers[0], others=tuple(layers[1:]))
 
 
 def _classes(pattern: DilatedPattern, heads: int, kv_heads: int) -> Iterator[tuple[int, int]]:
-    """(a kv head, how many are like it)."""
+    """Yield (a kv head, the number of kv heads with the same branches)."""
     group = heads // kv_heads
     kinds = [
         tuple(tuple(b.serves(h) for h in range(k * group, (k + 1) * group)) for b in pattern.branches)
@@ -185,8 +185,8 @@ def _classes(pattern: DilatedPattern, heads: int, kv_heads: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes that all layers carry on a rank: on the GPU rows of a chunk, their gradients and stored rows; on the host those
-    that it has no room for."""
+    """Bytes that all layers carry on a rank: on the GPU a chunk's rows, their gradients and stored rows, on the host
+    the stored rows beyond the GPU's share."""
 
     on_gpu: int
     on_host: int
@@ -195,26 +195,26 @@ class Carried:
     def of(
         cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float, ranks: int = 1
     ) -> Carried:
-        """Of `depth` layers; without a descent (`truncate`) nothing is stored, and gradients are one layer's."""
+        """Sum over `depth` layers; with `truncate` nothing is stored, and only one layer's gradients are held."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens, ranks)
         if settings.truncate:
             return cls((live + one) * size + one * wide, 0)
         stored *= size
         here = min(stored, int(gpu_memory * ON_GPU))
-        # as a layer goes on to the next chunk, it has both chunks' rows, or gradients
+        # while a layer moves to the next chunk, it holds the rows, or gradients, of both chunks
         return cls(live * (size + wide) + one * (size + wide) + here, stored - here)
 
     @classmethod
     def of_steps(cls, call: OpCall, depth: int, tokens: int, step: int) -> Carried:
-        """Of truncated training in steps through streams of N tokens: the states before a step stay while it is computed."""
+        """Sum over layers for truncated training in steps of streams of N tokens; a step keeps the states before it."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
         _, live, one = _numbers(call, depth, tokens, step)
         return cls((2 * live + one) * size + one * wide, 0)
 
 
 def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) -> tuple[int, int, int]:
-    """Numbers of all layers in (rows stored over all chunks, rows at a time), and in those at a time of one layer."""
+    """Count numbers in rows: stored over all chunks, held at a time by all layers, and by the layer with most."""
     row = 2 * call.head_dim * call.batch
     layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk, ranks), n) for x, n in call.layers(depth)]
     stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))
@@ -222,10 +222,10 @@ def _numbers(call: OpCall, depth: int, tokens: int, chunk: int, ranks: int = 1) 
 
 
 def further_work(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[float, float]:
-    """(pairs, query rows) of all layers in N tokens beyond those in N / C separate chunks."""
+    """Return the (pairs, query rows) of all layers over N tokens beyond the work of N / C separate chunks."""
     further = [0.0, 0.0]
     for x, count in call.layers(depth):
         heads = x.heads, x.kv_heads
-        for i, of in enumerate((functools.partial(pairs, causal=True), query_rows)):
-            further[i] += count * (of(x.pattern, tokens, *heads) - of(x.pattern, chunk, *heads) * tokens / chunk)
+        for i, work in enumerate((functools.partial(pairs, causal=True), query_rows)):
+            further[i] += count * (work(x.pattern, tokens, *heads) - work(x.pattern, chunk, *heads) * tokens / chunk)
     return further[0], further[1]

@@ -1,8 +1,8 @@
-"""`lightning-dilated bench links`: an all-to-all between ranks, from which the planner takes latency and bandwidth.
+"""`lightning-dilated bench links`: measure latency and bandwidth between ranks for the planner, by an all-to-all.
 
-Every rank sends bytes to some others and receives as many, as the exchanges do, all ranks at once.
+Every rank sends bytes to some others and receives the same number, as in the exchanges, all ranks at once.
 
-Shape letters: R ranks, P peers that a rank sends to.
+Shape letters: P peers that a rank sends to.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lightning_dilated.sequence.links import VARIABLE, Links, cached
 
 #: bytes of a message that is all latency
 FEW = 8
-#: the most peers that a rank sends to: buffers hold as many messages
+#: most peers that a rank sends to; buffers hold a message for each
 MOST = 8
-#: seconds that a sample fills with calls one after another, and the most calls
+#: seconds of consecutive calls in a sample, and the most calls
 FILL, CALLS = 0.02, 1000
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers and receives as many.
+    """Seconds of an all-to-all in which each rank sends `size` bytes to each of P peers and receives equally much.
 
     `kind` is "few" (a few bytes, peers anywhere), "near" (peers of the rank's node) or "far" (of other nodes).
     """
@@ -56,13 +56,13 @@ class Sample:
 
 
 def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats: int) -> Iterator[Sample]:
-    """Every sample, equal on all ranks of the world, each of which has to call.
+    """Yield every sample, equal on all ranks of the world; every rank has to call.
 
     Args:
         rank, device: this rank, and "cpu" or "cuda" (its current GPU).
         per_node: ranks of a node, neighbours in the world.
         sizes: bytes to a peer.
-        repeats: samples of a median.
+        repeats: samples for a median.
     """
     ranks = dist.get_world_size()
     wire = Wire(dist.group.WORLD, tuple(range(ranks)), rank)
@@ -77,10 +77,8 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """For each kind, (ranks of the ring with this one, step -> the rank that many places on).
-
-    Latencies come last: a GPU that has just begun takes nearly twice as long (2 H200: 82 us for 8 bytes, 48 for 65,536).
-    """
+    """Return for each kind (length of this rank's ring, function from a step to the rank that many places on).
+    Latencies come last: a GPU is nearly twice as slow at first (2 H200: 82 us for 8 bytes, 48 for 65,536)."""
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
     return {
@@ -95,7 +93,7 @@ def _exchange(wire: Wire, rows: Tensor, sends: Mapping[int, int], receives: Mapp
 
 
 def _seconds(call: Callable[[], None], device: str, repeats: int) -> float:
-    """Median seconds of one of many calls, one after another, on the slowest rank; all ranks make equally many."""
+    """Return the median seconds of a call, in many consecutive ones, on the slowest rank."""
     call()  # the first call connects and sets up the library
     calls = max(1, min(CALLS, round(FILL / _slowest(_timed(call, device, 1), device))))
     _timed(call, device, calls)
@@ -113,7 +111,7 @@ def _timed(call: Callable[[], None], device: str, calls: int) -> float:
 
 
 def _slowest(seconds: float, device: str) -> float:
-    """The largest value of all ranks, which also synchronizes them."""
+    """Return the largest value of all ranks, which also synchronizes them."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
@@ -121,7 +119,7 @@ def _slowest(seconds: float, device: str) -> float:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 SIZES = tuple(1 << n for n in range(16, 27, 2))
-#: seconds that no measured latency may fall below
+#: no measured latency is below this number of seconds
 LEAST = 1e-7
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -142,7 +140,7 @@ def options(p: argparse.ArgumentParser) -> None:
 
 
 def launched() -> tuple[int, int, int] | None:
-    """(rank, ranks, ranks of a node) from torchrun; None if this process is to start the ranks.
+    """Return (rank, ranks, ranks of a node) from torchrun; None if this process has to start the ranks.
 
     Raises:
         ValueError: if only some of the variables are set.
@@ -159,7 +157,7 @@ def launched() -> tuple[int, int, int] | None:
 
 
 def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> argparse.Namespace:
-    """The options with their defaults; raises ValueError for what cannot be measured or written, before anything is."""
+    """Fill in defaults of the options; raise ValueError early for anything that cannot be measured or written."""
     check_device(args.device)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     if launcher is not None and args.ranks not in (None, launcher[1]):
@@ -195,10 +193,10 @@ def _writable(path: Path, option: str) -> Path:
 
 
 def estimate_links(samples: list[Sample], source: str) -> Links:
-    """The planner's numbers from samples; the others keep their defaults, which `source` then lists.
+    """Estimate the planner's numbers from samples; numbers without samples keep their defaults, which `source` lists.
 
-    A round and its message are an all-to-all of a few bytes to one peer; a further message what each further peer adds. The
-    bandwidth is that of the least squares of seconds = a constant + bytes / bandwidth, which the largest sizes decide.
+    A round and its message are an all-to-all of a few bytes to one peer; a message is the time that each further peer
+    adds. The bandwidth is from least squares of seconds = a constant + bytes / bandwidth, decided by the largest sizes.
 
     Raises:
         ValueError: if the sizes are too small to distinguish bytes from latency.
@@ -215,7 +213,7 @@ def estimate_links(samples: list[Sample], source: str) -> Links:
             defaults.append(kind)
             continue
         size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
-        if len(rows) == 1:  # no slope: what is beyond the latency
+        if len(rows) == 1:  # no slope: the time beyond the latency
             size, took = 0.0, links.round + rows[0].peers * links.message
         above = sum((x.seconds - took) * (x.received - size) for x in rows)
         if above <= 0:
@@ -227,7 +225,7 @@ def estimate_links(samples: list[Sample], source: str) -> Links:
 
 def table(samples: list[Sample], links: Links) -> list[str]:
     lines = [
-        "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
+        "| links | peers | bytes to each | ms | GB/s a rank | estimated ms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for x in samples:
@@ -241,7 +239,7 @@ def table(samples: list[Sample], links: Links) -> list[str]:
 
 
 def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tuple[Links, str]:
-    """The links, and the text that is printed and recorded."""
+    """Return the links, and the text that is printed and recorded."""
     today, on_gpu = datetime.date.today(), args.device == "cuda"
     where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
     nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
@@ -250,7 +248,7 @@ def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tup
     lines = [
         f"{today}, {where}{nodes}, {library}, Python {platform.python_version()}, torch {torch.__version__}",
         f"`{command}`",
-        f"all-to-all of bytes, all ranks at once; median of {args.repeats} on the slowest rank; GB/s are those received",
+        f"all-to-all of bytes, all ranks at once; median of {args.repeats} on the slowest rank; GB/s of received bytes",
         "",
         *table(samples, links),
         "",
@@ -303,7 +301,7 @@ def measure(args: argparse.Namespace, command: str) -> None:
 
 
 def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
-    """Measure as one of a launcher's ranks; the first of each node writes, as nodes may have separate folders."""
+    """Measure as one of a launcher's ranks; the first of each node writes, because nodes may have separate folders."""
     rank, _, local_ranks = launcher
     local = int(os.environ.get("LOCAL_RANK", rank % local_ranks))
     if args.device == "cuda":

@@ -1,7 +1,7 @@
 """CommunicationProfiler: bytes and time of attention's exchanges in training, exposed or hidden, against the plan.
 
-No step waits for a GPU: a step's events are read once the GPU has passed them, some steps later, and the hosts exchange what
-they measured.
+No step waits for a GPU: a step's events are read some steps later, after the GPU has passed them. Then the hosts
+exchange their measurements.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),
     *("in flight ms", "exposed ms", "hidden %", "planned ms"),
 )
-#: how many of a rank's batches and rows with other bytes than planned are reported
+#: most sentences about unplanned bytes that a rank reports
 FEW = 4
 _fits = itertools.count()
 
 
 class CommunicationProfiler(pl.Callback):
-    """Logs what attention exchanges in a training batch, and prints a table at the end of fit, next to the plan's numbers.
+    """Log what attention exchanges in a training batch, and print a table with the plan at the end of fit.
 
-    Logged, as the maximum over the ranks of the sequence, at the step they belong to:
-    `comm/received_mb_forward` and `comm/received_mb_backward`, of 1e6 bytes; `comm/planned_mb`, their sum by the plan
-    (without what head groups exchange); `comm/in_flight_ms`, in which rows were being sent; `comm/exposed_ms`, in which
-    computation waited for them (on a GPU the compute stream, on CPUs the host); `comm/agreeing_ms`, in which the host waited
-    for control messages; and `comm/hidden_fraction`, the part of all ranks' time in flight in which nothing waited (1 if
-    nothing was sent).
+    Logged at the step of the batch, as the maximum over the ranks of the sequence:
 
-    Where gradients accumulate over several batches, the first that is measured represents the step.
+    - `comm/received_mb_forward` and `comm/received_mb_backward`, in MB of 1e6 bytes, and `comm/planned_mb`: their sum
+      by the plan, without the exchanges of head groups.
+    - `comm/in_flight_ms`: rows were being sent; `comm/exposed_ms`: computation waited for them (on a GPU the compute
+      stream, on CPUs the host); `comm/agreeing_ms`: the host waited for control messages.
+    - `comm/hidden_fraction`: the part of all ranks' time in flight in which nothing waited; 1 if nothing was sent.
 
-    Not measured: gradients that DDP or FSDP average, and `sequence_sum`, `sequence_mean` and `sequence_gather`. Rows of a
-    recomputed forward count as forward. Bytes other than planned are a warning.
+    If gradients accumulate over several batches, the first measured one represents the step.
+
+    Not measured: gradients that DDP or FSDP average, and `sequence_sum`, `sequence_mean` and `sequence_gather`. Rows of
+    a recomputed forward count as forward. Bytes that differ from the plan are a warning.
 
     Args:
-        every_n_steps: one of so many training batches is measured.
+        every_n_steps: measure one training batch in this many.
         table: print the means of the measured batches at the end of fit.
-        path: of a file that gets the table as Markdown.
-        warmup: training batches before the first that is measured: they make communicators and compile kernels.
+        path: file for the table as Markdown.
+        warmup: training batches before the first measured one; they make communicators and compile kernels.
 
     Attributes:
         latest: the numbers read last, on every rank.
-        rows: after fit, on every rank: the table's `Sums`, of a mean batch, each the maximum over the ranks of the sequence.
-        unlike: after fit: where bytes were not those of the plan, as sentences.
-        steps: how many batches were measured.
+        rows: after fit, on every rank: the table's `Sums` of a mean batch, the maximum over the sequence's ranks.
+        unlike: after fit: sentences about bytes that differ from the plan.
+        steps: number of measured batches.
 
     Raises:
-        TypeError, ValueError: when made, naming the argument; and at the start of fit with a strategy without a sequence.
+        TypeError, ValueError: in the constructor, naming the argument; at the start of fit without a sequence.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CommunicationProfiler(pl.Callback):
         self.every_n_steps, self.warmup = integer(every_n_steps, "every_n_steps", 1), integer(warmup, "warmup", 0)
         flag(table, "table")
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
-            raise TypeError(f"path must be that of a file to write, or None, got {path!r}.")
+            raise TypeError(f"path must be a file to write, or None, got {path!r}.")
         self.table, self.path = table, None if path is None else Path(path)
         self._group: SequenceGroup = None  # type: ignore[assignment]  # None only outside of a fit
         self._reset()
@@ -102,39 +103,39 @@ class CommunicationProfiler(pl.Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew. Every fit has a channel of its own: an earlier one may have ended with messages unread."""
+        """Start anew. Every fit has a new channel, because an earlier fit may have left messages unread."""
         self._reset()
         self._group = group = trainer.strategy.sequence  # type: ignore[attr-defined]  # `setup` looked for it
         channel = f"communication-{next(_fits)}"
         self._quiet = ControlGroup(group.group, group.timeout, channel) if group.ranks > 1 else None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Attach a clock to the exchanges of this batch, if it is to be measured."""
+        """Attach a clock to the exchanges of this batch if it is measured."""
         number, self._batches = self._batches - self.warmup, self._batches + 1
         self._clock = TrafficLog() if number >= 0 and number % self.every_n_steps == 0 else None
         self._group.watch(self._clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Detach the clock, and log those of earlier batches that can be read by now."""
+        """Detach the clock, and log earlier batches that can be read."""
         if self._clock is not None:
             self._group.watch(None)
-            # the number that Lightning logs this batch's own values with
+            # the step at which Lightning logs this batch's values
             self._unread.append((logged_step(trainer), self._clock))
             self._clock = None
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what is left: a rank that waited for the others later could wait as long as the validation takes."""
+        """Log all measured batches now, because a later wait for other ranks could last as long as the validation."""
         if self._group is not None:
             self._read(trainer, last=True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what is left, while loggers are open."""
+        """Log the last batches while loggers are open."""
         self._group.watch(None)
         self._read(trainer, last=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the ranks, and print and write the table on the first."""
+        """Compare the ranks; print and write the table on the first."""
         self.steps, ranks = self._measured.steps, [self._measured]
         if self._group.ranks > 1:
             ranks = [self._measured] * self._group.ranks
@@ -163,8 +164,7 @@ class CommunicationProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Read what can be read without waiting, or all of it. Ranks exchange each batch's numbers in order, each when its
-        own are there."""
+        """Read batches that need no waiting, or all. Ranks exchange batches' numbers in order."""
         while self._unread and (last or reached(self._unread[0][1])):
             step, clock = self._unread.popleft()
             reach(clock)
@@ -176,8 +176,8 @@ class CommunicationProfiler(pl.Callback):
             else:
                 self._asked.append((step, self._quiet.start_gather(numbers)))
         while self._asked and (last or self._asked[0][1].done()):
-            step, asked = self._asked.popleft()
-            self._log(trainer, step, torch.stack(asked.wait()))
+            step, pending = self._asked.popleft()
+            self._log(trainer, step, torch.stack(pending.wait()))
 
     def _log(self, trainer: pl.Trainer, step: int, numbers: torch.Tensor) -> None:
         forward, backward, *planned, in_flight, exposed, _, agreeing = numbers.amax(0).tolist()
@@ -212,7 +212,7 @@ class CommunicationProfiler(pl.Callback):
 
 @dataclass
 class _Measured:
-    """What one rank measured in all batches together."""
+    """Measurements of one rank in all batches together."""
 
     steps: int = 0
     agreeing: float = 0.0
@@ -237,16 +237,16 @@ class _Measured:
 
 
 def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
-    """Of a batch on this rank: MB received forward and backward, the same by the plan, ms in flight, exposed and hidden, and
-    ms of control messages."""
-    of = lambda name: [sum(getattr(x, name) for x in rows if x.run == y) / 1e6 for y in ("forward", "backward")]  # noqa: E731
+    """Return a batch's numbers on this rank: MB received forward and backward, the same by the plan, ms in flight,
+    exposed and hidden, and ms of control messages."""
+    sums = lambda name: [sum(getattr(x, name) for x in rows if x.run == y) / 1e6 for y in ("forward", "backward")]  # noqa: E731
     total = rows[-1]
     times = [1e3 * x for x in (total.in_flight, total.exposed, total.hidden, agreeing)]
-    return [*of("received"), *of("planned_received"), *times]
+    return [*sums("received"), *sums("planned_received"), *times]
 
 
 def _merged(ranks: list[_Measured]) -> list[Sums]:
-    """A mean batch: maxima over ranks; hidden is the same fraction of the time in flight as on all ranks together."""
+    """Return a mean batch: maxima over ranks, with the hidden fraction of the time in flight on all ranks together."""
     keys = dict.fromkeys((x.run, x.what) for rank in ranks for x in rank.rows)
     merged = []
     for key in sorted(keys, key=lambda x: x[0] == "both"):  # the total stays last

@@ -1,4 +1,4 @@
-"""`check_first_batch=True` of a strategy: the loss and gradients of many ranks beside those of one, on the first batch."""
+"""`check_first_batch=True` of a strategy: compare many ranks with one rank on the first batch."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from lightning_dilated.sequence import SequenceGroup, SequenceSpec, sequence_sum
 #: tokens of the head
 HEAD = 2048
 
-#: largest difference of a loss or gradient, of its largest value
+#: largest allowed difference of a loss or gradient, relative to its largest value
 ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 def check_first_batch(
     module: pl.LightningModule, batch: Any, spec: SequenceSpec | None, group: SequenceGroup, dtype: torch.dtype
 ) -> None:
-    """Raise on every rank where loss or gradients of many ranks are not those of one.
+    """Raise on every rank if the loss or gradients of many ranks differ from one rank's.
 
-    Finds what no list of modules can: user code that mixes tokens, uses local positions, or takes a mean over its own shard.
+    Finds errors that no list of modules shows: code that mixes tokens, uses local positions, or averages a shard.
 
     Args:
-        module: it is run in eval mode, so dropout plays no part; nothing is logged.
+        module: run in eval mode, so without dropout; nothing is logged.
         batch: this rank's part, a mapping.
         spec: which entries are sequences.
         group: the ranks of the sequence.
-        dtype: that the module computes in.
+        dtype: the dtype that the module computes in.
 
     Raises:
-        ValueError: if the batch cannot be put together again.
-        RuntimeError: naming the loss, or the first parameter whose gradient differs, and by how much.
+        ValueError: if the ranks' parts of the batch cannot be joined.
+        RuntimeError: naming the loss, or the first parameter with a different gradient, and the difference.
     """
     if spec is None or not isinstance(batch, Mapping):
         raise ValueError(
@@ -61,7 +61,7 @@ def check_first_batch(
     differences = _differences(one, many, group)
     largest = max((size for name, (_, size) in differences.items() if name != "loss"), default=0.0)
     for name, (worst, size) in differences.items():
-        # a gradient that is 0 but for rounding, such as that of a key's bias, is measured against the largest gradient
+        # a gradient that is 0 except for rounding, such as a key bias's, is compared with the largest gradient
         if not worst <= ALLOWED[dtype] * max(size, 1e-6, 0.0 if name == "loss" else 1e-3 * largest):
             raise RuntimeError(
                 f"{group.ranks} ranks do not compute what one rank does: the {name} of the first {tuple(tokens)} tokens "
@@ -74,23 +74,23 @@ def check_first_batch(
 def _differences(
     one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
 ) -> dict[str, tuple[float, float]]:
-    """{name: (largest difference, largest value)}, the same on all ranks of the job, so that all of them raise or none."""
+    """Return {name: (largest difference, largest value)}, equal on all ranks of the job, so that all raise or none."""
     pairs = []
     for name, want in one.items():
         got = many[name]
-        if isinstance(want, DTensor):  # sharded: the mean over all ranks of what each computed
+        if isinstance(want, DTensor):  # sharded: the mean of all ranks' gradients
             got, want = got.to_local() * group.ranks, want.to_local()
         else:
             dist.all_reduce(got, group=group.group)
         pairs.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
     worst = torch.tensor(pairs, dtype=torch.float64, device=one["loss"].device)
-    worst = worst.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose it
+    worst = worst.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose NaN
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group.loss_group)
     return {name: (float(a), float(b)) for name, (a, b) in zip(one, worst.tolist(), strict=True)}
 
 
 def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
-    """The first tokens of the whole sequence, on every rank."""
+    """Return the first tokens of the whole sequence, on every rank."""
     head = dict(batch)
     for name, dim in spec.dims.items():
         if name in head:
@@ -104,8 +104,7 @@ def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) ->
 
 
 def _first_documents(head: dict[str, Any], spec: SequenceSpec, length: int) -> dict[str, Any]:
-    """The head without the documents that begin behind it, or that it cuts to one token; entries with one value a document
-    likewise."""
+    """Leave out documents that begin after the head or that it cuts to one token, with their values by document."""
     bounds = head["cu_seqlens"]
     count = max(1, int((bounds[:-1] < length - 1).sum()))
     bounds = bounds[: count + 1].clamp(max=length)
@@ -120,7 +119,7 @@ def _first_documents(head: dict[str, Any], spec: SequenceSpec, length: int) -> d
 
 
 def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
-    """The first tokens along `dim` of the whole sequence, to which each rank contributes those that it holds."""
+    """Return the first tokens along `dim` of the whole sequence; each rank contributes the tokens that it holds."""
     local = x.movedim(dim, 0)
     facts = {"call": "check_first_batch", "shape": tuple(local.shape[1:]), "dim": dim, "dtype": x.dtype}
     shard = group.shard(group.agree(facts, len(local)).seq_len)
@@ -135,7 +134,7 @@ def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
 
 
 def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
-    """{"loss": ..., "gradient of NAME": ...}, in fp32 at least."""
+    """Return {"loss": ..., "gradient of NAME": ...}, in fp32 at least."""
     numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     loss = module.training_step(batch, *([0] if numbered else []))
     loss = loss["loss"] if isinstance(loss, Mapping) else loss
@@ -153,8 +152,8 @@ def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
 
 
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
-    """Of one loss. Those of sharded parameters come by `backward` only, averaged over all ranks; of others, DDP must not see
-    a backward."""
+    """Return the gradients of a loss. Gradients of sharded parameters, averaged over all ranks, need `backward`.
+    Otherwise `backward` is not called, because DDP must not see it."""
     if not any(isinstance(p, DTensor) for p in parameters):
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))
     loss.backward()
@@ -166,7 +165,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 
 @contextmanager
 def _without_effects(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
-    """Within: eval mode, no logging, losses of this sequence only. Afterwards all is as before, random numbers too."""
+    """Use eval mode, no logging, and losses of this sequence only; then restore everything, random state too."""
     modes = {m: m.training for m in module.modules()}
     metrics = [(m, copy.deepcopy(m.metric_state), m.update_count) for m in module.modules() if isinstance(m, Metric)]
     silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731

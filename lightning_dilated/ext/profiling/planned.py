@@ -1,7 +1,4 @@
-"""Planned bytes: what the exchange of a call moves on one rank, message by message, from the rank's own program.
-
-Shape letters: D head dim.
-"""
+"""Planned bytes: what a call's exchange moves on one rank, message by message, from the rank's own program."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ class Moved:
 
 @dataclass(frozen=True)
 class Collective:
-    """One all-to-all: what moves, under the names that `Wire.post` records, and each round in it with the bytes of a row."""
+    """One all-to-all, named as `Wire.post` records it, with its rounds and the bytes of a row in each."""
 
     what: str
     parts: tuple[tuple[Round, int], ...]
 
     def bytes(self, side: str, rank: int) -> dict[int, int]:
-        """{other rank: bytes} of "sends" or "receives"."""
+        """Return {other rank: bytes} of "sends" or "receives"."""
         total: dict[int, int] = {}
         for step, size in self.parts:
             for peer, message in getattr(step, side).items():
@@ -45,7 +42,7 @@ Collectives = list[Collective]
 def moved(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Moved, Moved]:
-    """Exactly what the exchange of a call moves on one rank, (forward, backward), without head-parallel groups.
+    """Return exactly what a call's exchange moves on one rank, (forward, backward), without head-parallel groups.
 
     Counted from the rank's own program, message by message; `Wire.traffic` shows the same numbers.
     """
@@ -56,7 +53,7 @@ def moved(
 def collectives(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Collectives, Collectives]:
-    """The collectives of a call on one rank, (forward, backward), in their order."""
+    """Return the collectives of a call on one rank, (forward, backward), in order."""
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
@@ -76,7 +73,7 @@ def collectives(
     elif program.keep:
         forward = [one("rows", step, row) for step in program.rounds]
         backward = [one("gradients", flip(step), wide_row) for step in program.rounds]
-    else:  # the first round, and the first return, are copies of a rank's own rows
+    else:  # the first round and the first return copy a rank's own rows
         forward = [one("rows", step, row) for step in program.rounds[1:]]
         backward = forward + [one("gradients", step, wide_row) for step in program.returns[1:]]
     return forward, backward

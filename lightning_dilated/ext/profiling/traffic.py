@@ -1,6 +1,6 @@
-"""Traffic report: what a `TrafficLog` recorded, summed by pass and by what moved, next to the plan of the same calls.
+"""Traffic report: sums of a `TrafficLog` by pass and by moved tensors, and the plan of the same calls.
 
-Times are of this rank. A moment in which several things were in flight counts once, in a row and in the total.
+Times are of this rank. A moment with several collectives in flight counts once, in a row and in the total.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from lightning_dilated.sequence.exchange.transport import Flight, Mark, Planned,
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS
 
-#: what the plan of an exchange counts; the trading of tokens for heads in head-parallel groups is not part of it
+#: names that the plan of an exchange counts; it leaves out the trade of tokens for heads in head-parallel groups
 EXCHANGED = ("rows", "outputs", "gradients")
 Times = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the collectives of a pass that move one thing, or over all.
+    """Sums over the collectives of a pass that move one kind of tensor, or over all.
 
     Attributes:
         run: "forward" (recomputed ones, too), "backward" or "both".
         what: one of `EXCHANGED`, "tokens for heads", "heads for tokens", or "all".
-        collectives: how many.
+        collectives: their number.
         sent, received: bytes to and from other ranks.
-        in_flight: seconds in transit, from when rows were ready until they had arrived (on a GPU) or were asked for
-            (elsewhere).
+        in_flight: seconds from when rows were ready until they arrived (on a GPU) or were requested (elsewhere).
         exposed: seconds in which computation waited (on a GPU the compute stream, elsewhere the host).
         hidden: seconds of `in_flight` in which nothing waited.
-        planned_sent, planned_received: bytes by `planned.moved`, of what is in `EXCHANGED`.
-        planned: seconds by the plan's links, nothing hidden, as `planner.price` estimates them (which takes a rank to
-            receive as many gradients as rows; over all ranks together this holds).
+        planned_sent, planned_received: bytes by `planned.moved`, for `EXCHANGED`.
+        planned: seconds on the plan's links with nothing hidden, as `planner.price` estimates them. (It assumes that a
+            rank receives equal numbers of gradients and rows, which holds over all ranks together.)
     """
 
     run: str
@@ -51,7 +50,7 @@ class Sums:
 
     @property
     def as_planned(self) -> bool | None:
-        """Whether the bytes are those of the plan; None for what it does not count."""
+        """True if the bytes equal the plan's; None for tensors that the plan does not count."""
         if self.what not in EXCHANGED:
             return None
         return (self.sent, self.received) == (self.planned_sent, self.planned_received)
@@ -62,11 +61,11 @@ class Sums:
 
 
 def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
-    """Sums by pass and by what moved, in the order of first occurrence, and last the sums of all together.
+    """Return sums by pass and by moved tensors, in the order of first occurrence, and last the sums of all.
 
     Args:
-        log: whose marks were `reached`.
-        links: the speeds behind planned seconds.
+        log: a log that was `reached`.
+        links: the speeds for planned seconds.
     """
     plans: dict[tuple[str, str], Sums] = {}
     for x in log.flights:
@@ -79,16 +78,16 @@ def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
     sums = []
     for key, plan in plans.items():
         flights = [x for x in log.flights if (x.run, x.what) == key]
-        own_waits = _times((x for x in log.waits if (x.run, x.what) == key), origin)
+        row_waits = _times((x for x in log.waits if (x.run, x.what) == key), origin)
         moved = Sums(*key, len(flights), sum(x.sent for x in flights), sum(x.received for x in flights))
-        sums.append(plan + moved + _times_of(_times(flights, origin), own_waits, waits))
+        sums.append(plan + moved + _times_of(_times(flights, origin), row_waits, waits))
     total = sum((replace(x, in_flight=0.0, exposed=0.0, hidden=0.0) for x in sums), Sums("both", "all"))
     return [*sums, total + _times_of(_times(log.flights, origin), waits, waits)]
 
 
 @functools.lru_cache(maxsize=256)
 def planned(call: Planned, links: Links) -> tuple[Sums, ...]:
-    """What the plan says of one pass of a call on this rank, by what moves."""
+    """Return the plan of one pass of a call on this rank, by moved tensors."""
     forward, backward = collectives(
         call.problem, call.exchange, call.rank, call.per_node, call.head_dim, call.element_size
     )
@@ -105,7 +104,7 @@ def planned(call: Planned, links: Links) -> tuple[Sums, ...]:
 
 
 def reached(log: TrafficLog) -> bool:
-    """Whether a GPU has passed everything that was recorded; elsewhere yes. Does not wait."""
+    """Return whether a GPU has passed everything that was recorded; True elsewhere. Does not wait."""
     return all(isinstance(x, float) or x.query() for x in _marks(log))
 
 
@@ -124,19 +123,19 @@ def _marks(log: TrafficLog) -> Iterator[Mark]:
 
 
 def _times_of(flights: Times, waits: Times, all_waits: Times) -> Sums:
-    """The times alone. What was in flight while anything waited is not hidden, whatever that waited for."""
+    """Return the times alone. Time in flight is not hidden while anything waits, whatever it waits for."""
     total = _length(flights)
     alone = _length(flights + all_waits) - _length(all_waits)
     return Sums("", "", in_flight=total, exposed=_length(waits), hidden=min(total, max(0.0, alone)))
 
 
 def _times(intervals: Iterable[Flight | Wait], origin: Mark) -> Times:
-    """(begin, end) in seconds since `origin`; what never ended is left out."""
+    """Return (begin, end) in seconds since `origin`, without intervals that never ended."""
     return [(seconds(origin, x.begin), seconds(origin, x.end)) for x in intervals if x.end is not None]
 
 
 def _length(times: Times) -> float:
-    """Seconds that lie in any of the times."""
+    """Return the seconds that the intervals cover together."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(times):
         total += max(0.0, end - max(begin, until))

@@ -1,8 +1,8 @@
-"""`lightning-dilated verify`: small calls on many ranks of this machine against one rank's answer by definition.
+"""`lightning-dilated verify`: compare small calls on many ranks of this machine with one rank's answer by definition.
 
-`run_ranks` starts the ranks as processes for one job; results are sent back as they are made, and a rank that dies ends it.
+`run_ranks` runs a job on ranks in processes. Results are sent once computed; a rank that dies ends the job.
 
-Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim, R ranks.
+Shape letters: N tokens of the sequence, H query heads, K kv heads, D head dim, R ranks.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PATTERNS = {
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error that counts as agreement, relative to the largest value; by the dtype of q, k and v
+#: largest error that counts as agreement, relative to the largest value, by the dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
-#: of a training step's model and batch
+#: arguments of a training step's model
 STEP = {
     "pattern": DilatedPattern.longnet([8, 16, 64], [1, 2, 4]),
     "vocab_size": 11,
@@ -61,7 +61,7 @@ STEP = {
 
 @dataclass(frozen=True)
 class Check:
-    """One call, or with pattern "LongNetLM" one training step's loss and gradients."""
+    """One call, or with pattern "LongNetLM" the loss and gradients of one training step."""
 
     pattern: str
     seq_len: int
@@ -79,7 +79,7 @@ class Check:
         return {"exchange": self.exchange, "layout": self.layout, "head_size": self.head_size}
 
     def served(self, ranks: int) -> bool:
-        """Whether the exchange serves the call on R ranks; the others refuse theirs by name."""
+        """Return whether the exchange serves the call on R ranks; otherwise the call raises an error."""
         if ranks % self.head_size:
             return False
         pattern, heads, kv_heads = PATTERNS[self.pattern]
@@ -93,7 +93,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors by name, relative to the largest value; `note` says what is wrong where there is no error to compute."""
+    """Errors by name, relative to the largest value; `note` says what is wrong if no error can be computed."""
 
     check: Check
     errors: dict[str, float]
@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether all errors are there and within the dtype's limit; NaN is not."""
+        """True if all errors are present and within the dtype's limit; NaN is not."""
         within = [self.errors.get(name, torch.inf) <= ALLOWED[self.check.dtype] for name in self.check.names]
         return not self.note and all(within)
 
@@ -123,7 +123,7 @@ def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check
 
 
 def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, k, v, grad), random and the same everywhere: (1, N, H or K, D)."""
+    """Return (q, k, v, grad), random and the same everywhere: (1, N, H or K, D)."""
     generator = torch.Generator().manual_seed(check.seq_len)
     _, heads, kv_heads = PATTERNS[check.pattern]
     rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=generator) for h in (heads, kv_heads, kv_heads, heads))
@@ -141,7 +141,7 @@ def _batch(check: Check) -> dict[str, Tensor]:
 
 
 def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    """Loss of all ranks, and this rank's part of all parameters' gradients, of a model that is the same everywhere."""
+    """Return all ranks' loss and this rank's part of all gradients, for a model that is the same everywhere."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         model = LongNetLM(**STEP)
@@ -153,7 +153,7 @@ def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
 
 
 def by_definition(check: Check) -> dict[str, Tensor]:
-    """One rank's answer: by the oracle; of a training step, as one rank makes it."""
+    """Return one rank's answer: the oracle's, or a training step's."""
     if check.pattern == "LongNetLM":
         return _step(_batch(check), "cpu")
     *leaves, grad = tensors(check, torch.float64, "cpu")
@@ -163,14 +163,14 @@ def by_definition(check: Check) -> dict[str, Tensor]:
 
 
 def alone(check: Check, device: str) -> dict[str, Tensor]:
-    """The same call by this machine's engine, on one rank."""
+    """Return the answer of this machine's engine on one rank."""
     *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
     leaves = [x.requires_grad_() for x in leaves]
     return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)
 
 
 def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """(global positions, results) of this rank's part of every check."""
+    """Yield (global positions, results) of this rank's part of every check."""
     for check in checks:
         group = SequenceGroup(**check.settings())
         try:
@@ -193,7 +193,7 @@ def _part(check: Check, positions: list[int], group: SequenceGroup, device: str)
 
 
 def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
-    """All ranks' parts, joined, against one rank's answer."""
+    """Compare all ranks' parts, joined, with one rank's answer."""
     positions = [p for at, _ in parts for p in at]
     if sorted(positions) != list(range(check.seq_len)):
         return Verdict(check, {}, "the ranks' positions are not those of the sequence, each once")
@@ -201,7 +201,7 @@ def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[lis
     whole = {}
     for name in check.names:
         each = [part[name] for _, part in parts]
-        if name == "loss":  # every rank computes the loss of all
+        if name == "loss":  # every rank has the loss of all ranks
             whole[name] = max(each, key=lambda x: float((x - expected["loss"]).abs().nan_to_num(nan=torch.inf)))
         else:
             whole[name] = sum(each) if name == "gradients" else torch.cat(each, 1)
@@ -214,18 +214,18 @@ def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[lis
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, of the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-2))
 
 
 # -- ranks in processes ------------------------------------------------------------------------------------------------
-#: seconds that the other ranks get to report after one failed
+#: seconds in which the other ranks can report after one failed
 GRACE = 3.0
 _DONE = "done"
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks raised, died or did not answer in time; the message says which, and after how many results."""
+    """Some ranks raised, died or did not answer in time; the message names them and counts their results."""
 
 
 @dataclass
@@ -244,16 +244,16 @@ def run_ranks(
     device: str = "cpu",
     timeout: float = 300.0,
 ) -> list[list[Any]]:
-    """What job(rank, device, *args) yields on each of R ranks, which are the world of torch.distributed meanwhile.
+    """Return the values that job(rank, device, *args) yields on each of R ranks, which form torch.distributed's world.
 
     Args:
         ranks: R.
         job: a function of a module, so that processes can import it; its results have to be picklable.
         device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each rank.
-        timeout: seconds for all of it.
+        timeout: seconds for the whole job.
 
     Raises:
-        RanksFailed: after every process was ended.
+        RanksFailed: after all processes were ended.
     """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +277,7 @@ def run_ranks(
 
 
 def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
-    """Read until every rank is done; raise RanksFailed if one will not be."""
+    """Read until every rank is done; raise RanksFailed if one fails or is late."""
     late = False
     while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
         ready = wait([rank.pipe for rank in waiting], max(0.0, end - time.monotonic()))
@@ -319,7 +319,7 @@ def _read(rank: _Rank) -> None:
 def _work(
     rank: int, ranks: int, device: str, store: str, timeout: float, pipe: Connection, job: Callable[..., Any], args: Any
 ) -> None:
-    """A rank: join the others, run the job, send what it yields."""
+    """Run one rank: join the others, run the job, send the values that it yields."""
     send = lambda *message: pipe.send_bytes(pickle.dumps(message))  # noqa: E731
     try:
         if device == "cuda":
@@ -358,7 +358,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """The options with their defaults; raises ValueError for what this machine does not have."""
+    """Fill in defaults of the options; raise ValueError for devices that this machine does not have."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     integer(args.devices, "--devices", 1)
     real(args.timeout, "--timeout", above=0, hint=" It is in seconds.")
@@ -371,24 +371,24 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def judge(checks: Sequence[Check], results: list[list[tuple]]) -> list[Verdict]:
-    """The verdict of each check, from the results of each rank."""
+    """Return the verdict of each check, from the results of each rank."""
     return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *results, strict=True)]
 
 
 def of_one_rank(checks: Sequence[Check]) -> list[Check]:
-    """The calls of the matrix, each once, on one rank."""
+    """List the calls of the matrix, each once, on one rank."""
     calls = (Check(c.pattern, c.seq_len, c.causal, "", "", 1, c.dtype) for c in checks if c.names[0] == "out")
     return list(dict.fromkeys(calls))
 
 
 def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
-    """The engine of this machine on one rank, for each call that is in the matrix."""
+    """Check this machine's engine on one rank, for each call of the matrix."""
     calls = of_one_rank(checks)
     return [compare(c, by_definition(c), [(list(range(c.seq_len)), alone(c, device))]) for c in calls]
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """One row for each exchange, layout and dtype: the largest errors over patterns, lengths and directions."""
+    """Return one row for each exchange, layout and dtype: the largest errors over patterns, lengths and directions."""
     rows: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         c = v.check
@@ -406,7 +406,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def report(verdicts: Sequence[Verdict]) -> int:
-    """Print the table and the last line; the exit code."""
+    """Print the table and the last line; return the exit code."""
     print("\n".join([*table(verdicts), ""]))
     different = [v for v in verdicts if not v.agrees]
     for v in different[:10]:
@@ -418,7 +418,7 @@ def report(verdicts: Sequence[Verdict]) -> int:
 
 
 def run(argv: list[str]) -> None:
-    """Parse, run the ranks, print; exits with 1 where a check does not agree or a rank failed."""
+    """Parse, run the ranks, print; exit with 1 if a check does not agree or a rank failed."""
     args, began = checked(parser().parse_args(argv)), time.monotonic()
     where = "GPUs, NCCL" if args.device == "cuda" else "processes of the CPU, gloo"
     checks = matrix(args.devices, args.dtypes, args.quick)

@@ -1,6 +1,6 @@
-"""OuterOptimizer: the optimizer and the schedule by which regions that train apart keep one model.
+"""OuterOptimizer: the optimizer and schedule by which regions that train apart keep one model.
 
-It knows parameters and a process group, nothing of Lightning. P numbers of a fragment.
+It knows parameters and a process group, nothing of Lightning. P: numbers of a fragment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_dilated.strategy.outer import OuterSteps
 
 
 class Fragment:
-    """Parameters that are synchronised together, in one vector of P numbers in fp32 (float64 where a parameter is).
+    """Parameters that are synchronised together, in one vector of P numbers in fp32 (float64 if a parameter is).
 
     Args:
         named: the parameters, on one device.
@@ -27,10 +27,10 @@ class Fragment:
         peers: the ranks that hold the same parameters in other regions; None: there is one region.
 
     Attributes:
-        shared: (P,) the parameters of all regions as of the last outer step.
+        shared: (P,) all regions' parameters at the last outer step.
         momentum: (P,) of the outer optimizer.
-        sent: (P,) the mean over regions of how far parameters moved, from when it is there until it is applied.
-        flagged: whether a region had set its flag when that was sent.
+        sent: (P,) how far parameters moved, as a mean over regions; from when it is received until it is applied.
+        flagged: whether a region had set its flag when `sent` was sent.
     """
 
     def __init__(
@@ -44,20 +44,20 @@ class Fragment:
         self.momentum = torch.zeros_like(self.shared)
         self.sent: Tensor | None = None
         self.flagged = False
-        self._message: Tensor | None = None  # on its way
+        self._message: Tensor | None = None  # being averaged
         self._work: dist.Work | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are now."""
+        """The parameters' present device."""
         return next(iter(self.named.values())).device
 
     def local(self) -> Tensor:
-        """(P,) this region's parameters, a copy."""
+        """Return a copy of this region's parameters, (P,)."""
         return torch.cat([p.detach().flatten().to(self.dtype) for p in self.named.values()])
 
     def by_name(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a vector, in the parameters' shapes."""
+        """Return views of a vector in the parameters' shapes."""
         parts = vector.split([p.numel() for p in self.named.values()])
         return {name: part.view(p.shape) for (name, p), part in zip(self.named.items(), parts, strict=True)}
 
@@ -68,7 +68,7 @@ class Fragment:
             self.named[name].copy_(values)
 
     def send(self, flagged: bool) -> None:
-        """Begin to average over regions how far parameters moved; with it goes a flag, which all get if one has set it."""
+        """Begin to average over regions how far parameters moved. A flag is sent, too: all get it if one sets it."""
         moved = self.shared.to(self.device) - self.local()
         self._message = torch.cat([moved, torch.full((1,), float(flagged), dtype=self.dtype, device=self.device)])
         if self._peers is not None:
@@ -76,11 +76,11 @@ class Fragment:
 
     @property
     def under_way(self) -> bool:
-        """Whether something was sent and not applied."""
+        """True if something was sent and not applied."""
         return self.sent is not None or self._message is not None
 
     def receive(self) -> None:
-        """Wait until the mean is there, if it is on its way."""
+        """Wait for the mean if it is on its way."""
         if self._message is None:
             return
         if self._work is not None:
@@ -90,7 +90,7 @@ class Fragment:
         self.flagged = bool(message[-1] > 0)
 
     def meet(self) -> None:
-        """Let every region go on from the mean of all regions' parameters, which was sent."""
+        """Let every region continue from the mean of all regions' parameters, which was sent."""
         self.receive()
         assert self.sent is not None
         self.shared.sub_(self.sent)
@@ -98,7 +98,7 @@ class Fragment:
         self.write(self.shared.to(self.device))
 
     def apply(self) -> None:
-        """The outer step of what was sent, and what it makes of this region's parameters."""
+        """Take the outer step of the mean that was sent, and update this region's parameters."""
         self.receive()
         assert self.sent is not None
         self.momentum.mul_(self._settings.momentum).add_(self.sent)
@@ -107,9 +107,9 @@ class Fragment:
         self.write(torch.lerp(shared, self.local(), self._settings.mix) if self._settings.mix else shared)
 
     def leave(self, failed: bool) -> None:
-        """Forget the group of the other regions, after what is on its way has arrived.
+        """Forget the group of the other regions, after messages on their way have arrived.
 
-        After an exception other regions may not have sent; then it is dropped.
+        After an exception other regions may not have sent; then the message is dropped.
         """
         if failed and self._work is not None and not self._work.is_completed():
             self._message = self._work = None
@@ -117,10 +117,10 @@ class Fragment:
         self._peers = None
 
     def mean(self) -> Tensor:
-        """(P,) the mean of the regions' parameters; every rank calls.
+        """Return the mean of the regions' parameters, (P,); every rank has to call.
 
         Raises:
-            RuntimeError: where the run ended before the mean was taken.
+            RuntimeError: if the run ended before the mean was taken.
         """
         if self._peers is None and self._regions > 1:
             raise RuntimeError(
@@ -137,13 +137,13 @@ class OuterOptimizer:
     """Outer steps of a model's parameters, on every rank of every region.
 
     Args:
-        named: the parameters that are trained, by name; equal in all regions to begin with.
-        settings: when and how.
-        peers: the ranks at this one's place in all regions, which hold the same parameters; None: there is one region.
+        named: the trained parameters by name, equal in all regions at first.
+        settings: schedule and options of the outer steps.
+        peers: the ranks with this rank's place in all regions, which hold the same parameters; None: one region.
 
     Attributes:
         steps: inner steps so far.
-        local: this region's own parameters while the model shows the mean of all; None: it holds its own.
+        local: this region's parameters while the model holds the mean of all regions; else None.
 
     Raises:
         ValueError: for more fragments than the model has blocks.
@@ -158,20 +158,19 @@ class OuterOptimizer:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All that are synchronised, by name."""
+        """All synchronised parameters, by name."""
         return {name: p for fragment in self.fragments for name, p in fragment.named.items()}
 
     def leave(self, failed: bool) -> None:
-        """Forget the other regions, as a run ends."""
+        """Forget the other regions when a run ends."""
         for fragment in self.fragments:
             fragment.leave(failed)
 
     def step(self, flagged: bool = False) -> tuple[bool, bool]:
-        """After each inner step, on every rank: sends and applies what is due.
+        """Send and apply what is due after an inner step; every rank calls it after each.
 
         Args:
-            flagged: what this region tells all others with what it sends, such as that it was sent a signal; equal on its
-                ranks.
+            flagged: a flag that this region sends to all others, for example after a signal; equal on its ranks.
 
         Returns:
             Whether a fragment was applied, and whether a region was flagged when it was sent; equal on all ranks.
@@ -190,13 +189,13 @@ class OuterOptimizer:
 
     # -- the mean of the regions, for evaluation and files -------------------------------------------------------------
     def mean(self) -> dict[str, Tensor]:
-        """The mean of the regions' parameters by name, in the parameters' dtypes; every rank calls."""
+        """Return the mean of the regions' parameters by name, in the parameters' dtypes; every rank has to call."""
         parts = [(x, x.by_name(x.mean())) for x in self.fragments]
         return {name: value.to(x.named[name].dtype) for x, values in parts for name, value in values.items()}
 
     @torch.no_grad()
     def show_mean(self, on_host: bool = False) -> None:
-        """Let the model hold the mean, and keep this region's own parameters, if requested in host memory."""
+        """Let the model hold the mean, and keep this region's parameters, in host memory if requested."""
         if self.local is None:
             device = "cpu" if on_host or self.settings.offload else None
             local = {name: p.detach().to(device, copy=True) for name, p in self.parameters.items()}
@@ -206,14 +205,14 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Let the model hold this region's own parameters again."""
+        """Let the model hold this region's parameters again."""
         local, self.local = self.local, None
         for name, p in self.parameters.items() if local is not None else ():
             p.copy_(local[name])
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """Equal in all regions; its "tensors" are by kind and the parameters' names. Waits for what is on its way."""
+        """Return the state, equal in all regions, with "tensors" by kind and name, after messages have arrived."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for fragment in self.fragments:
             fragment.receive()
@@ -223,13 +222,13 @@ class OuterOptimizer:
         return {"steps": self.steps, "settings": asdict(self.settings), "tensors": tensors}
 
     def load(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a state; settings may differ.
+        """Continue from a state; settings may differ.
 
         Returns:
-            What of it is not gone on from, in words; None where all is.
+            The dropped part of the state, in words; None if nothing is dropped.
 
         Raises:
-            ValueError: naming parameters that it lacks.
+            ValueError: naming parameters that the state lacks.
         """
         tensors, settings = state["tensors"], state["settings"]
         missing = [name for name in self.parameters if name not in tensors["shared"]]
@@ -254,15 +253,15 @@ class OuterOptimizer:
 
 #: the vectors of a fragment that checkpoints hold
 KINDS = ("shared", "momentum", "sent")
-#: the settings that say which parameters are under way, and until when
+#: the settings that decide which parameters are under way, and until when
 SCHEDULE = ("every", "fragments", "delay", "warmup")
 
 
 def split(named: Mapping[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
-    """The parameters of each of `count` fragments: blocks (entries of lists of modules) and other modules in turn.
+    """Deal parameters to `count` fragments, in turn: blocks (entries of lists of modules) and other modules.
 
     Raises:
-        ValueError: for more fragments than there are of these.
+        ValueError: for more fragments than blocks and other modules.
     """
     units: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in named.items():

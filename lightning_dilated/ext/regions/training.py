@@ -1,6 +1,4 @@
-"""RegionTraining: outer steps of a strategy, the mean of the regions where a model is evaluated or saved, and each region's
-own state in checkpoints.
-"""
+"""RegionTraining: outer steps of a strategy, the regions' mean, and their states in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from lightning_dilated.strategy.mesh import nccl_options
 
 
 class RegionTraining:
-    """Outer steps of a strategy and their part of checkpoints; made as a run begins, on every rank.
+    """Outer steps of a strategy and their part of checkpoints; made when a run begins, on every rank.
 
     Args:
-        strategy: of `TrainsInRegions`.
+        strategy: a `TrainsInRegions`.
 
     Attributes:
         group: the ranks of this region; None: there is one region, or the run ended.
@@ -31,10 +29,10 @@ class RegionTraining:
         self._timeout = strategy._options.rank_timeout
         self.outer: OuterOptimizer | None = None
         self.group: dist.ProcessGroup | None = None
-        self._peers: dist.ProcessGroup | None = None  # the ranks at this one's place in all regions
+        self._peers: dist.ProcessGroup | None = None  # the ranks with this rank's place in all regions
         self._peers_on_host: dist.ProcessGroup | None = None  # the same over gloo
         self._loaded_outer: dict[str, Any] | None = None  # of the checkpoint that this fit continues
-        self._loaded_local = False  # whether that had this region's own state
+        self._loaded_local = False  # whether the checkpoint had this region's state
         self._applied = True
         if self.sizes.regions > 1:
             self.group = self.sizes.new_group("region", self._timeout)
@@ -48,13 +46,13 @@ class RegionTraining:
         return self.sizes.regions > 1 and self.outer is not None and not self._applied
 
     def leave(self, failed: bool) -> None:
-        """The groups end with the run; the state of outer steps stays, for checkpoints."""
+        """End the groups with the run; the state of outer steps is kept, for checkpoints."""
         self.group = self._peers = self._peers_on_host = None
         if self.outer is not None:
             self.outer.leave(failed)
 
     def copy_first_region(self, module: nn.Module) -> None:
-        """Begin with the same parameters and buffers in all regions."""
+        """Give all regions the first region's parameters and buffers."""
         if self._peers is not None and not self._loaded_local:
             for tensor in itertools.chain(module.parameters(), module.buffers()):
                 dist.broadcast(tensor.detach(), group=self._peers, group_src=0)
@@ -63,7 +61,7 @@ class RegionTraining:
         """Make the outer optimizer of a fit.
 
         Raises:
-            ValueError: for a module that steps by itself or has several optimizers, and as `OuterOptimizer` does.
+            ValueError: for manual optimization or several optimizers, and as `OuterOptimizer` does.
         """
         strategy = self._strategy
         module, optimizers = strategy.lightning_module, strategy.optimizers
@@ -85,10 +83,10 @@ class RegionTraining:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def after_step(self) -> None:
-        """The outer steps that are due after a step.
+        """Take the outer steps that are due after a step.
 
         Raises:
-            RuntimeError: for parameters that are trained and were not when the fit began.
+            RuntimeError: if parameters are trained that were not trained when the fit began.
         """
         if self.outer is None:
             return
@@ -105,61 +103,61 @@ class RegionTraining:
             preemption.all_meet = any_signalled
 
     def show_mean(self, on_host: bool = False) -> None:
-        """The module holds the mean of the regions."""
+        """Let the module hold the mean of the regions."""
         if self.outer is not None:
             self.outer.show_mean(on_host=on_host)
 
     def show_local(self) -> None:
-        """The module holds this region's own parameters again."""
+        """Let the module hold this region's parameters again."""
         if self.outer is not None:
             self.outer.show_local()
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
     def mean_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The module's state dict, with the mean over regions of its parameters; every rank calls."""
+        """Return the module's state dict with the regions' mean of its parameters; every rank has to call."""
         if self.outer is None or self.outer.local is not None:  # the module holds the mean
             return state
         return self._with_parameters(state, self.outer.mean())
 
     def local_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The module's state dict, with this region's own parameters."""
+        """Return the module's state dict with this region's parameters."""
         return state if self.outer is None else self._with_parameters(state, self.outer.local or {})
 
     def _with_parameters(self, state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """A state dict with other values of parameters, which it may hold under several names."""
+        """Replace values of parameters in a state dict, which may hold them under several names."""
         module = self._strategy.lightning_module
         by_id = {id(p): values[name] for name, p in module.named_parameters() if name in values}
         named = module.named_parameters(remove_duplicate=False)
         return {**state, **{name: by_id[id(p)] for name, p in named if name in state and id(p) in by_id}}
 
     def state(self) -> dict[str, Any] | None:
-        """The state of outer steps for a checkpoint, equal in all regions; None outside of a fit."""
+        """Return the state of outer steps for a checkpoint, equal in all regions; None outside of a fit."""
         return None if self.outer is None else {"regions": self.sizes.regions, **self.outer.state()}
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the state of outer steps, and the own parameters and optimizer of each region."""
+        """Add the state of outer steps, and each region's parameters and optimizer."""
         outer = self.state() if "optimizer_states" in checkpoint else None
         if outer is None:
             return
         checkpoint["outer_steps"] = outer
-        own = {"state_dict": self._strategy.local_state_dict(), "optimizer_states": checkpoint["optimizer_states"]}
+        local = {"state_dict": self._strategy.local_state_dict(), "optimizer_states": checkpoint["optimizer_states"]}
         if self.sizes.regions > 1:
-            checkpoint["regions"] = self._gather_regions(own)
+            checkpoint["regions"] = self._gather_regions(local)
 
-    def _gather_regions(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Each region's state by its number, on rank 0; also after a run, whose groups ended."""
+    def _gather_regions(self, local: dict[str, Any]) -> dict[str, Any]:
+        """Return each region's state by its number, on rank 0; also after a run, when the groups have ended."""
         size, rank = self.sizes.region_size, self._strategy.global_rank
         group = self._peers_on_host or self.sizes.new_group("peers", self._timeout, "gloo")
         regions: list[Any] | None = [None] * self.sizes.regions if rank == 0 else None
         if rank % size == 0:
-            dist.gather_object(_on_host(own), regions, group=group, group_dst=0)
+            dist.gather_object(_on_host(local), regions, group=group, group_dst=0)
         if self._peers_on_host is None:
-            dist.barrier()  # a rank that ended the group might break what another still reads
+            dist.barrier()  # a rank that ends the group early might break another's read
             dist.destroy_process_group(group)
         return {str(number): state for number, state in enumerate(regions or ())}
 
     def of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The state of this region in a loaded checkpoint; says where that is not what was saved.
+        """Return this region's state of a loaded checkpoint, and say if that is not what was saved.
 
         Raises:
             ValueError: for a checkpoint that lacks this region's state.
@@ -184,7 +182,7 @@ class RegionTraining:
 
 
 def warn_of_other_regions(outer: dict[str, Any], count: int, outer_steps: bool = False) -> None:
-    """Say with what `count` regions continue, of a checkpoint with outer steps.
+    """Warn how `count` regions continue from a checkpoint with outer steps.
 
     Args:
         outer: the checkpoint's "outer_steps".
@@ -195,9 +193,9 @@ def warn_of_other_regions(outer: dict[str, Any], count: int, outer_steps: bool =
         f"the checkpoint is of {saved} region(s) with outer steps, this run has {count}{'' if outer_steps else ' without'}."
     ]
     if saved > 1:
-        words.append("Each goes on from the mean of their parameters, with the inner optimizer's state of the first.")
+        words.append("Each continues from the mean of their parameters, with the inner optimizer's state of the first.")
     if outer_steps:
-        words.append("Shared parameters and outer momentum go on.")
+        words.append("Shared parameters and outer momentum continue.")
     else:
         words.append("The outer momentum is dropped: to keep it, set outer=OuterSteps(...), also for one region.")
     rank_zero_warn(" ".join(words))
@@ -208,7 +206,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _on_host(value: Any) -> Any:
-    """A nested value with its tensors on the host."""
+    """Copy a nested value with its tensors on the host."""
     if isinstance(value, dict):
         return {key: _on_host(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):

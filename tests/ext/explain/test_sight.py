@@ -63,4 +63,4 @@ def test_the_hybrid_sees_all():
 
 def test_segments_see_nothing_beyond():
     (hint,) = sight_hints(sight([DilatedPattern.dense(64)], 1024, 2, 2))
-    assert "one layer shows a query none of what stands there" in hint
+    assert "one layer shows a query none of the tokens there" in hint

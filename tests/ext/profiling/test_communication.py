@@ -257,7 +257,7 @@ def test_refused_before_training(tmp_path, options, message):
         ({"every_n_steps": 1.5}, TypeError, "every_n_steps must be an integer, got 1.5"),
         ({"warmup": -1}, ValueError, "warmup must be at least 0, got -1"),
         ({"table": 1}, TypeError, "table must be True or False, got 1"),
-        ({"path": ""}, TypeError, "path must be that of a file to write, or None, got ''"),
+        ({"path": ""}, TypeError, "path must be a file to write, or None, got ''"),
         ({"path": 3}, TypeError, "path must be .*got 3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Bytes: a real step of a real model under fake tensors, which have sizes but no memory, counted piece by piece."""
+"""Count the memory of a real step of a real model under fake tensors, which have sizes but no memory."""
 
 from lightning_dilated.ext.planning.counting.memory_tracker import Meter
 

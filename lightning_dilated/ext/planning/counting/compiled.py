@@ -1,11 +1,9 @@
-"""Compiled blocks under fake tensors: the graphs of torch.compile's partitioner, run with the memory of Inductor's kernels.
+"""Compiled blocks under fake tensors: graphs of torch.compile's partitioner, run with the memory of Inductor's kernels.
 
-What is saved for the backward is what Inductor's own partitioner decides. Its kernels are modelled: matrix products and
-custom operators read and write memory, and what lies between them is fused into as few kernels as possible. Kernels that
-read a common tensor of as many numbers become one, unless one has to wait for a product made of the other's result. A kernel
-writes what others read; it reuses the memory of an input that only one of its results reads, and nothing later.
-
-Shape letters: B batch, N tokens, E embedding dim.
+Inductor's own partitioner decides what is saved for the backward. The kernels are modelled. Matrix products and custom
+operators read and write memory; the operations between them are fused into the fewest kernels. Kernels over the same
+number of elements that read a common tensor are fused, unless another step has to run between them. A kernel writes the
+values that others read; it reuses an input's memory if one of its results reads the input and nothing else does later.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from lightning_dilated.ext.planning.counting.memory_tracker import Tape
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: operators that Inductor does not generate, in addition to all custom ones
+#: operators of aten and prims that Inductor does not generate; it generates no custom operator either
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
-#: a value that several kernels read is written once if it is computed from more tensors than this, else by each of them
+#: a value with several readers is written once if it is computed from more tensors than this, else computed by each
 READS = 4
 
 
 @dataclass
 class Graphs:
-    """A cache of compiled functions, the calls for which all of them exist, and the tape that counts them now."""
+    """A cache of compiled functions, keys of the batches that it serves, and the tape that counts now."""
 
     tape: Tape
     compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
@@ -43,7 +41,7 @@ class Graphs:
 
 
 class Kernels:
-    """A graph, called with a list of tensors, which it empties."""
+    """A graph that is called with a list of tensors and empties the list."""
 
     _boxed_call = True
 
@@ -60,12 +58,12 @@ class Kernels:
                 self.last.setdefault(node, i)
                 self.last.update(dict.fromkeys(self.reads[node], i))
 
-    # -- which values are memory ---------------------------------------------------------------------------------------
+    # -- values kept in memory -----------------------------------------------------------------------------------------
     def _is_written(self, node: fx.Node) -> bool:
         if _extern(node):
             return True
         if not isinstance(node.meta.get("val"), Tensor):
-            return False  # of several results each is written by itself
+            return False  # several results are written separately
         users = list(_readers(node))
         if any(user.op == "output" or _extern(user) for user in users) or _numbers(node) < _width(node):
             return True
@@ -75,32 +73,32 @@ class Kernels:
         return node.op != "call_function" or node in self.written or _of_operator(node)
 
     def _roots(self, node: fx.Node) -> set[fx.Node]:
-        """The values in memory that a value is computed from."""
+        """Return the values in memory that a value is computed from."""
         roots: set[fx.Node] = set()
         for n in node.all_input_nodes:
             roots |= {n} if self._is_root(n) else self._roots(n)
         return roots
 
-    # -- which of them one kernel makes --------------------------------------------------------------------------------
+    # -- values that one kernel makes ----------------------------------------------------------------------------------
     def _fused(self) -> list[list[fx.Node]]:
-        """Steps: one operator, or the results of one kernel."""
+        """Return the steps: one operator each, or the results of one kernel."""
         steps = [[n] for n in self.nodes if n in self.written]
         kernels = [step for step in steps if not _extern(step[0])]
         for a, b in itertools.combinations(kernels, 2):
-            # lists are merged in place: a is empty once it went into a later one
+            # lists are merged in place: a is empty after it was merged into a later one
             if a and b and _width(a[0]) == _width(b[0]) and self._common(a, b) and not self._between(steps, a, b):
                 b[:0] = a
                 a.clear()
         return [step for step in steps if step]
 
     def _common(self, a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Whether both read the same large tensor, or one reads what the other writes."""
+        """Return whether both read the same large tensor, or one reads what the other writes."""
         size = _width(a[0])
         first, second = (set().union(*(self.reads[n] for n in step), step) for step in (a, b))
         return any(_numbers(n) >= size for n in first & second)
 
     def _between(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Whether another step has to run after one of them and before the other."""
+        """Return whether another step has to run after one of them and before the other."""
         return self._path(steps, a, b) or self._path(steps, b, a)
 
     def _path(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
@@ -108,11 +106,11 @@ class Kernels:
         after: list[list[fx.Node]] = []
         reached = set(a)
         for _ in steps:
-            more = [s for s in steps if s and s is not a and s not in after and self._needs(s, reached)]
-            if not more:
+            readers = [s for s in steps if s and s is not a and s not in after and self._needs(s, reached)]
+            if not readers:
                 break
-            after += more
-            reached.update(n for s in more if s is not b for n in s)
+            after += readers
+            reached.update(n for s in readers if s is not b for n in s)
         through = {n for s in after if s is not b for n in s}
         return self._needs(b, through)
 
@@ -120,7 +118,7 @@ class Kernels:
         return any(_maker(n) in computed for node in step for n in self.reads[node])
 
     def _ordered(self, steps: list[list[fx.Node]]) -> list[list[fx.Node]]:
-        """In the order of the graph, each after what it reads."""
+        """Sort the steps in the order of the graph, each after the steps that it reads."""
         number = {node: i for i, node in enumerate(self.nodes)}
         waiting = sorted(steps, key=lambda step: min(number[n] for n in step))
         computed = {n for n in self.nodes if n.op != "call_function"}
@@ -160,7 +158,7 @@ class Kernels:
             arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: self._value(n, values, known))
         results = node.target(*arguments[0], **arguments[1])
         values[node] = results
-        if isinstance(results, (tuple, list)):  # its tensors live on one by one
+        if isinstance(results, (tuple, list)):  # each tensor is freed separately
             values.update((user, results[user.args[1]]) for user in node.users)
             del values[node]
 
@@ -174,7 +172,7 @@ class Kernels:
         self.graphs.tape.launched(None, _tensors(read), _tensors(step))
 
     def _value(self, node: fx.Node, values: dict[fx.Node, Any], known: dict[fx.Node, Any]) -> Any:
-        """A value in memory, or a view of one."""
+        """Return a value in memory, or a view of one."""
         if node in values:
             return values[node]
         if node not in known:
@@ -183,7 +181,7 @@ class Kernels:
         return known[node]
 
     def _over(self, node: fx.Node, step: list[fx.Node], values: dict[fx.Node, Any], i: int) -> fx.Node | None:
-        """The value whose memory a result takes."""
+        """Return a value that a result can overwrite, or None."""
         like = lambda x: isinstance(x, Tensor) and (x.dtype, x.numel())  # noqa: E731
         result = node.meta["val"]
         for n in self.reads[node]:
@@ -205,7 +203,7 @@ def _empty(node: fx.Node) -> Tensor:
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> list[Tensor]:
-    """What nodes stand for."""
+    """Return the tensors of nodes."""
     return [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
 
 
@@ -214,12 +212,12 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _of_operator(node: fx.Node) -> bool:
-    """Whether it is one of several results of an operator that is no kernel of Inductor's."""
+    """Return whether a node is one of several results of an operator that Inductor does not generate."""
     return node.target is operator.getitem and _extern(node.args[0])
 
 
 def _viewed(node: fx.Node) -> bool:
-    """Whether the result is memory of an input."""
+    """Return whether the result is a view of an input."""
     if not compat.is_op(node.target):
         return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
     return compat.returns_view(node.target)
@@ -239,13 +237,13 @@ def _numbers(node: fx.Node) -> int:
 
 
 def _width(node: fx.Node) -> int:
-    """Elements that a kernel iterates over."""
+    """Return the number of elements that a kernel iterates over."""
     producer = node.args[0] if node.target is operator.getitem else node
     return max([_numbers(node), *map(_numbers, producer.all_input_nodes)])
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Those that read a value or a view of it."""
+    """Yield the nodes that read a value or a view of it."""
     for user in node.users:
         if user.op == "call_function" and _viewed(user):
             yield from _readers(user)
@@ -254,7 +252,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    """The values that a fused one is computed from, through views and values with one reader."""
+    """Return the values that a fused value is computed from, through views and values with one reader."""
     values: set[fx.Node] = set()
     for n in node.all_input_nodes:
         inline = n.op == "call_function" and not _extern(n) and (_viewed(n) or len(n.users) == 1)
@@ -262,13 +260,12 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return values
 
 
-#: how many of a piece's first arguments need a gradient, if more than one
+#: number of a piece's first arguments that need a gradient, if more than one
 LEADING = {"join": 2}
 
 
 class Pieces:
-    """The compiled parts of a block, put in its place; blocks of one pattern, recurrence and stack share their
-    graphs.
+    """The compiled parts of a block, which replace it; blocks of one pattern, recurrence and stack share their graphs.
 
     Until `trace` is called the pieces run uncompiled and record their arguments.
     """
@@ -289,7 +286,7 @@ class Pieces:
         block._pieces = {name: partial(self._call, name) for name in self.runs}
 
     def _whole(self, *args: Any, **options: Any) -> Tensor:
-        """The block's forward with everything saved: the partitioner decides what to recompute."""
+        """Run the block's forward with everything saved; the partitioner decides what is recomputed."""
         before, self.block._memory = self.block._memory, self.block._memory.__class__()
         try:
             return TransformerBlock.forward(self.block, *args, **options)
@@ -306,11 +303,11 @@ class Pieces:
         return self._graph(name, flat, spec)(*self.parameters(), *(x for x in flat if isinstance(x, Tensor)))
 
     def parameters(self) -> list[Tensor]:
-        """Of the whole block, also those that a piece does not use."""
+        """Return the parameters of the whole block, including those that a piece does not use."""
         return list(self.block.parameters())
 
     def trace(self) -> None:
-        """Compile, with gradients and without."""
+        """Compile with gradients and without."""
         self.traced = True
         for name, (args, options) in self.seen.items():
             for grad in (False, True):
@@ -331,7 +328,7 @@ class Pieces:
         return self.graphs.compiled[key]
 
     def _key(self, name: str, flat: list[Any]) -> tuple:
-        """What a graph depends on."""
+        """Return everything that a graph depends on."""
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
         layer = self.block.attention
         pattern = layer.attention.pattern if name in ("whole", "attend", "attend_kept") else None
@@ -342,8 +339,8 @@ class Pieces:
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]
 
         def call(*tensors: Tensor) -> Any:
-            rest = iter(tensors[len(names) :])
-            args, options = _together([next(rest) if isinstance(x, Tensor) else x for x in flat], spec)
+            values = iter(tensors[len(names) :])
+            args, options = _together([next(values) if isinstance(x, Tensor) else x for x in flat], spec)
             with compat.with_parameters(self.block, dict(zip(names, tensors, strict=False))):
                 return run(*args, **options)
 
@@ -371,7 +368,7 @@ def _together(flat: list[Any], spec: Any) -> tuple[Any, Any]:
 
 
 def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: int, **options: Any) -> Any:
-    """(forward, backward) of a joint graph."""
+    """Partition a joint graph into (forward, backward)."""
     backward = {node for node in joint.graph.nodes if node.op == "placeholder" and "tangents" in node.name}
     for node in joint.graph.nodes:
         if backward.intersection(node.all_input_nodes):
@@ -387,5 +384,5 @@ def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:
     producer = node.args[0] if node.target is operator.getitem else node
     if policy != "attention-kept":
         return CheckpointPolicy.MUST_RECOMPUTE
-    kept = producer.target in (torch.ops.lightning_dilated.attention.default, RECURRENCE)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = producer.target in (torch.ops.lightning_dilated.attention.default, RECURRENCE)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

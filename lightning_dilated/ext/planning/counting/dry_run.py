@@ -1,11 +1,9 @@
-"""A training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece: what it holds,
-and (`BlockWork`) what its operators compute and move.
+"""Count a training step of a real model, piece by piece, under fake tensors, which have sizes but no memory.
 
-The fake tensors are the CPU's, and run as a GPU's would: on machines without a GPU fake ones of a GPU have no backward.
-What torch and the models do otherwise on a GPU is replaced for the whole process while a step is counted, so this runs in
-processes of its own: `lightning-dilated plan`, and `planning.advice` next to a training.
-
-Shape letters: B batch, L tokens of a rank, E embedding dim.
+`step` counts what the step holds, and `BlockWork` what its operators compute and move. The fake tensors are the CPU's
+and behave as a GPU's: without a GPU, fake tensors of a GPU have no backward. While a step is counted, functions of
+torch and of the models that differ on a GPU are replaced for the whole process. So this runs in separate processes:
+`lightning-dilated plan`, and `planning.advice` next to a training.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from lightning_dilated.sequence.group import no_sequence
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Within, tensors are made as on a GPU, and checks of values pass.
+    """Create tensors as on a GPU, and let checks of values pass.
 
-    The package calls its kernels (`ASSUMED`), and what it compiles runs as one kernel; norms are one kernel each way, in
-    the dtype that autocast has on a GPU; log-probabilities of fp16 (not of bf16) come from one kernel that casts as it
-    reads; a number that is read off a tensor is 1.
+    The package calls its kernels (`ASSUMED`), and functions that it compiles run as one kernel. Norms are one kernel
+    each way, in the dtype that autocast has on a GPU. Log-probabilities of fp16 (not of bf16) come from one kernel that
+    casts as it reads. A number that is read from a tensor is 1.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -50,13 +48,13 @@ def as_on_gpu() -> Iterator[None]:
             (chunked_loss, "_compiled", _in_one_pass),
         ):
             stack.enter_context(compat.replaced(owner, name, value))
-        stack.enter_context(_Ones())
+        stack.enter_context(_ConstantScalars())
         ASSUMED.append(True)
         stack.callback(ASSUMED.pop)
         yield
 
 
-#: what is replaced above
+#: the functions that are replaced above
 _RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX = torch.rms_norm, torch.layer_norm, torch.log_softmax
 
 
@@ -66,9 +64,9 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     return compat.fused_rms_norm(x, shape, weight, eps) if compat.is_traced() else _RMSNorm.apply(x, weight)
 
 
-def _wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
+def _wide_layer_norm(x: Tensor, *arguments: Any) -> Tensor:
     narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
-    return _LAYER_NORM(x.float() if narrow else x, *rest)
+    return _LAYER_NORM(x.float() if narrow else x, *arguments)
 
 
 def _wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,8 +83,8 @@ def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return each, torch.empty_like(each)
 
 
-class _Ones(compat.TorchDispatchMode):
-    """Within, a number that is read from a fake tensor is 1."""
+class _ConstantScalars(compat.TorchDispatchMode):
+    """Return 1 for a number that is read from a fake tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not compat.reads_number(func):
@@ -97,7 +95,7 @@ class _Ones(compat.TorchDispatchMode):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The sizes of RMSNorm; no values."""
+    """RMSNorm's sizes, without values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -110,7 +108,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
-#: dtype of parameters by the Trainer's precision, and that of products
+#: dtypes of parameters and of autocast by the Trainer's precision; None: no autocast
 PRECISIONS = {
     "bf16-mixed": (torch.float32, torch.bfloat16),
     "16-mixed": (torch.float32, torch.float16),
@@ -118,18 +116,18 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
-#: the stack of blocks whose parts have no name in front
+#: the stack of blocks with no name in front of its parts
 MAIN = "transformer"
 
 
 class _Marks:
-    """Marks on the tape when a block's forward and its backward begin; `stack` is the name of its stack."""
+    """Mark on the tape where a block's forward and backward begin; `stack` is the name of its stack."""
 
     def __init__(self, number: int, tape: Tape, stack: str) -> None:
         self.number, self.tape, self.stack = number, tape, stack
 
     def put_on(self, block: nn.Module) -> None:
-        """Mark whenever the block runs, but not when it is recomputed."""
+        """Mark all runs of the block except recomputed ones."""
         block.register_forward_pre_hook(self._before)
         block.register_forward_hook(self._behind)
 
@@ -165,15 +163,15 @@ def step(
     """Count a step that begins with the gradients of the step before, without the optimizer's states.
 
     Args:
-        make: the model, not yet built and not compiled; of any depth.
-        batch: its batch, made under fake tensors.
+        make: returns the model, of any depth, neither built nor compiled.
+        batch: returns its batch; called under fake tensors.
         precision: the Trainer's.
         memory: settings; `offload` is ignored.
         graphs: cache of compiled blocks; None: blocks run uncompiled.
-        tape: that counts; None: a new one.
+        tape: counts the step; None: a new one.
 
     Raises:
-        RuntimeError: within `torch.device(...)`.
+        RuntimeError: inside `torch.device(...)`.
     """
     if compat.function_modes():
         # seen with torch 2.13: the process then ends in a later garbage collection
@@ -189,7 +187,7 @@ def step(
             model = make()
             model.configure_model()
         model.train()
-        model.compile_blocks = graphs is not None  # the loss asks for it
+        model.compile_blocks = graphs is not None  # read by the loss
         data, parts = batch(), stacks(model)
         repeats = shorten(parts[MAIN], memory.every)
         for stack in parts.values():
@@ -212,7 +210,7 @@ def step(
 
 
 def _bytes(module: nn.Module) -> tuple[int, int]:
-    """Bytes of a module's parameters, and of the trained ones."""
+    """Return the bytes of a module's parameters, and of the trained ones."""
     parameters = list(module.parameters())
     return sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
 
@@ -222,12 +220,12 @@ Stack = StackMemory
 
 
 def stacks(model: DilatedModule) -> dict[str, Any]:
-    """The stacks of blocks of a built model, by name, in the order of their making."""
+    """Return the stacks of blocks of a built model by name, in the order of construction."""
     return {name: m for name, m in model.named_children() if isinstance(m, Stack)}
 
 
 def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:
-    """Put compiled pieces into the blocks, made for this batch."""
+    """Put compiled pieces for this batch into the blocks."""
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
     key = model.transformer.memory, tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
@@ -241,7 +239,7 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
 
 
 def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, tape: Tape) -> None:
-    """Forward and backward, as Lightning has them."""
+    """Run forward and backward as Lightning does."""
     tape.parameters = list(model.parameters())
     for p in tape.parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
@@ -267,47 +265,47 @@ def _few(length: int, step: int, cuts: Callable[[int, int], Iterator[slice]] = t
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Within, the sequence and the gradient mode of a surrounding run have no effect."""
+    """Ignore the sequence and the gradient mode of a surrounding run."""
     with no_sequence(), torch.inference_mode(False), torch.enable_grad():
         yield
 
 
 def _not_moved() -> contextlib.AbstractContextManager[Any]:
-    """Within, `Module.to` does nothing: torch cannot move modules of fake tensors, and peft calls it where updates have the
-    dtype and device of their weights already."""
+    """Let `Module.to` do nothing: torch cannot move modules of fake tensors, and peft calls it for updates that already
+    have the dtype and device of their weights."""
     return compat.replaced(nn.Module, "to", lambda self, *where, **how: self)
 
 
 # -- work of blocks, kernel by kernel ----------------------------------------------------------------------------------
-# A kernel reads its tensors and writes its results once; views are none. Without compilation each operator is one. Calls of
-# attention and of recurrences are left out.
-#: tokens of the steps whose work is counted; what does not grow with them, casts of weights, is a hundredth there
+# A kernel reads its tensors and writes its results once; views cost nothing. Without compilation each operator is a
+# kernel. Calls of attention and of recurrences are left out.
+#: tokens of the steps that count work; casts of weights, which do not grow with tokens, are a hundredth of it there
 TOKENS = 1 << 16
 #: the most tiles of such a step
 TILES = 16
-#: products of fewer FLOPs a byte wait for memory, those of an adapter's rank among them: 700 TFLOP/s of 2.9 to 4.1 TB/s
+#: products with fewer FLOPs a byte, such as an adapter's, are limited by memory: 700 TFLOP/s over 2.9 to 4.1 TB/s
 RIDGE = 200
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 class Work(NamedTuple):
-    """Of a token: FLOPs of products, and bytes that all other kernels read and write."""
+    """Work of a token: FLOPs of large products, and bytes that all other kernels read and write."""
 
     flops: float
     moved: float
 
     def seconds(self, flops: float, bandwidth: float) -> float:
-        """At so many FLOP/s and bytes/s."""
+        """Return the seconds at these FLOP/s and bytes/s."""
         return self.flops / flops + self.moved / bandwidth
 
     def beyond(self, other: Work) -> Work:
-        """What it has more."""
+        """Return the difference to `other`."""
         return Work(self.flops - other.flops, self.moved - other.moved)
 
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Of a block: its forward, its backward, and what a recomputed forward repeats of it."""
+    """Work of a block: its forward, its backward, and the part of the forward that recomputation repeats."""
 
     forward: Work
     backward: Work
@@ -321,15 +319,15 @@ class BlockWork:
         precision: str,
         tile: int | None = None,
     ) -> BlockWork:
-        """Of a model's blocks, run with everything saved and with blocks recomputed.
+        """Count a model's blocks, run with everything saved and with blocks recomputed.
 
         Args:
             make, batch, precision: see `passes`.
-            tile: tokens of a tile of the feed-forwards, whose backward computes each tile again; None: all at once.
+            tile: tokens of a tile of the feed-forwards, which the backward computes again; None: all tokens at once.
         """
         each = (MemorySettings(policy, tile=tile) for policy in ("none", "block"))
-        (forward, backward), (_, both) = (passes(make, batch, precision, settings) for settings in each)
-        return cls(forward, backward, both.beyond(backward))
+        (forward, backward), (_, recomputing) = (passes(make, batch, precision, settings) for settings in each)
+        return cls(forward, backward, recomputing.beyond(backward))
 
 
 def passes(
@@ -339,25 +337,26 @@ def passes(
     settings: MemorySettings,
     compiled: bool = False,
 ) -> tuple[Work, Work]:
-    """The work of a block's forward, and of its backward with what is recomputed.
+    """Count a block's forward, and its backward with everything that is recomputed.
 
     Args:
-        make: the model of a given depth, not yet built.
-        batch: its batch of so many tokens, made under fake tensors.
+        make: returns the model of a given depth, not yet built.
+        batch: returns its batch of a given number of tokens; called under fake tensors.
         precision: the Trainer's.
-        compiled: whether the blocks are.
+        settings: memory settings.
+        compiled: whether the blocks are compiled.
     """
     tile = settings.tile
     tokens = TOKENS if tile is None else min(max(TOKENS, 2 * tile), TILES * tile)
     tape = WorkTape(tokens)
     graphs = Graphs(tape) if compiled else None
-    # of two blocks: the first one's backward may be less, where nothing before it is trained
+    # two blocks, because the first one's backward may do less if nothing before it is trained
     step(partial(make, 2), partial(batch, tokens), precision, settings, graphs, tape)
     return tape.work(("forward", 1)), tape.work(("backward", 1))
 
 
 class WorkTape(Tape):
-    """Adds up the work of each part of a step of so many tokens, but of the loss."""
+    """Adds up the work of each part of a step, except the loss."""
 
     every_tile = True
 
@@ -368,7 +367,7 @@ class WorkTape(Tape):
         self._moved: Counter[tuple] = Counter()
 
     def work(self, part: tuple) -> Work:
-        """Of a part, a token."""
+        """Return the work of a part, for one token."""
         return Work(self._flops[part] / self._tokens, self._moved[part] / self._tokens)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
@@ -386,14 +385,14 @@ class WorkTape(Tape):
 
 
 def _is_kernel(func: Any) -> bool:
-    """Whether an operator moves memory, and is not priced by itself."""
+    """Return whether an operator moves memory and is not priced separately."""
     if func in OPS or "empty" in func.overloadpacket.__name__:
         return False
     return compat.changes_inputs(func) or not compat.returns_view(func)
 
 
 def _flops(func: Any, inputs: Sequence[Tensor]) -> int:
-    """Of a product of the last two of its tensors."""
+    """Return the FLOPs of a product of an operator's last two tensors; 0 for other operators."""
     if func.overloadpacket.__name__ not in PRODUCTS:
         return 0
     left, right = inputs[-2:]

@@ -1,9 +1,9 @@
-"""Footprint: what a step of a model holds at any length, from its own steps of two lengths under fake tensors.
+"""Footprint: the memory of a model's step at any length, from its steps of two lengths under fake tensors.
 
-The steps have the model's true depth, and sizes are linear in tokens. The workspace of the op is computed for each length,
+The steps have the model's true depth, and sizes are linear in tokens. The op's workspace is computed for each length,
 see `planning.counting.workspace`.
 
-Shape letters: L tokens of a rank.
+Shape letters: N tokens of the sequence, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lightning_dilated.sequence.planner import Links, Plan, make_problem, price
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
-#: counted lengths are multiples of this many tokens: images come in rows of patches
+#: counted lengths are multiples of this many tokens, because images come in rows of patches
 GRAIN = 2048
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks; the parts of its pieces begin with its name. `parameters`: of one of its blocks."""
+    """A second stack of blocks; the parts of its pieces begin with its name. `parameters`: of one block."""
 
     name: str
     depth: int
@@ -53,11 +53,11 @@ class Subject:
     """A model to count.
 
     Attributes:
-        make: the model of a given depth, not yet built.
-        batch: its batch of so many tokens, made under fake tensors.
+        make: returns the model of a given depth, not yet built.
+        batch: returns its batch of a given number of tokens; called under fake tensors.
         call: a call of the op on one rank.
         depth: blocks of the first stack.
-        by_operator: whether each operator of a block is a kernel: layers of another library, not compiled.
+        by_operator: whether each operator of a block is a kernel, as in uncompiled layers of another library.
     """
 
     make: Callable[[int], DilatedModule]
@@ -73,13 +73,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Moment:
-    """A piece of a step, as both lengths have it.
+    """A piece of a step, in the steps of both lengths.
 
     Attributes:
         piece: of the shorter step.
         held: bytes at its peak in each step, without parameters and gradients.
-        saved: bytes of them that blocks of the first stack save for the backward.
-        group: the group of blocks, recomputed together, that the piece belongs to; all blocks run before it elsewhere.
+        saved: bytes of `held` that blocks of the first stack save for the backward.
+        group: number of the group of blocks that is recomputed together; outside of these blocks the last group.
         within: number of the block in its group; None outside of the first stack's blocks.
     """
 
@@ -99,12 +99,12 @@ class Moment:
 
     @property
     def decoding(self) -> bool:
-        """Whether it is in the second stack."""
+        """True in the second stack."""
         return len(self.part) > 1 and self.part[0] not in BLOCKS
 
     @property
     def phase(self) -> str:
-        """Its kind of work, in either stack."""
+        """The kind of work, in either stack."""
         return self.part[1 if self.decoding else 0]
 
 
@@ -114,9 +114,9 @@ class Footprint:
 
     Attributes:
         sizes: tokens of the steps counted.
-        hidden, inner: bytes a token of the hidden states between blocks, and between those of the second stack.
+        hidden, inner: bytes a token of hidden states between blocks of the first stack, and of the second stack.
         parameters, trained: bytes of all parameters, and of those that have gradients.
-        blocks: bytes of both for each block of the first stack.
+        blocks: bytes of all and of trained parameters in each block of the first stack.
     """
 
     subject: Subject
@@ -129,15 +129,15 @@ class Footprint:
     inner: int = 0
 
     def held(self, moment: Moment, tokens: int) -> int:
-        """Bytes without parameters and gradients."""
+        """Return the bytes without parameters and gradients."""
         return _line(self.sizes, moment.held, tokens)
 
     def saved(self, moment: Moment, tokens: int) -> int:
-        """Bytes of `held` that blocks save for the backward."""
+        """Return the bytes of `held` that blocks save for the backward."""
         return _line(self.sizes, moment.saved, tokens)
 
     def layers(self, moment: Moment) -> int:
-        """Layers of the first stack up to a moment, its own group included."""
+        """Return the number of layers of the first stack up to a moment, including its group."""
         return min(self.subject.depth, (moment.group + 1) * self.subject.memory.every)
 
     @functools.cached_property
@@ -147,7 +147,7 @@ class Footprint:
 
     @functools.cached_property
     def first_kept(self) -> int:
-        """Inputs of blocks that are never offloaded: the first, where nothing before it is trained."""
+        """1 if the first block's input is never offloaded, because nothing before it is trained; else 0."""
         return 0 if any(m.part == ("first",) for m in self.moments) else 1
 
     @property
@@ -155,7 +155,7 @@ class Footprint:
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Bytes that the op needs in addition to its results, in the moment's layer."""
+        """Return the bytes that the op needs in addition to its results, in the moment's layer."""
         piece = moment.piece
         if not piece.op:
             return 0
@@ -168,20 +168,21 @@ class Footprint:
 
 
 def _line(at: tuple[int, int], values: tuple[int, int], x: int) -> int:
-    """The line through two points of integers."""
+    """Evaluate the line through two points, in integers."""
     run = at[1] - at[0]
     return values[0] + ((values[1] - values[0]) * (x - at[0]) + run // 2) // run
 
 
 def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count two steps; with tiles, of three and four tiles, from which on each tile holds the same.
+    """Count two steps; with tiles, steps of three and four tiles, because from three on each tile holds the same.
 
     Args:
+        subject: model to count.
         sizes: tokens of the steps.
         graphs: cache of this model's compiled blocks.
 
     Raises:
-        RuntimeError: where steps of two lengths differ in more than sizes.
+        RuntimeError: if the steps differ in more than sizes.
     """
     sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
@@ -201,7 +202,7 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
 
 
 def _lengths(settings: MemorySettings) -> tuple[int, int]:
-    """The tokens of the steps to count."""
+    """Return the tokens of the steps to count."""
     tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
     part = None if tile is None else math.lcm(tile, GRAIN)
     return SIZES if part is None else (3 * part, 4 * part)
@@ -223,15 +224,15 @@ def _moments(subject: Subject, *steps: Tape) -> Iterator[Moment]:
 
 
 def _saved(step: Tape, depth: int, settings: MemorySettings) -> list[int]:
-    """Bytes that the first 0, 1, ... blocks save for the backward."""
-    if settings.policy == "block":  # what else lives in its forward are autocast's copies of weights
+    """Return the bytes that the first 0, 1, ... blocks save for the backward."""
+    if settings.policy == "block":  # the forward's other tensors are autocast's copies of weights
         return [-(-i // settings.every) * step.hidden[dry_run.MAIN] for i in range(depth + 1)]
     begun = {piece.part: piece.begin for piece in reversed(step.pieces)}
     ends = [*(begun["forward", i] for i in range(depth)), begun["behind", depth - 1]]
     return [end - ends[0] for end in ends]
 
 
-#: most heads that are counted on many ranks, see `lighter`
+#: most heads that are counted on many ranks (see `lighter`)
 HEADS = 16
 #: the buffers of every rank are counted up to this number of ranks
 EXACT = 16
@@ -239,17 +240,16 @@ EXACT = 16
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Bytes on the rank with most of each.
+    """Bytes of an exchange; each number is from the rank with most.
 
     Attributes:
-        plan: of the exchange; None on one rank.
-        name: of the exchange; None where no segment crosses a shard. Where "auto" chooses one that is counted for few
-            ranks only, the cheapest of the others.
-        kept: rows saved for the backward, a layer.
-        forward, backward: all that a call holds temporarily.
+        plan: the exchange's plan; None on one rank.
+        name: the exchange's name; None if no segment crosses a shard.
+        kept: rows that a layer saves for the backward.
+        forward, backward: everything that a call holds temporarily.
         queries: rows of q that other ranks' keys reach, over heads.
-        decoder: of a second stack's call.
-        others: of the calls of layers 1, 2, ..., where patterns differ; layers cycle through this one and them.
+        decoder: exchange of a second stack's calls.
+        others: exchanges of layers 1, 2, ... if patterns differ; layers cycle through this one and `others`.
     """
 
     plan: Plan | None = None
@@ -263,15 +263,15 @@ class Exchanged:
 
     @property
     def cycle(self) -> tuple[Exchanged, ...]:
-        """Of each layer of the cycle."""
+        """The exchange of each layer of the cycle."""
         return self, *self.others
 
     def most(self, name: str) -> int:
-        """The largest number of any layer."""
+        """Return the largest number of any layer."""
         return max(getattr(x, name) for x in self.cycle)
 
     def kept_by(self, layers: int) -> int:
-        """Bytes of rows that the first `layers` layers save."""
+        """Return the bytes of rows that the first `layers` layers save."""
         return sum(x.kept for x in in_turns(self.cycle, layers))
 
 
@@ -279,10 +279,10 @@ class Exchanged:
 def exchanged(
     pattern: DilatedPattern, tokens: int, heads: tuple[int, int, int], causal: bool, element_size: int, setup: Setup
 ) -> Exchanged:
-    """Bytes that a call over N tokens exchanges; `heads` = (H, K, D).
+    """Return the bytes that a call over N tokens exchanges; `heads` = (H, K, D).
 
     Raises:
-        ValueError: for an exchange that cannot run this pattern; if `setup.exchange_memory` does not suffice.
+        ValueError: if the exchange cannot run this pattern, or `setup.exchange_memory` does not suffice.
     """
     if setup.ranks == 1:
         return Exchanged()
@@ -300,19 +300,19 @@ def exchanged(
 
 
 def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
-    """With many ranks: a rank is assumed to send as much as the one that receives most, and keys of other ranks to reach as
-    many queries as the densest branch wider than a rank has."""
+    """Estimate the bytes on many ranks. Each rank is assumed to send as much as the rank that receives most, and other
+    ranks' keys to reach all queries of the densest branch that is wider than a rank."""
     problem = chosen.problem
     prices = chosen.prices or (price(problem, name, per_node, dim, size, links),)
     kept = next(p for p in prices if p.exchange == name).kept
-    own, wide = problem.shard.longest, max(4, size)
+    shard, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
-    # of a window only the queries near the ends of a rank's tokens see other ranks' keys
-    reach = lambda b: own if b.width is None else min(own, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
+    # in a window only the queries near the ends of a rank's tokens see other ranks' keys
+    reach = lambda b: shard if b.width is None else min(shard, (2 - problem.causal) * (b.width - 1) * b.dilation_rate)  # noqa: E731
     rows = [
         reach(b) * served(b) // b.dilation_rate
         for b in problem.pattern.branches
-        if segment_width(b, problem.shard.seq_len) > own
+        if segment_width(b, problem.shard.seq_len) > shard
     ]
     queries = max(rows, default=0)
     few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
@@ -320,7 +320,7 @@ def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: 
 
 
 def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchanged:
-    """Counted from the programs of all ranks: the most of any rank."""
+    """Count the bytes of all ranks' programs; each number is the most of any rank."""
     problem, wide = chosen.problem, max(4, size)
     row, wide_row = 2 * dim * size, 2 * dim * wide
     each = []
@@ -329,9 +329,9 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
         rounds = (program.keys, program.queries) if isinstance(program, Switched) else program.rounds
         packed, landed = zip(*(_buffers(x, rank) for x in rounds), strict=True)
         queries = 0 if problem.shard.interleaved else arriving(problem, rank)[2]
-        # a row of q, of out and of the running sum in the forward; of grad, q and out, and of the sum of dq in the backward
+        # forward: a row of q, of out and of the running sum; backward: of grad, q and out, and of the sum of dq
         few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-        if isinstance(program, Switched):  # all of it at a time
+        if isinstance(program, Switched):  # all rows at once
             kept, forward, backward = (
                 sum(landed) * row,
                 sum(landed + packed) * row,
@@ -340,7 +340,7 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
         elif program.keep:
             kept, forward = sum(landed) * row, sum(landed + packed) * row
             backward = sum(landed) * wide_row + sum(packed) * wide_row * 2
-        else:  # two rounds at a time
+        else:  # two rounds at once
             kept, forward = 0, 2 * (max(landed) + max(packed)) * row
             backward = 2 * (max(landed) + max(packed)) * (row + wide_row)
         each.append((kept, forward + few[0], backward + few[1], queries))
@@ -348,14 +348,14 @@ def _of(chosen: Plan, name: str, per_node: int, dim: int, size: int) -> Exchange
 
 
 def _buffers(step: Round, rank: int) -> tuple[int, int]:
-    """Rows of the buffers that a rank sends from and receives into, with its copies to itself."""
-    own = count(step.sends.get(rank, ()))
-    others = lambda side: sum(count(rows) for peer, rows in side.items() if peer != rank)  # noqa: E731
-    return others(step.sends) + own, others(step.receives) + own
+    """Return the rows of the buffers that a rank sends from and receives into, with its copies to itself."""
+    local = count(step.sends.get(rank, ()))
+    remote = lambda side: sum(count(rows) for peer, rows in side.items() if peer != rank)  # noqa: E731
+    return remote(step.sends) + local, remote(step.receives) + local
 
 
 def of_call(call: OpCall, tokens: int, setup: Setup) -> Exchanged:
-    """`exchanged` of a model's calls over N tokens."""
+    """Return `exchanged` for a model's calls over N tokens."""
     call = lighter(call, setup.ranks)
     heads = call.heads, call.kv_heads, call.head_dim
     first, *others = (
@@ -365,7 +365,7 @@ def of_call(call: OpCall, tokens: int, setup: Setup) -> Exchanged:
 
 
 def of_subject(subject: Subject, tokens: int, setup: Setup) -> Exchanged:
-    """`exchanged` of the calls of both stacks of a model."""
+    """Return `exchanged` for the calls of both stacks of a model."""
     main = of_call(subject.call, tokens, setup)
     if subject.decoder is None:
         return main
@@ -373,8 +373,8 @@ def of_subject(subject: Subject, tokens: int, setup: Setup) -> Exchanged:
 
 
 def lighter(call: OpCall, ranks: int) -> OpCall:
-    """The call with fewer and wider heads on many ranks, where counting each head takes long: the same bytes, FLOPs and
-    query heads for each kv head."""
+    """Return the call with fewer and wider heads on many ranks, where counting each head takes long. Bytes, FLOPs and
+    query heads for each kv head are unchanged."""
     group = call.heads // call.kv_heads
     if ranks <= EXACT or call.heads <= HEADS or any(b.heads is not None for x in call.cycle for b in x.branches):
         return call
@@ -383,7 +383,7 @@ def lighter(call: OpCall, ranks: int) -> OpCall:
 
 
 def sharded(call: OpCall, tokens: int, ranks: int, rows: Exchanged) -> OpCall:
-    """A call of one rank as the rank in the middle of a sequence of N tokens makes it."""
+    """Return a call of the rank in the middle of a sequence of N tokens."""
     tokens_here = -(-tokens // ranks)
     if ranks == 1:
         return replace(call, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Meter counts the bytes of the tensors that live, and Tape splits a counted step into pieces."""
+"""Meter counts the bytes of living tensors, and Tape splits a counted step into pieces."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_dilated.ext._compat import torch as compat
 from lightning_dilated.ext.planning.counting.workspace import NAMES
 from lightning_dilated.ext.recurrence.op import RECURRENCE
 
-#: kinds of memory, from the bottom of a picture up; what has no kind is temporary
+#: kinds of memory, from the bottom of a picture up; memory without a kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
 ACTIVATIONS, EXCHANGE, TEMPORARY = "saved activations", "exchange buffers", "temporary"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, BATCH, ACTIVATIONS, EXCHANGE, TEMPORARY)
-#: operators written in Python, whose own operations are counted, too
+#: operators written in Python; the operations inside them are counted, too
 LOOK_INTO = ("lightning_dilated",)
 
-#: operators that come right after `torch.tensor` made their argument
+#: operators called right after `torch.tensor` made their argument
 FRESH = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-#: (serial number of a storage, bytes more or less, seconds of `time.perf_counter`)
+#: (serial number of a storage, change in bytes, seconds of `time.perf_counter`)
 Event = tuple[int, int, float]
 Labels = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], Iterable[tuple[Tensor, str]]]
 
@@ -43,19 +43,19 @@ class _Held:
 
 
 class Meter(compat.TorchDispatchMode):
-    """Within, every storage that an operation reads or makes is counted once, from its first use until it is freed.
+    """Count each storage that an operation reads or makes inside the `with` block, from first use until it is freed.
 
-    Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage that
-    is freed after the meter was left is still subtracted; new ones are seen only within. Storages that were there before are
-    counted from the first operation that reads them, or from `track` on.
+    Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage
+    freed after the block is still subtracted; new ones are seen only inside. Storages that existed before are counted
+    from the first operation that reads them, or from `track` on.
 
-    Not seen: memory that an operator written in C++ takes and gives back within a call, `UntypedStorage.resize_` until an
-    operation reads the tensor again, and what libraries hold. Operators in `LOOK_INTO` are looked into for real tensors;
-    of fake ones only their results exist. Blocks that torch.compile compiled run uncompiled within.
+    Not seen: memory that an operator written in C++ takes and gives back during a call, `UntypedStorage.resize_` until
+    an operation reads the tensor again, and memory of libraries. Operations inside operators in `LOOK_INTO` are counted
+    for real tensors; with fake tensors only the results exist. Blocks of torch.compile run uncompiled.
 
     Args:
-        device: count tensors of this device type only ("cuda" for fake tensors that claim to lie there); None: all.
-        round_to: sizes are rounded up to a multiple, as an allocator does (512 on CUDA); 1: not.
+        device: count tensors of this device type only ("cuda" for fake tensors that claim this device); None: all.
+        round_to: round sizes up to a multiple, as an allocator does (512 on CUDA); 1: do not round.
         record: keep `events`, for the kinds at the peak.
         labels: called after each operation with (operator, its tensors, its results); returns (tensor, kind) pairs, for
             tensors that have no kind yet, or one by `mark`.
@@ -64,7 +64,7 @@ class Meter(compat.TorchDispatchMode):
         live: bytes now.
         peak: the most since the start or `reset_peak`.
         events: with `record`, in order; see `replay`.
-        adopted: serial numbers of storages that no operation within made.
+        adopted: serial numbers of storages that no operation inside the block made.
 
     Raises:
         ValueError: naming the argument.
@@ -89,18 +89,18 @@ class Meter(compat.TorchDispatchMode):
 
     # -- queries ------------------------------------------------------------------------------------------------------
     def reset_peak(self) -> None:
-        """Restart `peak` from what lives now."""
+        """Restart `peak` from the bytes that live now."""
         self.peak, self._since = self.live, len(self.events)
 
     def track(self, tensors: Iterable[Tensor | None], kind: str) -> int:
-        """Give the tensors' storages a kind, and count those not yet seen; the bytes of all of them, each storage once."""
+        """Give the tensors' storages a kind, and count new ones; return the bytes of all, each storage once."""
         with self._lock:
             storages = [x for t in tensors if t is not None for x in self._see(t, False)]
             self._kinds.update((x.serial, kind) for x in storages)
         return sum({x.serial: x.size for x in storages}.values())
 
     def mark(self, kind: str) -> int:
-        """Give a kind to what was made within, lives and has none, such as `ACTIVATIONS` when a forward ends; its bytes."""
+        """Give a kind to living storages that were made inside and have none; return the bytes of these storages."""
         with self._lock:
             known = self._kinds.keys() | self._marked.keys() | self.adopted
             storages = [x for x in self._held.values() if x.serial not in known]
@@ -108,7 +108,7 @@ class Meter(compat.TorchDispatchMode):
             return sum(x.size for x in storages)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes that live now, by kind; they add up to `live`."""
+        """Return the bytes that live now, by kind; they add up to `live`."""
         sizes: dict[str, int] = {}
         with self._lock:
             for x in self._held.values():
@@ -117,7 +117,7 @@ class Meter(compat.TorchDispatchMode):
         return {kind: n for kind, n in sizes.items() if n}
 
     def peak_by_kind(self) -> dict[str, int]:
-        """Bytes at the first moment of `peak`, by the kinds that storages have by now; they add up to `peak`.
+        """Return the bytes at the first moment of `peak`, by the present kinds of storages; they add up to `peak`.
 
         Raises:
             RuntimeError: without `record`.
@@ -126,17 +126,17 @@ class Meter(compat.TorchDispatchMode):
             raise RuntimeError("Meter(record=True) keeps the events that peak_by_kind needs.")
         best, most = {}, -1
         for number, _, total, held in self.replay():
-            # the state after the last event before the reset is where the peak began
+            # the peak may be the state after the last event before the reset
             if number >= self._since - 1 and total > most:
                 best, most = dict(held), total
         return {kind: n for kind, n in best.items() if n}
 
     def kind(self, serial: int) -> str:
-        """The kind of a storage, `TEMPORARY` if it was given none."""
+        """Return the kind of a storage, `TEMPORARY` if it has none."""
         return self._kinds.get(serial) or self._marked.get(serial, TEMPORARY)
 
     def replay(self) -> Iterator[tuple[int, float, int, dict[str, int]]]:
-        """(number of the event, seconds, live bytes, bytes by kind) after each event; the mapping is reused."""
+        """Yield (number of the event, seconds, live bytes, bytes by kind) after each event; the mapping is reused."""
         total, held = 0, {}
         for number, (serial, delta, seconds) in enumerate(self.events):
             kind, total = self.kind(serial), total + delta
@@ -144,13 +144,13 @@ class Meter(compat.TorchDispatchMode):
             yield number, seconds, total, held
 
     def restart(self, keep: Sequence[str] = ()) -> None:
-        """Restart from nothing, except living storages of the kinds to keep, which count as adopted."""
+        """Restart with only the living storages of the kinds in `keep`, which count as adopted."""
         with self._lock:
             self._held = {key: x for key, x in self._held.items() if self.kind(x.serial) in keep}
-            kept = {x.serial: x.size for x in self._held.values()}
-            self._kinds, self._marked = {serial: self.kind(serial) for serial in kept}, {}
-            self.adopted, self.live, now = set(kept), sum(kept.values()), time.perf_counter()
-            self.events = [(serial, size, now) for serial, size in kept.items()] if self.record else []
+            sizes = {x.serial: x.size for x in self._held.values()}
+            self._kinds, self._marked = {serial: self.kind(serial) for serial in sizes}, {}
+            self.adopted, self.live, now = set(sizes), sum(sizes.values()), time.perf_counter()
+            self.events = [(serial, size, now) for serial, size in sizes.items()] if self.record else []
             self.reset_peak()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Meter(compat.TorchDispatchMode):
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
+            return NotImplemented  # operations on a DTensor's inner tensors are dispatched separately
         kwargs = kwargs or {}
         inputs = [t for t in compat.leaves((args, kwargs)) if isinstance(t, Tensor)]
         with self._lock:
@@ -170,7 +170,7 @@ class Meter(compat.TorchDispatchMode):
         out = self._run(func, args, kwargs, inputs)
         results = [t for t in compat.leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # mutable: may have been resized
+            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # may be resized
                 self._see(t, True)
             for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
@@ -178,7 +178,7 @@ class Meter(compat.TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """The operation; those within one of `LOOK_INTO` come here, too, where nothing else has a say in it."""
+        """Run the operation; inside one of `LOOK_INTO` its operations come here, too, unless another mode is active."""
         plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs)
         if func.namespace not in LOOK_INTO or not inputs or not plain or compat.in_dispatch_mode():
             return func(*args, **kwargs)
@@ -186,7 +186,7 @@ class Meter(compat.TorchDispatchMode):
             return compat.run_on_device(func, inputs[0].device.type, args, kwargs)
 
     def _see(self, tensor: Tensor, new: bool) -> list[_Held]:
-        """Count a tensor's storages as large as they are now."""
+        """Count a tensor's storages in their present sizes."""
         storages = []
         for part in parts(tensor):
             if self.device is not None and part.device.type != self.device:  # fake tensors answer slowly
@@ -228,7 +228,7 @@ class Meter(compat.TorchDispatchMode):
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with storages of their own that a tensor is made of."""
+    """Yield the tensors with separate storages that a tensor consists of."""
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for x in inner:
@@ -248,7 +248,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 CASTS = "casts"
 #: names of the op's two passes in a piece
 FORWARD, BACKWARD = "forward", "backward"
-#: names of operators that are a piece of their own
+#: names of operators that are separate pieces
 OPS = {
     torch.ops.lightning_dilated.attention.default: FORWARD,
     torch.ops.lightning_dilated.attention_backward.default: BACKWARD,
@@ -258,14 +258,14 @@ OPS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """What was held in a piece of a step.
+    """Memory of a piece of a step.
 
     Attributes:
         part: of the step, such as ("forward", 0) for the first block's.
         peak: the most bytes at once, without the op's workspace.
         begin, static: bytes when it began, and bytes of parameters and gradients among them.
-        op: FORWARD or BACKWARD where the piece is one call of the op, one of `workspace.NAMES` where it is one of a
-            recurrence, "" elsewhere.
+        op: FORWARD or BACKWARD if the piece is one call of the op, one of `workspace.NAMES` for a
+            recurrence, else "".
         heads, dtype: query heads of that call, and the dtype of q.
         spec: of a recurrence.
         casts: bytes of autocast's copies of parameters when it began.
@@ -283,9 +283,9 @@ class Piece:
 
 
 class Tape(Meter):
-    """Counts as `Meter` does and notes `pieces`; a loop over tiles is one of its own, apart from what is held around it."""
+    """A `Meter` that also notes `pieces`; each loop over tiles is a separate piece."""
 
-    #: whether a layer's tiles in the middle are run, which hold what the second one holds
+    #: whether a layer's middle tiles are run, which hold the same as the second tile
     every_tile = False
 
     def __init__(self, **options: Any) -> None:
@@ -306,28 +306,28 @@ class Tape(Meter):
         self._spec = ""
 
     def enter(self, *part: Any) -> None:
-        """End the piece; what follows is a part of the step, or goes on with the last one."""
+        """End the piece, and begin `part`, or a new piece of the same part."""
         self._cut()
         self.part = part or self.part
 
     def _range(self, name: str, begins: bool) -> None:
-        """A loop over tiles begins or ends, or another range."""
+        """Note that a range begins or ends; a loop over tiles is a range and a piece."""
         if begins:
             self._ranges.append(name)
         if name == "tiles":
             self.enter()
 
     def _cut(self, op: str = "", q: Tensor | None = None) -> None:
-        of = (0, None) if q is None else (q.shape[2], q.dtype)
+        call = (0, None) if q is None else (q.shape[2], q.dtype)
         spec = self._spec if op in NAMES.values() else ""
-        self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, op, *of, spec, self._casts))
+        self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, op, *call, spec, self._casts))
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
         self._begin, self._casts = self.live, self.by_kind().get(CASTS, 0)
 
     def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         if (op := OPS.get(func)) is not None:
-            # before it at most as much as with its results, where they made the peak
+            # the piece before the call, with the call's results if they made the peak
             self.pieces.append(Piece(self.part, self.peak, self._begin, self._static, casts=self._casts))
             self.peak = self.live
             self._cut(op, inputs[0 if op in (FORWARD, NAMES[RECURRENCE]) else 1])
@@ -336,7 +336,7 @@ class Tape(Meter):
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # asked very often
+        if func is torch.ops.prim.device.default:  # called very often
             return args[0].fake_device
         if self._paused:
             return func(*args, **(kwargs or {}))
@@ -347,7 +347,7 @@ class Tape(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, results are not counted."""
+        """Do not count results."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -355,4 +355,4 @@ class Tape(Meter):
             self._paused = before
 
     def launched(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """A kernel of compiled blocks ran; `func`: the operator that it is, None where Inductor wrote it."""
+        """Note a kernel of compiled blocks; `func`: its operator, None for a kernel that Inductor generates."""

@@ -1,6 +1,6 @@
-"""What a plan counts of a model (`Subject`), and the numbers that its time follows from (`Facts`), by the model's own hooks.
+"""Describe a model by its hooks: what a plan counts (`Subject`), and the numbers that its time follows from (`Facts`).
 
-Shape letters: E embedding dim, V vocabulary, L tokens of a rank, H query heads, K kv heads, D head dim.
+Shape letters: V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def subject_of(
     compile_blocks: bool | None = None,
     capability: tuple[int, int] = (9, 0),
 ) -> Subject:
-    """What to count of a model, found by its hooks: `example_batch`, `planning_copy` and the stacks that `build` makes.
+    """Describe what to count of a model, by its `example_batch`, its `planning_copy` and the stacks that `build` makes.
 
     Args:
-        model: built or not; it stays as it is.
+        model: built or not; it is not changed.
         precision: the Trainer's.
-        memory: settings; None: those that a model is built with (gradient checkpointing of a decoder), else none.
-        compile_blocks: None: as the model has it.
+        memory: settings; None: the built model's (gradient checkpointing of a decoder), else none.
+        compile_blocks: None: the model's setting.
         capability: of the GPU.
 
     Raises:
@@ -50,20 +50,20 @@ def subject_of(
     """
     one_of(precision, "precision", PRECISIONS)
     dtype, products = PRECISIONS[precision]
-    example_of(model, 2)  # its errors first
+    example_of(model, 2)  # raise its errors first
     built = _checked(model)
-    main, *others = stacks(built).items()
+    main, *further = stacks(built).items()
     call = partial(_call, dtype=products or dtype, capability=capability)
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
     if compiled and getattr(model, "lora_rank", None) is not None:
         raise ValueError(
             "blocks with low-rank updates are not compiled: leave --compile out where there is a lora_rank."
         )
-    own = isinstance(main[1], DilatedTransformer)
-    by_operator = not (compiled or own)
-    compiled = compiled and own  # others are counted uncompiled, which holds more
+    native = isinstance(main[1], DilatedTransformer)
+    by_operator = not (compiled or native)
+    compiled = compiled and native  # other stacks are counted uncompiled, which holds more
     decoder = None
-    for name, stack in others:
+    for name, stack in further:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
     return Subject(
         model.planning_copy, partial(_batch, model, dtype), precision, memory or main[1].memory, bool(compiled),
@@ -72,14 +72,14 @@ def subject_of(
 
 
 def example_of(model: DilatedModule, tokens: int, seed: int = 0) -> dict[str, Any]:
-    """The model's `example_batch`, which depends on the seed alone; torch's random numbers go on as if it had not been."""
+    """Return the model's `example_batch`, which depends on the seed alone; torch's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return model.example_batch(tokens)
 
 
 def blank(make: Callable[[int], DilatedModule], depth: int = 1) -> DilatedModule:
-    """A model with its layers, built without memory."""
+    """Build a model's layers without memory."""
     with torch.device("meta"):
         model = make(depth)
         model.configure_model()
@@ -87,7 +87,7 @@ def blank(make: Callable[[int], DilatedModule], depth: int = 1) -> DilatedModule
 
 
 def _checked(model: DilatedModule) -> DilatedModule:
-    """The model with its layers, built without memory, if it can be counted."""
+    """Build the model's layers without memory, or raise if they cannot be counted."""
     name, depth = type(model).__name__, getattr(model, "depth", None)
     if not isinstance(depth, int):
         raise ValueError(f"{name} has no depth, the number of blocks that its build() makes.")
@@ -107,18 +107,18 @@ def _checked(model: DilatedModule) -> DilatedModule:
 
 
 def _call(stack: Stack, dtype: torch.dtype, capability: tuple[int, int]) -> OpCall:
-    """The calls of the op that the blocks of a stack make."""
+    """Describe the calls of the op that the blocks of a stack make."""
     layers = stack.attentions()
-    first, *others = shortest_cycle([layer.pattern for layer in layers])
+    first, *patterns = shortest_cycle([layer.pattern for layer in layers])
     a = layers[0]
     return OpCall(
         first, a.num_heads, a.num_kv_heads, a.head_dim, a.causal, 1, dtype,
-        dropout=a.dropout > 0, engine=a.engine, capability=capability, others=tuple(others),
+        dropout=a.dropout > 0, engine=a.engine, capability=capability, others=tuple(patterns),
     )  # fmt: skip
 
 
 def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None = None) -> DilatedModule:
-    """The model with `depth` layers that all have this recurrence."""
+    """Copy the model with `depth` layers that all have this recurrence."""
     shallow = model.planning_copy(depth)
     if getattr(model, "recurrences", ()):
         shallow.recurrences = (recurrence,) * depth
@@ -126,25 +126,25 @@ def _alike(model: DilatedModule, depth: int = 1, recurrence: Recurrence | None =
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
-    """A batch of one sequence; floating point is in the dtype that Lightning's precision plugins give it."""
+    """Return a batch of one sequence, with floats in the dtype of Lightning's precision plugins."""
     convert = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
     return map_tree(convert, model.example_batch(tokens))
 
 
-#: elements that the low-rank update of a layer reads and writes, for each element of the layer's input and of its output:
-#: peft's forward (product, scale, sum) and backward (likewise, and the sum of the input's two gradients)
+#: elements that a layer's low-rank update reads and writes, for each element of the layer's input and of its output:
+#: peft's forward (product, scale, sum) and backward (the same, and the sum of the input's two gradients)
 UPDATE_FORWARD, UPDATE_BACKWARD = (1, 6), (5, 4)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, in parameters.
+    """Numbers of trained parameters.
 
     Attributes:
-        block, edge: trained ones, of a block and outside of all blocks.
-        weights: those of a block that activations are multiplied with: all but an update that is added to a weight before.
-        gradients: those of a block whose gradients are summed over tokens: the trained ones, and in place of such an update
-            the weight that it is added to.
+        block, edge: trained parameters of a block, and outside of all blocks.
+        weights: parameters of a block that multiply activations: all but an update that is first added to a weight.
+        gradients: parameters of a block with gradients summed over tokens: the trained ones, but the weight in place of
+            an update that is first added to it.
         forward, backward: elements a token that low-rank updates read and write.
     """
 
@@ -157,25 +157,25 @@ class Trained:
 
     @classmethod
     def of(cls, block: nn.Module, sizes: BlockSizes, edge: int) -> Trained:
-        """Of a block, with `edge` trained parameters elsewhere."""
+        """Count a block; `edge`: trained parameters elsewhere."""
         trained, whole = _parameters(block, True), _parameters(block)
         if trained == whole:
             return cls(trained, edge, trained, trained)
         updated, added = sizes.updated
         layers = [m.base_layer for m in block.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
         features = sum(x.in_features for x in layers), sum(x.out_features for x in layers)
-        passes = [of[0] * features[0] + of[1] * features[1] for of in (UPDATE_FORWARD, UPDATE_BACKWARD)]
+        passes = [each[0] * features[0] + each[1] * features[1] for each in (UPDATE_FORWARD, UPDATE_BACKWARD)]
         return cls(trained, edge, whole - added, trained - added + updated, *passes)
 
     @property
     def backward_products(self) -> float:
-        """FLOPs of a block's backward, relative to those with all weights trained."""
+        """FLOPs of a block's backward, relative to a backward with all weights trained."""
         return (self.weights + self.gradients) / (2 * self.weights)
 
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """What a layer's recurrence adds to its block.
+    """The work that a layer's recurrence adds to its block.
 
     Attributes:
         flops: of its rule, forward, a token.
@@ -192,7 +192,7 @@ class RecurrentLayer:
 
     @property
     def unmeasured(self) -> str | None:
-        """Why the time of its rule is not known; None where it is."""
+        """Return why the time of its rule is not known; None if it is."""
         kinds = measured_rules().rules
         if self.description.kind not in kinds:
             return f"only {' and '.join(kinds)} was measured on a GPU"
@@ -202,7 +202,7 @@ class RecurrentLayer:
 
     @classmethod
     def of_layers(cls, model: DilatedModule, subject: Subject) -> tuple[RecurrentLayer | None, ...]:
-        """Of layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
+        """Describe layers 0, 1, ..., which repeat; None for a layer without. Blocks are counted as compiled ones."""
         layers = shortest_cycle(without_starts(getattr(model, "recurrences", ())))
         if not any(layers):
             return ()
@@ -210,7 +210,7 @@ class RecurrentLayer:
         plain = _compiled_work(model, subject)
         for x in dict.fromkeys(layers):
             if x is not None:
-                work = (more.beyond(less) for more, less in zip(_compiled_work(model, subject, x), plain, strict=True))
+                work = (full.beyond(base) for full, base in zip(_compiled_work(model, subject, x), plain, strict=True))
                 flops = x.flops(call.heads, call.kv_heads, call.head_dim)
                 known[x] = cls(x, flops, call.head_dim, call.dtype.itemsize, *work)
         return tuple(known.get(x) for x in layers)
@@ -219,7 +219,7 @@ class RecurrentLayer:
 def _compiled_work(
     model: DilatedModule, subject: Subject, recurrence: Recurrence | None = None, **changed: Any
 ) -> tuple:
-    """Work of a compiled block, forward and backward, with other attributes of the model."""
+    """Return the work of a compiled block, forward and backward, with `changed` attributes of the model."""
     bases = getattr(model, "rotary_bases", None) or ()
     usual = next((base for base in bases if base is not None), None)
 
@@ -234,28 +234,28 @@ def _compiled_work(
 
 
 def _convolution(model: DilatedModule, subject: Subject) -> tuple[Work, ...]:
-    """Work that the short convolution adds to a compiled block: its kernels, and copies that its rows need."""
+    """Return the work that the short convolution adds to a compiled block: its kernels, and copies of rows for them."""
     options: Any = getattr(model, "options", None)
     if getattr(options, "kv_conv", None) is None:
         return ()
     each = _compiled_work(model, subject), _compiled_work(model, subject, options=replace(options, kv_conv=None))
-    return tuple(more.beyond(less) for more, less in zip(*each, strict=True))
+    return tuple(full.beyond(base) for full, base in zip(*each, strict=True))
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbers of a model that its time is computed from.
+    """The numbers from which a model's time is computed.
 
     Attributes:
-        hidden, vocab: features of the feed-forward, and V: the model's `token_features`.
+        hidden, vocab: features of the feed-forward, and V, from the model's `token_features`.
         block_parameters, edge_parameters: parameters of a block without its recurrence, and all others.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         logits: whether the loss of a token reads V logits.
-        windows: the most windows of heads: one a kv head; one in all with low-rank updates, or where there are none.
+        windows: the most windows of heads: one a kv head; 1 with low-rank updates, or if the blocks have no windows.
         tiles: whether feed-forwards can run in tiles.
-        work: of a block whose kernels are those of its operators; None of others.
+        work: of a block in which each operator is a kernel; else None.
         convolution: work of a block's short convolution, forward and backward; empty without one.
-        recurrences: of layers 0, 1, ..., which repeat; empty where no layer has one.
+        recurrences: of layers 0, 1, ..., which repeat; empty if no layer has one.
     """
 
     dim: int
@@ -279,7 +279,7 @@ class Facts:
 
     @property
     def stacks(self) -> list[Facts]:
-        """An entry for each stack of blocks."""
+        """The facts of each stack of blocks."""
         return [replace(self, decoder=None), *([self.decoder] if self.decoder else [])]
 
     @property
@@ -296,7 +296,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model, which is made without memory; where its operators are counted, also one of two layers."""
+        """Build a model without memory, and count it; if its operators are counted, run a step of two layers."""
         built, alone = blank(subject.make, model.depth), blank(partial(_alike, model))
         by_name, features = stacks(alone), built.token_features()
         depths = {name: len(stack.blocks) for name, stack in stacks(built).items()}
@@ -320,7 +320,7 @@ class Facts:
 
     @classmethod
     def _of_stack(cls, stack: Stack, depth: int, vocab: int, edge: list[int], subject: Subject, call: OpCall) -> Facts:
-        """Of a stack; `edge`: parameters outside of its blocks, and those of them that are trained."""
+        """Count a stack; `edge`: all and trained parameters outside of its blocks."""
         block, sizes = stack.blocks[0], stack.sizes()
         return cls(
             sizes.dim, depth, sizes.hidden, vocab, _parameters(block), edge[0], sizes.projection,

@@ -1,7 +1,7 @@
-"""Equal layers of a counted model: a step runs three units of them, and its pieces say what the full depth holds.
+"""Equal layers of a counted model: a step runs three units of them, and the full depth is derived from its pieces.
 
-In a stretch of equal units (a group of blocks that is recomputed together, or several groups that repeat) only the first
-unit has another layer before it, and only the last one has another layer after it. All units between them do the same work
+In a stretch of equal units (a group of blocks that is recomputed together, or several groups that repeat) only the
+first unit has another layer before it, and only the last unit has one after it. All units between them do the same work
 on tensors of the same sizes. One of them is run, and its pieces are repeated.
 
 Shape letters: P bytes of a unit's parameters, G bytes of their gradients.
@@ -26,14 +26,14 @@ NUMBERS = ("layer_idx",)
 
 
 class Repeat(NamedTuple):
-    """The blocks from `first` to before `end` stand for `times` more units like them, which follow them."""
+    """The blocks from `first` to before `end` represent `times` more units like them, which follow them."""
 
     first: int
     end: int
     times: int
 
     def lengthen(self, tape: Tape) -> None:
-        """Add what the further units hold to a step without them."""
+        """Add the memory of the further units to a step without them."""
         unit = tape.blocks[self.first : self.end]
         size, trained = (sum(x) for x in zip(*unit, strict=True))
         tape.pieces = list(lengthened(tape.pieces, self, size, trained))
@@ -42,8 +42,8 @@ class Repeat(NamedTuple):
 
 
 def shorten(stack: Any, every: int) -> list[Repeat]:
-    """Take blocks out of a stack, in groups of `every`; the repeats that bring them back, in the order of removal."""
-    if getattr(stack, "drop_path", 0):  # its factors are drawn for all blocks at a time
+    """Take groups of `every` blocks out of a stack; return the repeats that restore them, in the order of removal."""
+    if getattr(stack, "drop_path", 0):  # its factors are drawn for all blocks at once
         return []
     signatures: list[Any] = []
     for block in stack.blocks:
@@ -59,7 +59,7 @@ def shorten(stack: Any, every: int) -> list[Repeat]:
 
 
 def _signature(block: nn.Module) -> list[Any]:
-    """All that two blocks may differ in, but the values of their weights."""
+    """List everything in which two blocks may differ, except the values of their weights."""
     return [
         (
             name,
@@ -72,7 +72,7 @@ def _signature(block: nn.Module) -> list[Any]:
 
 
 def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
-    """Repeats of blocks by their kinds; each speaks of the blocks that the ones before it left."""
+    """Find repeats of blocks by their kinds; each repeat counts the blocks that earlier repeats left."""
     groups = [tuple(kinds[i : i + every]) for i in range(0, len(kinds), every)]
     repeats, period = [], 1
     while (RUN + 1) * period <= len(groups):
@@ -91,10 +91,11 @@ def find_repeats(kinds: Sequence[Hashable], every: int = 1) -> list[Repeat]:
 
 
 def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int) -> Iterator[Piece]:
-    """The pieces of a step with the further units of a repeat.
+    """Yield the pieces of a step with the further units of a repeat.
 
     Args:
         pieces: of the step without them.
+        repeat: the repeat.
         size: P.
         trained: G of the step before, which are freed after the forward.
     """
@@ -114,7 +115,7 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
         gradients = pieces[returned].static - pieces[returning].static
 
     def moved(part: slice, units: int, static: int, activations: int, copies: int = 0) -> Iterator[Piece]:
-        """Pieces, of blocks that have further units before them, with more bytes."""
+        """Yield pieces with more bytes, and with the numbers of blocks after `units` further units."""
         for x in pieces[part]:
             of_block = units and x.part[0] in BLOCKS
             number = (x.part[0], x.part[1] + units * (end - first)) if of_block else x.part
@@ -130,7 +131,7 @@ def lengthened(pieces: Sequence[Piece], repeat: Repeat, size: int, trained: int)
     yield from moved(slice(cleared, head), times, full, times * freed, times * saved_casts)
     yield from moved(slice(head, returned), times, bare, times * freed, times * saved_casts)
     for unit in range(1, times + 1):
-        more = bare + unit * gradients
+        held = bare + unit * gradients
         left = times - unit
-        yield from moved(slice(returning, returned), left, more, left * freed, left * saved_casts)
+        yield from moved(slice(returning, returned), left, held, left * freed, left * saved_casts)
     yield from moved(slice(returned, None), 0, bare + times * gradients, 0)

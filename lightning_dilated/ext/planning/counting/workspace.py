@@ -1,9 +1,8 @@
-"""Bytes that the attention op, and that of recurrences, hold on a GPU beside their inputs and results.
+"""Bytes that the attention op and the recurrence op hold on a GPU in addition to their inputs and results.
 
-Follows the executors' own chunks, launches and limits.
+They follow the executors' own chunks, launches and limits.
 
-Shape letters: N tokens of the sequence, L of a rank, H query heads, K kv heads, D head dim, R ranks, B batch, n rows of
-a block.
+Shape letters: L tokens of a rank, H query heads, D head dim, B batch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from lightning_dilated.pattern.rows import Block, global_tokens, in_turns, witho
 
 #: bytes of a log-sum-exp
 LSE = 4
-#: engines whose backward holds, beside fp32 delta and log-sum-exp of each row, an fp32 sum of dq's D columns (on an H200
-#: 8.08 GiB of the measured 8.10 GiB of the op at 1,048,576 tokens)
+#: engines that hold an fp32 sum of dq's D columns in the backward, and fp32 delta and log-sum-exp of each row (on an
+#: H200 8.08 GiB of the measured 8.10 GiB of the op at 1,048,576 tokens)
 SUMS_DQ = ("cudnn", "flash")
 
 
@@ -44,10 +43,10 @@ class OpCall:
 
     Attributes:
         tokens, batch: L and B of this rank.
-        whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first.
+        whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first token.
         window: (first, stop) of the call's query heads; None: all H.
-        final: whether nothing is merged into out afterwards, as rows of other ranks are if they reach many queries.
-        others: the patterns of layers 1, 2, ..., where they differ; layers cycle through `pattern` and them.
+        final: whether nothing is merged into out afterwards; rows of other ranks are if they reach many queries.
+        others: the patterns of layers 1, 2, ... if they differ; layers cycle through `pattern` and `others`.
     """
 
     pattern: DilatedPattern
@@ -73,7 +72,7 @@ class OpCall:
         return self.pattern, *self.others
 
     def layers(self, depth: int) -> list[tuple[OpCall, int]]:
-        """The different calls of `depth` layers, each with the number of layers that make it."""
+        """Return the different calls of `depth` layers, each with the number of layers that make it."""
         counts = Counter(in_turns(self.cycle, depth))
         return [(replace(self, pattern=pattern, others=()), layers) for pattern, layers in counts.items()]
 
@@ -114,36 +113,36 @@ class OpCall:
 
     @property
     def call(self) -> Call:
-        """As the executors describe it."""
+        """The executors' description of the call."""
         return Call(engine_of(self), self.head_window, self.causal, self.head_dim**-0.5)
 
     @property
     def head_window(self) -> HeadWindow:
-        """The heads that it computes."""
+        """The heads that the call computes."""
         return HeadWindow(self.pattern, self.heads, self.kv_heads, self.head_range)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v without memory."""
+        """Return q, k, v without memory."""
         heads, kv = self.own_heads
         make = lambda h: torch.empty(self.batch, self.tokens, h, self.head_dim, dtype=self.dtype, device="meta")  # noqa: E731
         return make(heads), make(kv), make(kv)
 
     @property
     def block_flops(self) -> float:
-        """As `grouped.block_flops` has it: infinite where the grouped executor does not run the call."""
+        """`grouped.block_flops` of the call: infinite if the grouped executor does not run it."""
         shape = self.batch, self.tokens, self.own_heads[0], self.head_dim
         return grouped.block_flops(self.head_window, self.causal, self.spans, shape)
 
     @property
     def block_rows(self) -> list[int]:
-        """Rows of each block of its one span, over samples and heads."""
+        """Rows of each block of the call's one span, over samples and heads."""
         (span,) = self.spans
         return [_rows(span, b) for b in self.call.blocks(span)]
 
 
 @functools.lru_cache(maxsize=4096)
 def engine_of(x: OpCall) -> Engine:
-    """The engine that a GPU of this capability uses, whatever this machine has.
+    """Return the engine that a GPU of this capability uses, whatever this machine has.
 
     Raises:
         ValueError: if no engine can run the call.
@@ -156,29 +155,29 @@ def engine_of(x: OpCall) -> Engine:
 
 @functools.lru_cache(maxsize=4096)
 def workspace(x: OpCall) -> tuple[int, int]:
-    """The most bytes that the op holds beside its inputs and results, in the forward and in the backward."""
+    """Return the most bytes that the op holds in addition to inputs and results, in the forward and in the backward."""
     if not x.rows:
         return 0, 0
-    if (others := _without_global(x)) is not None:
-        return _beside_global(x, others)
+    if (inner := _without_global(x)) is not None:
+        return _beside_global(x, inner)
     q = x.tensors()[0]
     peaks = _grouped(x) or (_fused(x) if fused.suits(x.pattern, q.shape, q.dtype) else _blockwise(x))
     return max(0, peaks[0] - x.results[0]), max(0, peaks[1] - x.results[1])
 
 
 def _without_global(x: OpCall) -> OpCall | None:
-    """The call of the other branches, where an executor computes them together, as `executors.choose` has it."""
-    others, numbers = without_global(x.pattern), [b.tokens is not None for b in x.pattern.branches]
-    if others is None or not any(numbers) or (x.dropout and numbers != sorted(numbers)):
+    """Return the call of the other branches if an executor computes them together, as in `executors.choose`."""
+    pattern, numbers = without_global(x.pattern), [b.tokens is not None for b in x.pattern.branches]
+    if pattern is None or not any(numbers) or (x.dropout and numbers != sorted(numbers)):
         return None
-    inner = replace(x, pattern=others, final=False)
-    together = _grouped(inner) is not None or fused.suits(others, x.tensors()[0].shape, x.dtype)
+    inner = replace(x, pattern=pattern, final=False)
+    together = _grouped(inner) is not None or fused.suits(pattern, x.tensors()[0].shape, x.dtype)
     return inner if together else None
 
 
-def _beside_global(x: OpCall, others: OpCall) -> tuple[int, int]:
-    """As `executors.BesideGlobal`: fp32 results of the other branches, then the blocks of global tokens one by one."""
-    wide, (forward, backward) = max(4, x.dtype.itemsize), workspace(others)
+def _beside_global(x: OpCall, inner: OpCall) -> tuple[int, int]:
+    """Follow `executors.BesideGlobal`: fp32 results of other branches, then the blocks of global tokens one by one."""
+    wide, (forward, backward) = max(4, x.dtype.itemsize), workspace(inner)
     crossing = {i for i, b in enumerate(x.pattern.branches) if b.tokens is not None}
     most = max((_rows(x.spans[0], b) for b in x.call.blocks(x.spans[0]) if b.branch in crossing), default=0)
     out, narrow = x.rows * (x.head_dim * wide + LSE), x.rows * x.row if wide != x.dtype.itemsize else 0
@@ -191,7 +190,7 @@ def _beside_global(x: OpCall, others: OpCall) -> tuple[int, int]:
 
 # -- a few launches for all blocks -------------------------------------------------------------------------------------
 def _grouped(x: OpCall) -> tuple[int, int] | None:
-    """As `executors.grouped`; None where it does not run the call."""
+    """Follow `executors.grouped`; None if it does not run the call."""
     if engine_of(x).name != "triton" or x.block_flops == math.inf or global_tokens(x.pattern):
         return None
     out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
@@ -202,7 +201,7 @@ def _grouped(x: OpCall) -> tuple[int, int] | None:
 
 # -- chunk by chunk ---------------------------------------------------------------------------------------------------
 def _fused(x: OpCall) -> tuple[int, int]:
-    """As `executors.fused`."""
+    """Follow `executors.fused`."""
     call, spans, (q, k, v) = x.call, x.spans, x.tensors()
     pieces = fused.forward_pieces(call, spans, [q, k, v], x.final)
     wide = 0 if x.final else x.rows * x.head_dim * 4
@@ -213,27 +212,25 @@ def _fused(x: OpCall) -> tuple[int, int]:
 
 
 def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
-    """The most bytes held at once by a row's `part` and what the `engine` frees at a block's end.
-
-    Results are allocated once the first span's outermost parts exist.
-    """
+    """Return the most bytes held at once by a row's `part`, and by the `engine` until a block's end. Results are
+    allocated once the first span's outermost parts exist."""
     peak = before = 0
     spans, branch = pieces
     for span, chunk in spans:
-        own = part * sum(_rows(span, b) for b in chunk.blocks if b.branch == branch)
-        more = 0 if before else results - own
+        outer = part * sum(_rows(span, b) for b in chunk.blocks if b.branch == branch)
+        added = 0 if before else results - outer
         for rows in _leaves(span, chunk):
             live = before
             for i, n in enumerate([*rows, 0]):
-                live += more if i == len(chunk.blocks) else 0
+                live += added if i == len(chunk.blocks) else 0
                 peak = max(peak, live + n * (part + engine))
                 live += n * part
-        before += more
+        before += added
     return peak
 
 
 def _leaves(span: Span, chunk: Chunk) -> list[list[int]]:
-    """Rows of each block whose part is held as an innermost chunk is combined, in the order in which they are made."""
+    """List the rows of each block held while an innermost chunk is combined, in the order in which they are made."""
     leaves: list[list[int]] = []
     fused.walk(chunk, functools.partial(_rows, span), lambda _, every, rows: leaves.append(rows))
     return leaves
@@ -245,30 +242,30 @@ def _rows(span: Span, block: Block) -> int:
 
 # -- block by block ----------------------------------------------------------------------------------------------------
 def _blockwise(x: OpCall) -> tuple[int, int]:
-    """As `executors.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
+    """Follow `executors.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
     wide = max(4, x.dtype.itemsize)
     most = max(x.block_rows, default=0)
     sums = 4 * x.head_dim if engine_of(x).name in SUMS_DQ else 0
     out = x.rows * (x.head_dim * wide + LSE) + most * (x.row + 2 * x.head_dim * wide + 4 * LSE)
     back = x.results[1] // x.dtype.itemsize * wide
-    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # in the dtype of q, in addition to the sums
+    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # results in the dtype of q, besides the sums
     narrow = x.rows * x.row if wide != x.dtype.itemsize else 0
     return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(
         rounded, most * (3 * x.row + sums + 2 * LSE)
     )
 
 
-# -- recurrences: the op's own code is run at two lengths, and metered ----------------------------------------------------
-#: of a piece of a step, see `memory_tracker.Piece`
+# -- recurrences: the op's code is run at two lengths, and metered -----------------------------------------------------
+#: names of a recurrence's pieces of a step, see `memory_tracker.Piece`
 NAMES = {op.RECURRENCE: "recurrence", op.RECURRENCE_BACKWARD: "recurrence backward"}
 
 
 def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable[[], Any]) -> int:
-    """Of a call of L tokens in each of B samples; `meter` makes a `Meter`."""
+    """Return the bytes of a call of L tokens in each of B samples; `meter` makes a `Meter`."""
     described = op.RecurrenceSpec.decode(spec)
     sizes = call.heads, call.kv_heads, call.head_dim
     (short, low), (long, high) = _metered(forward, sizes, call.dtype, spec, meter)
-    shared = call.whole is not None and call.whole > call.tokens  # by ranks, which compute all of their tokens at once
+    shared = call.whole is not None and call.whole > call.tokens  # ranks compute all of their tokens at once
     whole = not described.causal or shared
     tokens = call.tokens if whole else min(call.tokens, op.WINDOW)
     rows = call.heads * (1 if forward else 2) + (0 if forward else 2 * call.kv_heads)  # a window's results are copied
@@ -276,7 +273,7 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
     counted = max(0, round(low + (high - low) * (call.batch * tokens - short) / (long - short))) + copied
     if described.kind != "gated_delta":
         return counted
-    # which of the two computes the call depends on the machine that runs it
+    # the machine that runs the call decides which of the two computes it
     heads, dims = (call.heads, call.kv_heads), (call.head_dim, call.head_dim)
     window = triton_chunks.window(call.batch, heads, dims, call.dtype)
     tokens = call.tokens if whole else min(call.tokens, window)
@@ -288,10 +285,10 @@ def recurrence_workspace(forward: bool, call: OpCall, spec: str, meter: Callable
 def _metered(
     forward: bool, sizes: tuple[int, int, int], dtype: torch.dtype, spec: str, meter: Callable[[], Any]
 ) -> tuple[tuple[int, int], ...]:
-    """(tokens, bytes) of two calls on the CPU."""
+    """Return the (tokens, bytes) of two calls on the CPU."""
     segment = op.RecurrenceSpec.decode(spec).segment or CHUNK
     with real_tensors():
-        grouped = 2 * GROUPED_FROM * segment <= op.WINDOW  # as those of a window are
+        grouped = 2 * GROUPED_FROM * segment <= op.WINDOW  # as in a window
         lengths = tuple(n * segment for n in ((GROUPED_FROM, 2 * GROUPED_FROM) if grouped else (4, 8)))
         return tuple((n, _recurrence_held(forward, n, sizes, dtype, spec, meter())) for n in lengths)
 

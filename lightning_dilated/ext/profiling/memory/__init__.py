@@ -1,4 +1,4 @@
-"""MemoryProfiler: where the memory of a training step goes, on every rank."""
+"""MemoryProfiler: the memory of a training step by phase and kind, on every rank."""
 
 from lightning_dilated.ext.profiling.memory.profiler import MemoryProfiler
 

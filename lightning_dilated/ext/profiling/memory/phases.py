@@ -1,4 +1,4 @@
-"""Which phase of a training step runs (the forward or backward of a block, the optimizer), and the bytes of each kind."""
+"""Phases of a training step (such as the forward or backward of a block, the optimizer), and bytes of each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_dilated.ext.planning.counting.memory_tracker import (
 )
 from lightning_dilated.models.blocks import TransformerBlock
 
-#: of `lightning_dilated::attention`, which result holds the rows that other ranks sent and the backward needs
+#: index of the result of `lightning_dilated::attention` that holds rows of other ranks for the backward
 RECEIVED = 2
 
 
@@ -36,7 +36,7 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def states(optimizers: Iterable[Any]) -> list[Tensor]:
-    """The tensors that optimizers keep."""
+    """List the tensors that optimizers keep."""
     all_states = (getattr(x, "state", {}) for x in optimizers)
     return [t for state in all_states for t in compat.leaves(list(dict(state).values())) if isinstance(t, Tensor)]
 
@@ -46,7 +46,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes on a device; what lies in one storage counts once."""
+    """Return the bytes on a device; each storage counts once."""
     sizes: dict[int, int] = {}
     for t in tensors:
         for part in parts(t):
@@ -57,7 +57,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
 
 
 def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that a collective reads or writes, and the rows that attention keeps of those it received."""
+    """Yield the tensors that a collective reads or writes, and the received rows that attention keeps."""
     if func.namespace == "c10d":
         yield from ((t, EXCHANGE) for t in (*inputs, *results))
     elif func.name() == "lightning_dilated::attention" and results[RECEIVED].numel():
@@ -65,7 +65,7 @@ def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) ->
 
 
 def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
-    """`total` bytes by kind: what is known, as far as there is room, and the rest as temporary."""
+    """Split `total` bytes by kind: known kinds as far as there is room, and the remainder as temporary."""
     sizes, left = {}, total
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
         sizes[kind] = max(0, min(known.get(kind, 0), left))
@@ -77,13 +77,13 @@ FORWARD, BACKWARD, OPTIMIZING, REST = "forward", "backward", "optimizer", "rest"
 
 
 class Phase(NamedTuple):
-    """A part of a step; `block` counts from 0, None is what lies outside of blocks."""
+    """A part of a step; `block` counts from 0, None: outside of blocks."""
 
     stage: str
     block: int | None = None
 
     def in_words(self, blocks: int) -> str:
-        """In words; blocks are counted from 1."""
+        """Describe the phase; blocks are counted from 1."""
         if self.stage not in (FORWARD, BACKWARD):
             return {OPTIMIZING: "optimizer", REST: "rest of the step"}[self.stage]
         if self.block is None:
@@ -92,7 +92,7 @@ class Phase(NamedTuple):
 
 
 def phases(blocks: int) -> list[Phase]:
-    """All there can be, in the order of a step."""
+    """List all possible phases, in the order of a step."""
     order = range(blocks)
     forward = [Phase(FORWARD), *(Phase(FORWARD, i) for i in order)]
     backward = [*(Phase(BACKWARD, i) for i in reversed(order)), Phase(BACKWARD)]
@@ -100,13 +100,13 @@ def phases(blocks: int) -> list[Phase]:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Its TransformerBlocks, or else the children of its ModuleLists (the outermost)."""
+    """Return the module's TransformerBlocks, or else the children of its outermost ModuleLists."""
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
     return blocks or list(dict.fromkeys(_listed(module)))
 
 
 def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """The children of ModuleLists, and of what merely holds modules inside of these."""
+    """Yield the children of ModuleLists, and of lists and dicts inside of these."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) or (inside and isinstance(child, nn.ModuleDict)):
             yield from _listed(child, True)
@@ -117,15 +117,15 @@ def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
 
 
 class Watch:
-    """Follows a module's blocks through forwards and backwards; `enter` marks the other phases.
+    """Follow a module's blocks through forwards and backwards; `enter` marks the other phases.
 
-    A block's call is followed from outside of what torch.compile compiles, so nothing is compiled again. Its backward is
-    taken to begin when the gradient of a result of it is there, and to end when that of its input is, or another begins.
+    A block's call is followed outside of the code that torch.compile compiles, so nothing is compiled again. Its
+    backward begins when a result's gradient is there. It ends when an input's gradient is there or another one begins.
 
     Attributes:
-        phase: the present one.
+        phase: the present phase.
         on: whether a training batch is being computed; otherwise nothing is followed.
-        border: called with the phase that ends.
+        border: called with each phase that ends.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -163,24 +163,24 @@ class Watch:
             self.border(ended)
 
     def hook(self, tensors: Any, then: Callable[[Tensor], None]) -> None:
-        """Call `then` with the gradient of each tensor, once it is there."""
+        """Call `then` with the gradient of each tensor, when it is there."""
         for t in compat.leaves(tensors):
             if isinstance(t, Tensor) and t.requires_grad:
                 self._hooks.append(t.register_hook(then))
 
     def begin_backward(self, block: int, grad: Tensor) -> None:
-        """The gradient of a block's result is there."""
+        """Enter a block when its result's gradient is there."""
         if self.phase.stage == BACKWARD:
             self.enter(BACKWARD, block)
 
     def end_backward(self, block: int, grad: Tensor) -> None:
-        """The gradient of a block's input is there; a block whose result that is has begun before."""
+        """Leave a block when its input's gradient is there, unless another block's backward has begun."""
         if self.phase == Phase(BACKWARD, block):
             self.enter(BACKWARD)
 
 
 class _Call:
-    """Stands in for what `nn.Module.__call__` calls where a module was compiled; `before` is what stood there."""
+    """Replaces the function that `nn.Module.__call__` calls for a compiled module; `before` is that function."""
 
     def __init__(self, watch: Watch, index: int, block: nn.Module, before: Callable[..., Any] | None) -> None:
         self.watch, self.index, self.block, self.before = watch, index, block, before
@@ -193,7 +193,7 @@ class _Call:
 
     def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch, i = self.watch, self.index
-        if in_backward():  # the caller recomputes it in the backward
+        if in_backward():  # the caller recomputes the block in the backward
             watch.enter(BACKWARD, i)
             return run(*args, **kwargs)
         watch.enter(FORWARD, i)

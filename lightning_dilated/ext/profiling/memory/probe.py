@@ -41,12 +41,12 @@ from lightning_dilated.ext.profiling.memory.phases import (
     weights,
 )
 
-#: allocations and frees that a history holds, the latest
+#: most allocations and frees in a history, which keeps the latest
 ENTRIES = 200_000
 
 
 def check_steps(steps: object) -> tuple[int, int] | None:
-    """`snapshot_steps` as (first, stop), or None.
+    """Return `snapshot_steps` as (first, stop), or None.
 
     Raises:
         TypeError, ValueError: for anything but two integers 0 <= start < stop.
@@ -62,7 +62,7 @@ def check_steps(steps: object) -> tuple[int, int] | None:
 
 
 class Snapshots:
-    """The history of steps start, ..., stop - 1 of this rank."""
+    """The allocator's history in steps start, ..., stop - 1 on this rank."""
 
     def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
         if steps is not None and device.type != "cuda":
@@ -105,7 +105,7 @@ Point = tuple[float, dict[str, int]]
 class Span:
     """A phase that ended: its times, and its peaks in bytes (reserved: None on the CPU).
 
-    `kinds` are those of what was allocated at the peak, and add up to it.
+    `kinds` are the kinds of the allocated bytes at the peak, and add up to them.
     """
 
     phase: Phase
@@ -130,13 +130,13 @@ class Measured:
 
 
 class CpuProbe:
-    """Counts the tensors on the CPU, exactly: see `Meter` for what it cannot see.
+    """Counts the tensors on the CPU exactly; `Meter` says what it cannot see.
 
-    Parameters, gradients and optimizer states are known by their storages, before and after each batch, after each backward
-    and before the optimizer. Exchange buffers: what collectives read or write (attention's and others'; DDP's buckets of
-    gradients, too, once a backward was measured) and is none of the former. Saved activations: what else the forward made
-    and lives when the backward begins (the loss and logged values with it). All else is temporary, so also what the backward
-    makes, or makes again.
+    Parameters, gradients and optimizer states are known by their storages, before and after each batch, after each
+    backward and before the optimizer. Exchange buffers are other tensors that collectives read or write: attention's,
+    other calls', and DDP's buckets of gradients once a backward was measured. Saved activations are other tensors that
+    the forward made and that live when the backward begins, including the loss and logged values. Everything else is
+    temporary, including tensors that the backward makes or recomputes.
     """
 
     def __init__(self, device: torch.device, module: nn.Module, watch: Watch, sequence: Any = None) -> None:
@@ -184,10 +184,10 @@ class CpuProbe:
             self._meter.__exit__(None, None, None)
 
     def read(self) -> None:
-        """`overall` is up to date."""
+        """Do nothing: `overall` is up to date."""
 
     def held(self, allocated: int | None) -> dict[str, int]:
-        """Bytes by kind, now; in a forward all that it made counts as saved."""
+        """Return the bytes by kind now; in a forward everything that it made counts as saved."""
         self.gradients()
         if self.watch.phase.stage == FORWARD:
             self.saved()
@@ -204,15 +204,15 @@ class CpuProbe:
 
 
 class CudaProbe:
-    """Reads the allocator of a GPU at the borders of phases, and begins its peaks anew there; nothing waits for the GPU.
+    """Reads a GPU's allocator at the borders of phases, and resets its peaks there; nothing waits for the GPU.
 
-    Parameters, gradients, optimizer states and batch: the bytes of these tensors. Saved activations: what is allocated when
-    a phase of the forward ends above what was when the batch began, less the other kinds; in the backward what was left of
-    it when a phase began. Exchange buffers: the bytes that the sequence's exchanges sent and received within the phase and,
-    after the forward of a block, those it received and keeps (not with exchange "ring", nor where the block is recomputed),
-    at most what the phase left allocated. The rest of the peak is temporary: what kernels need within the phase, what a
-    backward makes (or makes again), what libraries and DDP's buckets hold all the time, and what FSDP gathers.
-    """
+    Parameters, gradients, optimizer states and batch are the bytes of these tensors. Saved activations are the bytes
+    allocated at the end of a phase of the forward beyond the batch's start, less the other kinds; in the backward, the
+    bytes left of them when a phase began. Exchange buffers are the bytes that the sequence's exchanges sent and
+    received in the phase. After the forward of a block they include received bytes that it keeps (not with exchange
+    "ring", nor if the block is recomputed), at most the bytes that the phase left allocated. The other bytes of the
+    peak are temporary: what kernels need in the phase, what a backward makes or recomputes, what libraries and DDP's
+    buckets hold all the time, and what FSDP gathers."""
 
     def __init__(self, device: torch.device, module: nn.Module, watch: Watch, sequence: Any = None) -> None:
         self.device, self.module, self.watch, self.sequence = device, module, watch, sequence
@@ -246,8 +246,8 @@ class CudaProbe:
         sent, received = self._moved()
         known[EXCHANGE], known[ACTIVATIONS] = sum(self._kept.values()) + sent + received, self._saved()
         if ended.stage == FORWARD and self._keeps(ended.block):
-            kept = min(received, max(0, held - self._held))
-            self._kept[ended.block] = self._kept.get(ended.block, 0) + kept
+            saved = min(received, max(0, held - self._held))
+            self._kept[ended.block] = self._kept.get(ended.block, 0) + saved
         elif ended.stage == BACKWARD:
             self._kept.pop(ended.block, None)
         all_of_them = ended.block is None or ended.stage != self.watch.phase.stage
@@ -262,34 +262,34 @@ class CudaProbe:
         self._start = now
 
     def saved(self) -> None:
-        """A backward is about to begin."""
+        """Do nothing before a backward."""
 
     def gradients(self) -> None:
-        """Gradients are there."""
+        """Do nothing with new gradients."""
 
     def pause(self, ended: Phase, optimizers: Iterable[Any]) -> None:
         self.border(ended)
 
     def drop(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def finish(self, step: int) -> Measured:
         last = self._spans[-1]
         return Measured(step, self._spans, [(x.start, x.kinds) for x in self._spans] + [(last.stop, last.kinds)])
 
     def held(self, allocated: int | None) -> dict[str, int]:
-        """Bytes by kind when the present phase began, but for what was `allocated` since, which is temporary."""
+        """Return the bytes by kind at the begin of the present phase; bytes allocated since then are temporary."""
         known = {**self._known, GRADIENTS: sum(self._grads.values()), EXCHANGE: sum(self._kept.values())}
         known[ACTIVATIONS] = self._saved()
         return shares(torch.cuda.memory_allocated(self.device) if allocated is None else allocated, known)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take the allocator's peaks into `overall`, and begin them anew."""
+        """Update `overall` by the allocator's peaks, and reset them."""
         self._stats()
 
     def _stats(self) -> tuple[int, int, int]:
-        """(peak allocated, peak reserved, allocated now) since the last call."""
+        """Return (peak allocated, peak reserved, allocated now) since the last call."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -297,29 +297,29 @@ class CudaProbe:
         return allocated["peak"], reserved["peak"], allocated["current"]
 
     def _count(self, groups: Sequence[int | None]) -> None:
-        """Gradients of some blocks' parameters; None: of those outside of blocks."""
+        """Count the gradients of some blocks' parameters; None: parameters outside of blocks."""
         for i in groups:
             tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
             self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
 
     def _left(self) -> int:
-        """What is allocated now outside of the known kinds, above that at the batch's start."""
+        """Return the bytes of unknown kinds allocated now, less those at the batch's start."""
         return self._held - sum(self._known.values()) - sum(self._grads.values()) - self._other
 
     def _saved(self) -> int:
         return max(0, self._left() - sum(self._kept.values()))
 
     def _moved(self) -> tuple[int, int]:
-        """(sent, received) bytes of the sequence's exchanges since the last call."""
+        """Return the (sent, received) bytes of the sequence's exchanges since the last call."""
         if self.sequence is None:
             return 0, 0
-        both = (self.sequence.forward_traffic, self.sequence.backward_traffic)
-        now = (sum(x.sent for x in both), sum(x.received for x in both))
+        traffic = (self.sequence.forward_traffic, self.sequence.backward_traffic)
+        now = (sum(x.sent for x in traffic), sum(x.received for x in traffic))
         before, self._counted = getattr(self, "_counted", now), now
-        return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # someone may have cleared them
+        return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # the counters may have been cleared
 
     def _keeps(self, block: int | None) -> bool:
-        """Whether a block saves what it received for its backward."""
+        """Return whether a block saves received rows for its backward."""
         plan = getattr(self.sequence, "plan", None)
         again = block is not None and getattr(self.watch.blocks[block], "recompute", "none") == "block"
         return not again and getattr(plan, "exchange", None) != "ring"
@@ -328,7 +328,7 @@ class CudaProbe:
 def held_now(
     device: torch.device, module: nn.Module, optimizers: Iterable[Any], allocated: int | None
 ) -> dict[str, int]:
-    """Bytes by kind of a step that is not measured, of so many `allocated` if that is known."""
+    """Return the bytes by kind in a step that is not measured; `allocated`: all bytes, if they are known."""
     tensors_of_kind = {
         PARAMETERS: weights(module),
         GRADIENTS: gradients(module.parameters()),

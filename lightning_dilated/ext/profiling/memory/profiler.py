@@ -1,7 +1,4 @@
-"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and a report where it ran out.
-
-Shape letters: R ranks, n numbers of a step.
-"""
+"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; a report if memory runs out."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from lightning_dilated.ext.profiling.memory.probe import (
 from lightning_dilated.ext.profiling.memory.report import Row, Top, draw, metrics, numbers, rows_of, show, top_of
 from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 
-#: what to try where nothing better is known, the cheapest first
+#: general advice, the cheapest first
 GENERAL = (
     "What makes room, the cheapest first: ActivationRecompute('attention-kept'), then ActivationRecompute('block'), which "
     "keeps a block's input only; the feed-forward and the loss over tiles of tokens, and attention over chunks of heads, "
@@ -53,25 +50,25 @@ _FACTS = {
 
 
 def find_shortage(error: BaseException) -> BaseException | None:
-    """The error of an allocation that failed: this one, or one that it came from."""
-    seen: list[BaseException] = []
+    """Return the error of a failed allocation: this error, or one of its causes; None if there is none."""
+    visited: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and current not in seen:
+    while current is not None and current not in visited:
         if isinstance(current, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(current):
             return current
-        seen.append(current)
+        visited.append(current)
         current = current.__cause__ or current.__context__
     return None
 
 
 def parse(text: str) -> dict[str, int]:
-    """The bytes that the message of torch's allocator for GPUs or for the CPU names, by the names of `_FACTS`."""
+    """Parse the bytes in a message of torch's allocator for GPUs or for the CPU, by the names of `_FACTS`."""
     matches = {name: re.search(pattern, text) for name, pattern in _FACTS.items()}
     return {name: round(float(x[1]) * _UNITS[x[2]]) for name, x in matches.items() if x is not None}
 
 
 def in_words(size: float) -> str:
-    """Bytes as torch writes them."""
+    """Format bytes as torch does."""
     for name in ("GiB", "MiB", "KiB"):
         if abs(size) >= _UNITS[name]:
             return f"{size / _UNITS[name]:.2f} {name}"
@@ -79,13 +76,14 @@ def in_words(size: float) -> str:
 
 
 def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int], advice: str | None) -> str:
-    """The message.
+    """Compose the message.
 
     Args:
-        phase: what was computed, in words.
+        rank, step: the rank and step that ran out of memory.
+        phase: the phase, in words.
         text: torch's message.
         held: bytes by kind.
-        advice: what would make it fit, where that is known.
+        advice: settings that would fit, if they are known.
     """
     sizes = parse(text)
     asked = f"an allocation of {in_words(sizes['asked'])}" if "asked" in sizes else "an allocation"
@@ -99,7 +97,7 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
 
 
 def _missing(sizes: Mapping[str, int]) -> str:
-    """How much of the bytes that `parse` read there was, and how much was missing."""
+    """Describe the bytes that were free and the bytes that were missing."""
     asked, room, unused = sizes.get("asked"), sizes.get("free"), sizes.get("unused", 0)
     if room is not None and {"allowed", "allocated"} <= sizes.keys():
         room = max(0, min(room, sizes["allowed"] - sizes["allocated"] - unused))
@@ -118,10 +116,10 @@ def _missing(sizes: Mapping[str, int]) -> str:
 
 
 def advise(trainer: Any, pl_module: Any) -> str | None:
-    """What the planner would change about this run; None where it has nothing to say."""
+    """Return the planner's changes for this run; None if it has none."""
     try:
         return planned(trainer, pl_module)
-    except Exception as error:  # the run is ending already: its own error is the one to show
+    except Exception as error:  # the run ends with its own error, which has to be shown
         return f"{GENERAL} (The planner could not say more: {type(error).__name__}: {error})"
 
 
@@ -129,48 +127,46 @@ _fits = itertools.count()
 
 
 class MemoryProfiler(pl.Callback):
-    """Logs the peak memory of each part of a training step, prints a table at the end of fit, and draws a timeline.
+    """Log the peak memory of each part of a training step, print a table at the end of fit, and draw a timeline.
 
-    A step is all batches up to the one that an optimizer steps in. Its phases are the forward and the backward of each block
-    (TransformerBlocks, or else the children of ModuleLists; counted from 1), what lies outside of blocks ("other"), the
-    optimizer, and the rest. A block's backward has the recomputation of its activations in it. Validation is no part of a
-    step.
+    A step is all batches up to one in which an optimizer steps. Its phases are the forward and the backward of each
+    block (TransformerBlocks, or else the children of ModuleLists; counted from 1), work outside of blocks ("other"),
+    the optimizer, and the rest. A block's backward includes recomputation. Validation is not part of a step.
 
-    Logged at the step they belong to, in MB of 1e6 bytes, each as the most and (`..._min_mb`) the least of any rank:
-    `memory/peak_mb` of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`,
-    `forward_other`, ...; on GPUs the same of what the allocator has reserved, `memory/peak_reserved_mb`, ...; and of the
-    process on the host `memory/host_mb` (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`. Further
-    `memory/at_peak/KIND_mb`: what the peak of the rank with the highest one is made of.
+    Logged at the step, in MB of 1e6 bytes, each as the most and (`..._min_mb`) the least of any rank: `memory/peak_mb`
+    of the step; `memory/forward_mb`, `backward`, `optimizer`, `rest`; `memory/forward_block_1_mb`, `forward_other`,
+    ...; on GPUs the same for reserved bytes, `memory/peak_reserved_mb`, ...; for the host process `memory/host_mb`
+    (resident), `memory/host_peak_mb` and on GPUs `memory/pinned_mb`. `memory/at_peak/KIND_mb`: kinds at the peak.
 
-    On GPUs the numbers are those of torch's allocator, and nothing waits for the GPU; its peaks begin anew at the borders of
-    phases of measured steps, so `torch.cuda.max_memory_allocated()` (and what DeviceStatsMonitor logs) reads the time since
-    the last border only: read `peak_allocated` and `peak_reserved` here instead. On the CPU living tensors are counted, see
-    `planning.Meter`: exact to a byte but for what a kernel takes and gives back, slower, and blocks that were compiled
-    run uncompiled in measured steps. Kinds: see `CpuProbe` and `CudaProbe`; what is not known is temporary.
+    On GPUs the numbers are the allocator's, and nothing waits for the GPU. The allocator's peaks are reset at the
+    borders of phases of measured steps, so `torch.cuda.max_memory_allocated()` and DeviceStatsMonitor see only the time
+    since the last border: read `peak_allocated` and `peak_reserved` here instead. On the CPU living tensors are counted
+    (`planning.Meter`), exactly except for memory that a kernel takes and gives back. This is slower, and compiled
+    blocks run uncompiled in measured steps. `CpuProbe` and `CudaProbe` describe the kinds; unknown memory is temporary.
 
-    A rank that runs out of memory reports in a warning the phase, the missing bytes, what held the memory and what would
-    help; then the error is raised. No other rank takes part.
+    A rank that runs out of memory warns with the phase, the missing bytes, the kinds of held memory and settings that
+    would help; then the error is raised. No other rank takes part.
 
     Args:
-        every_n_steps: of so many steps one is measured: the second, and every so many after it; with 1 all.
+        every_n_steps: measure one step in this many, beginning with the second; 1: all.
         folder: for timelines and snapshots; None: the logger's, or the Trainer's root.
         timeline: write `memory_timeline.png` of the step measured last, by the rank with the highest peak.
-        snapshot_steps: (start, stop) of this fit, counted from 0: a history of CUDA's allocator in these steps is written by
-            every rank as `memory_steps_START_to_LAST_rank_RANK.pickle`, for pytorch.org/memory_viz.
-        snapshot_on_oom: where a GPU's memory ran out, write `memory_oom_rank_RANK.pickle`.
+        snapshot_steps: (start, stop) of this fit, counted from 0: every rank writes the history of CUDA's allocator in
+            these steps as `memory_steps_START_to_LAST_rank_RANK.pickle`, for pytorch.org/memory_viz.
+        snapshot_on_oom: if a GPU's memory runs out, write `memory_oom_rank_RANK.pickle`.
 
     Attributes:
         latest: the numbers logged last, on every rank.
         rows: after fit, on every rank: the table's `Row`s, in bytes.
         top: the highest peak of all measured steps and ranks.
         measured: this rank's step measured last, with its timeline.
-        steps: how many steps were measured.
-        peak_allocated, peak_reserved: the most bytes on this rank; on GPUs since the allocator's peaks were last reset by
-            someone else, on the CPU (where nothing is reserved: None) in measured steps.
+        steps: number of measured steps.
+        peak_allocated, peak_reserved: the most bytes on this rank; on GPUs since other code last reset the allocator's
+            peaks, on the CPU in measured steps (reserved: None).
 
     Raises:
-        TypeError, ValueError: when made, naming the argument; at the start of fit for devices other than GPUs and CPUs, and
-            for `snapshot_steps` on the CPU.
+        TypeError, ValueError: in the constructor, naming the argument; at the start of fit for devices other than GPUs
+            and CPUs, and for `snapshot_steps` on the CPU.
     """
 
     def __init__(
@@ -206,7 +202,7 @@ class MemoryProfiler(pl.Callback):
 
     # -- hooks of the fit --------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot be measured before anything is trained."""
+        """Raise for a run that cannot be measured, before anything is trained."""
         if stage != "fit":
             return
         if sum(isinstance(x, MemoryProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -218,10 +214,10 @@ class MemoryProfiler(pl.Callback):
                 "Leave it out."
             )
         self._snapshots = Snapshots(self.snapshot_steps, device)
-        self._folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir)  # every rank has to ask
+        self._folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is collective
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew, with a connection between hosts of this fit's own."""
+        """Start anew, with a separate connection between hosts for this fit."""
         self._let_go()
         self._reset()
         self._watch = Watch(pl_module)
@@ -236,18 +232,18 @@ class MemoryProfiler(pl.Callback):
             self._quiet = ControlGroup(cast(dist.ProcessGroup, dist.group.WORLD), None, f"memory-{next(_fits)}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See the ends of optimizers' steps."""
+        """Observe the ends of optimizers' steps."""
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_optimizer(pl_module)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what is left, while loggers are open."""
+        """Log the last steps while loggers are open."""
         self._read(trainer, last=True)
         self._snapshots.stop()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the table on the first rank; draw the timeline on the one with the highest peak."""
+        """Print the table on the first rank; draw the timeline on the rank with the highest peak."""
         self._peaks()
         if self._most is not None:
             self.rows = rows_of(self._most, self._blocks)
@@ -261,7 +257,7 @@ class MemoryProfiler(pl.Callback):
         self._let_go()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Follow nothing any more."""
+        """Stop following."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -280,7 +276,7 @@ class MemoryProfiler(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a step, or go on with one."""
+        """Begin a step, or continue one."""
         if not self._open:
             self._open, self._stepped = True, False
             self._measuring = self._count % self.every_n_steps == 1 % self.every_n_steps
@@ -313,7 +309,7 @@ class MemoryProfiler(pl.Callback):
             self._watch.enter(REST if pl_module.automatic_optimization else FORWARD)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """End the batch, and the step if an optimizer stepped; log earlier ones that all ranks have reported by now."""
+        """End the batch, and the step if an optimizer stepped; log earlier steps that all ranks have reported."""
         self._watch.stop()
         if self._measuring:
             self._probe.pause(self._watch.phase, trainer.optimizers)
@@ -322,7 +318,7 @@ class MemoryProfiler(pl.Callback):
         self._read(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget a batch that was aborted, with its step."""
+        """Forget an aborted batch, with its step."""
         if self._watch.on:
             self._watch.stop()
             self._probe.drop()
@@ -333,7 +329,7 @@ class MemoryProfiler(pl.Callback):
         self._open, self._count = False, self._count + 1
         if not self._measuring:
             return
-        # the number that Lightning logs this batch's own values with
+        # the step at which Lightning logs this batch's values
         step = logged_step(trainer)
         self.measured, self._measuring = self._probe.finish(step), False
         self.steps += 1
@@ -350,10 +346,10 @@ class MemoryProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Log steps that every rank has reported; `last`: wait for them."""
+        """Log steps that every rank has reported; `last`: wait for all."""
         while self._asked and (last or self._asked[0][1].done()):
-            step, asked = self._asked.popleft()
-            self._log(trainer, step, torch.stack(asked.wait()))
+            step, pending = self._asked.popleft()
+            self._log(trainer, step, torch.stack(pending.wait()))
 
     def _log(self, trainer: pl.Trainer, step: int, vectors: torch.Tensor) -> None:
         self.latest, top = metrics(vectors, self._blocks), top_of(vectors, self._blocks, step)
@@ -367,18 +363,18 @@ class MemoryProfiler(pl.Callback):
 
     # -- where memory ran out ----------------------------------------------------------------------------------------
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Report an error of memory, without other ranks; and stop following."""
+        """Report an error of memory, without other ranks; then stop following."""
         error = find_shortage(exception)
         if error is not None and self._watch is not None:
-            self._probe.drop()  # what follows is not to be counted
+            self._probe.drop()  # what follows is not counted
             try:
                 warnings.warn(self._message(trainer, pl_module, str(error)), stacklevel=2)
-            except Exception as trouble:  # the run's own error is the one to show
+            except Exception as trouble:  # the run's own error has to be shown
                 warnings.warn(f"MemoryProfiler could not say what filled the memory: {trouble!r}", stacklevel=2)
         self._let_go()
 
     def _message(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
-        """The message; also writes the snapshot."""
+        """Compose the message, and write the snapshot."""
         where = self._watch.phase.in_words(self._blocks) if self._watch.on else "outside of training batches"
         if trainer.validating or trainer.sanity_checking:
             where = "validation"

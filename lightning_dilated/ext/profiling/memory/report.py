@@ -1,4 +1,4 @@
-"""What MemoryProfiler shows: metrics for loggers, the table at the end of fit, and a timeline as PNG.
+"""Output of MemoryProfiler: metrics for loggers, the table at the end of fit, and a timeline as PNG.
 
 Shape letters: R ranks, n numbers of a step.
 """
@@ -41,13 +41,13 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 
 
 def unit_of(most: float) -> tuple[float, str]:
-    """(bytes, name) of the unit to show up to `most` bytes in."""
+    """Return (bytes, name) of the unit for sizes up to `most` bytes."""
     return next((x for x in UNITS if most >= x[0]), UNITS[-1])
 
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of a phase: the most of all measured steps, on the rank where that is most and where it is least."""
+    """Bytes of a phase: the most of all measured steps, on the rank with most and on the rank with least."""
 
     phase: Phase
     allocated: int
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Top:
-    """The highest peak: in bytes, where it was, and its kinds."""
+    """The highest peak: its bytes, its rank, step and phase, and its kinds."""
 
     allocated: int
     rank: int
@@ -69,7 +69,7 @@ class Top:
 
 
 def numbers(measured: Measured, blocks: int, host: Mapping[str, int | None]) -> Tensor:
-    """(n,) int64: allocated, then reserved bytes of all phases, kinds at the peak, and the host's; -1 where unknown."""
+    """Return (n,) int64: allocated, then reserved bytes of all phases, kinds at the peak, the host's; -1: unknown."""
     allocated, reserved = ([UNKNOWN] * len(phases(blocks)) for _ in range(2))
     places = {phase: i for i, phase in enumerate(phases(blocks))}
     for x in measured.spans:
@@ -77,28 +77,28 @@ def numbers(measured: Measured, blocks: int, host: Mapping[str, int | None]) -> 
         allocated[i] = max(allocated[i], x.allocated)
         reserved[i] = max(reserved[i], UNKNOWN if x.reserved is None else x.reserved)
     kinds = [measured.top.kinds.get(kind, 0) for kind in KINDS]
-    others = [UNKNOWN if host[name] is None else host[name] for name in HOST]
-    return torch.tensor([*allocated, *reserved, *kinds, *others], dtype=torch.int64)
+    host_sizes = [UNKNOWN if host[name] is None else host[name] for name in HOST]
+    return torch.tensor([*allocated, *reserved, *kinds, *host_sizes], dtype=torch.int64)
 
 
-def _parted(found: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(R, phases) allocated, the same reserved, (R, kinds), (R, host)."""
+def _parted(sizes: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Split (R, n) into (R, phases) allocated, the same reserved, (R, kinds), (R, host)."""
     n = len(phases(blocks))
-    return found[:, :n], found[:, n : 2 * n], found[:, 2 * n : 2 * n + len(KINDS)], found[:, 2 * n + len(KINDS) :]
+    return sizes[:, :n], sizes[:, n : 2 * n], sizes[:, 2 * n : 2 * n + len(KINDS)], sizes[:, 2 * n + len(KINDS) :]
 
 
-def top_of(found: Tensor, blocks: int, step: int) -> Top:
-    """Where the highest peak of a step is, from (R, n)."""
-    allocated, _, kinds, _ = _parted(found, blocks)
+def top_of(sizes: Tensor, blocks: int, step: int) -> Top:
+    """Find the highest peak of a step, from (R, n)."""
+    allocated, _, kinds, _ = _parted(sizes, blocks)
     rank = int(allocated.amax(1).argmax())
     where = int(allocated[rank].argmax())
     kinds_there = dict(zip(KINDS, kinds[rank].tolist(), strict=True))
     return Top(int(allocated[rank, where]), rank, step, phases(blocks)[where], kinds_there)
 
 
-def metrics(found: Tensor, blocks: int) -> dict[str, float]:
-    """What loggers get of a step, in MB of 1e6 bytes, from (R, n)."""
-    allocated, reserved, kinds, host = _parted(found, blocks)
+def metrics(sizes: Tensor, blocks: int) -> dict[str, float]:
+    """Return the loggers' metrics of a step, in MB of 1e6 bytes, from (R, n)."""
+    allocated, reserved, kinds, host = _parted(sizes, blocks)
     every = phases(blocks)
     slots = {"peak": range(len(every))}
     slots |= {stage: [i for i, x in enumerate(every) if x.stage == stage] for stage in STAGES}
@@ -117,7 +117,7 @@ def metrics(found: Tensor, blocks: int) -> dict[str, float]:
 
 
 def _most(name: str, sizes: Tensor) -> dict[str, float]:
-    """The most and the least of any rank; nothing where a rank does not know."""
+    """Return the most and the least of any rank; nothing if it is unknown on a rank."""
     least, most = int(sizes.min()), int(sizes.max())
     return {} if least < 0 else {f"{name}_mb": most / 1e6, f"{name}_min_mb": least / 1e6}
 
@@ -131,7 +131,7 @@ def _name(phase: Phase, blocks: int) -> str:
 
 
 def rows_of(most: Tensor, blocks: int) -> list[Row]:
-    """The table, from (R, n) maxima of all measured steps; phases that no rank passed are left out."""
+    """Return the table's rows, from (R, n) maxima of all measured steps, without phases that no rank passed."""
     allocated, reserved, *_ = _parted(most, blocks)
     rows = []
     for i, phase in enumerate(phases(blocks)):
@@ -145,7 +145,7 @@ def rows_of(most: Tensor, blocks: int) -> list[Row]:
 
 
 def table(rows: Sequence[Row], blocks: int, title: str) -> Table:
-    """For the console; without reserved bytes where they are not known."""
+    """Build the console's table, without reserved bytes if they are unknown."""
     unit, name = unit_of(max(x.allocated for x in rows))
     shown = Table(title=title, title_justify="left")
     known = rows[0].reserved is not None
@@ -158,9 +158,10 @@ def table(rows: Sequence[Row], blocks: int, title: str) -> Table:
 
 
 def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int, most: Tensor | None) -> None:
-    """Print the table of so many measured steps, what the highest peak is made of, and what the hosts held.
+    """Print the table of the measured steps, the kinds of the highest peak, and the hosts' memory.
 
     Args:
+        steps: number of measured steps.
         most: (R, n) maxima of these steps.
     """
     if top is None:
@@ -183,12 +184,12 @@ COLOURS = {
     **{PARAMETERS: "#4e79a7", GRADIENTS: "#59a14f", OPTIMIZER: "#b07aa1", BATCH: "#9c755f"},
     **{ACTIVATIONS: "#f28e2b", EXCHANGE: "#76b7b2", TEMPORARY: "#bab0ac"},
 }
-#: points that a picture is made of; of several in its place the highest stands
+#: most points of a picture; each is the highest of a run
 POINTS = 1500
 
 
 def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
-    """At most `limit` points and the last: the highest of each run of as many, from where the run begins."""
+    """Return at most `limit` points and the last: each is the highest of a run, at the run's begin."""
     size = max(1, -(-len(points) // limit))
     runs = [points[i : i + size] for i in range(0, len(points), size)]
     points_kept = [(run[0][0], max((kinds for _, kinds in run), key=lambda x: sum(x.values()))) for run in runs]
@@ -196,7 +197,7 @@ def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
 
 
 def stages(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
-    """(stage, from, to) of neighbouring phases of a stage."""
+    """Merge neighbouring phases of a stage into (stage, from, to)."""
     merged: list[tuple[str, float, float]] = []
     for x in spans:
         if merged and merged[-1][0] == x.phase.stage and merged[-1][2] == x.start:
@@ -217,7 +218,7 @@ def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
 
 
 def _timeline(measured: Measured, unit: float, name: str) -> Figure:
-    """Memory by kind over the host's time; lines part passes, thin ones the numbered blocks."""
+    """Draw memory by kind over the host's time; lines separate passes, thin ones the numbered blocks."""
     from matplotlib.figure import Figure
 
     points, top = thinned(measured.points), measured.top
@@ -245,7 +246,7 @@ def _timeline(measured: Measured, unit: float, name: str) -> Figure:
 
 
 def _part(axes: Axes, spans: Sequence[Span], begin: float, width: float) -> None:
-    """Lines between passes and between blocks, with names and numbers where there is room in `width` ms."""
+    """Draw lines between passes and between blocks, with names and numbers that fit; `width`: the picture's ms."""
     where = axes.get_xaxis_transform()
     for x in spans:
         start, stop = (x.start - begin) * 1e3, (x.stop - begin) * 1e3
