@@ -24,11 +24,7 @@ from lightning_dilated.memory.recompute import ForwardContext, forget_casts
 
 
 def tiled(
-    run: Callable[..., Tensor],
-    modules: Sequence[nn.Module],
-    tile: int | None,
-    *rows: Tensor,
-    unused: bool = False,
+    run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor, unused: bool = False
 ) -> Tensor:
     """run(*rows), computed in tiles of at most `tile` tokens of all samples together; None: at once.
 
@@ -243,11 +239,7 @@ def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def products(
-    normed: Callable[[Tensor], Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    step: int,
+    normed: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], step: int
 ) -> list[Tensor]:
     """normed(x) times each of the weights (R, E), plus its bias (R,): (B, N, R) each, of the weights' dtype."""
     outputs = [w.new_empty(*x.shape[:2], len(w)) for w in weights]

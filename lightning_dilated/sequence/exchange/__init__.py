@@ -42,10 +42,7 @@ EXCHANGES: dict[str, Exchange] = {
         Exchange("switch", switch.program, switch.volume),
         Exchange("ring", ring.program, ring.volume),
         Exchange(
-            "hierarchical_gather",
-            gather.hierarchical_program,
-            gather.hierarchical_volume,
-            gather.hierarchical_why_not,
+            "hierarchical_gather", gather.hierarchical_program, gather.hierarchical_volume, gather.hierarchical_why_not
         ),
         Exchange(
             "hierarchical_butterfly",

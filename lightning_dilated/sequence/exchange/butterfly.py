@@ -1,9 +1,9 @@
 """butterfly: log2 R pairwise steps; after step j a rank holds the rows that branches 2^j shards wide read.
 
-Step j pairs a rank with rank XOR 2^(j-1). Each sends the rows of its half of their 2^j shards that branches of this width
-or more read, so that a head moves (S/2) log2 R rows (S = w/r rows of a segment). Offsets must nest: a wide branch reads a
-subset of the rows of the next narrower one. In the hierarchical form each rank of a node carries its share of the rows
-that the node needs, and the ranks of the node spread them over their faster links.
+Step j pairs a rank with rank XOR 2^(j-1). Each sends the rows of its half of their 2^j shards that branches at least as
+wide read, so that a head moves (S/2) log2 R rows (S = w/r rows of a segment). Offsets must nest: a wide branch reads
+a subset of the rows of the next narrower one. In the hierarchical form each rank of a node carries its share of the
+rows that the node needs, and the ranks of the node spread them over their faster links.
 """
 
 from __future__ import annotations

@@ -228,10 +228,7 @@ def compile_switch(problem: Problem, rank: int, program: Switched, device: torch
     pieces = problem.shard.ranges(rank)
     keys, queries = ReceivedRows(), ReceivedRows()
     routes = []
-    for step, store, heads in (
-        (program.keys, keys, problem.kv_heads),
-        (program.queries, queries, problem.heads),
-    ):
+    for step, store, heads in ((program.keys, keys, problem.kv_heads), (program.queries, queries, problem.heads)):
         routes.append(_route(step, LocalRows(pieces, heads), device))
         for message in step.receives.values():
             store.add(message)
