@@ -49,10 +49,7 @@ from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host,
 
 
 class Background:
-    """Runs one job at a time in a thread; `wait` raises its failure.
-
-    The thread is a daemon: a job that waits for dead ranks does not keep the process alive.
-    """
+    """Runs one job at a time in a daemon thread: a job that waits for dead ranks does not keep the process alive."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -83,11 +80,7 @@ class Background:
             self._error = error
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the job, if there is one; return False if it still runs after `seconds`.
-
-        Raises:
-            BaseException: the job's error, once.
-        """
+        """Wait for the job, if there is one, and raise its error; return False if it still runs after `seconds`."""
         if self._thread is None:
             return True
         self._thread.join(seconds)
@@ -220,8 +213,7 @@ def warn_of_skipped(problems: list[str], loaded: Path) -> None:
 
 
 def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """Read the nested contents of the `.distcp` files to the CPU: names that begin with `below` and that `select`
-    takes.
+    """Read the nested contents of `.distcp` files to the CPU: names that begin with `below` and that `select` takes.
 
     Raises:
         FileNotFoundError, ValueError: if files are missing or cannot be read.
@@ -363,11 +355,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a checkpoint in place of ModelParallelStrategy's `load_checkpoint`, which would let torch unpickle a folder.
-
-    Args:
-        find: returns the checked folder of one checkpoint for a path that is a folder.
-    """
+    """Load a checkpoint; a folder, checked by `find`, without the unpickling of ModelParallelStrategy's own method."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)
@@ -376,12 +364,7 @@ def load_folder_with(
 
 
 class FolderIO(CheckpointIO):
-    """A CheckpointIO that also reads folders.
-
-    Args:
-        inner: the CheckpointIO for files.
-        find: returns the checked folder of one checkpoint for a path that is a folder.
-    """
+    """A CheckpointIO that reads folders, after `find` has checked them, and leaves files to the `inner` one."""
 
     def __init__(self, inner: CheckpointIO, find: Callable[[Path], Path]) -> None:
         self.inner, self.find = inner, find

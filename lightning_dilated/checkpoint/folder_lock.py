@@ -32,11 +32,7 @@ class FolderInUse(OSError):
 
 
 class FolderLock:
-    """A lock that one process holds from `acquire` to `release`; its forks and other processes do not release it.
-
-    Args:
-        folder: an existing folder.
-    """
+    """A lock of an existing folder that one process holds from `acquire` to `release`; its forks do not release it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -70,11 +66,7 @@ class FolderLock:
         threading.Thread(target=self._beat, name="folder in use", daemon=True).start()
 
     def check(self) -> None:
-        """Check that this run still holds the folder.
-
-        Raises:
-            FolderInUse: if another run took it over, because this run gave no sign of life.
-        """
+        """Raise FolderInUse if another run took the folder over, because this run gave no sign of life."""
         if self._lost is not None:
             raise FolderInUse(f"it was taken over by {self._lost}, as this run showed no life for {_DEAD:.0f} s")
 
@@ -115,9 +107,7 @@ class FolderLock:
     def _end(self, token: Any, successor: bool = False) -> bool:
         """Remove the file of the holder with this token, or replace it by our own; return False if it was gone.
 
-        Only the run that creates a claim file, named after that holder, may do so: other runs would remove the file of
-            the
-        holder's successor.
+        Only the run that creates a claim file, named after that holder, may do so: others would remove the successor's.
         """
         claim = self._claim(token)
         try:

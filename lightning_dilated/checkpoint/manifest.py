@@ -138,10 +138,7 @@ def listed(folder: Path) -> list[SavedFolder]:
 
 
 def newest_valid(folder: Path, peers: Peers) -> tuple[SavedFolder | None, list[str]]:
-    """Return (the newest checkpoint without damage and with finite parameters, problems of newer ones).
-
-    All ranks must call, and get the same.
-    """
+    """Return (the newest checkpoint without damage and with finite parameters, problems of newer ones) on all ranks."""
     problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
         problem = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
@@ -244,8 +241,7 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove checkpoints that a killed job left half written or half removed; put back one that it was about to
-    replace.
+    """Remove checkpoints that a killed job left half written or half removed, and put back one that it was replacing.
 
     Return the names of checkpoints that were half written.
     """

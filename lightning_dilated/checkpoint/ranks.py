@@ -23,11 +23,7 @@ POLL = 1.0
 
 @dataclass(frozen=True)
 class Peers:
-    """This process as `rank` of `size` ranks; a rank alone needs no process group.
-
-    Args:
-        group: process group of these ranks; None is the default group.
-    """
+    """This process as `rank` of `size` ranks; `group`: their process group, None for the default group or one rank."""
 
     rank: int = 0
     size: int = 1
@@ -46,11 +42,7 @@ class Peers:
         return any(self.gather(value))
 
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(*args)` on every rank; if it fails on one rank, every rank raises.
-
-        Raises:
-            OSError: `what`, with the ranks that failed and their reasons; its cause is this rank's own error.
-        """
+        """Return `call(*args)`; if it fails on any rank, raise OSError on all: `what`, failed ranks and reasons."""
         value, error, local_reason = None, None, None
         try:
             value = call(*args)

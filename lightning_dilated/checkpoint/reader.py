@@ -36,8 +36,7 @@ _CAUSE = re.compile(r"WeightsUnpickler error: (.{,200})")
 def load_file(source: str | Path | IO[bytes], mapped: bool = False, map_location: Any = "cpu") -> Any:
     """Return what a file of torch.save holds: plain values, and tensors, on the CPU by default.
 
-    The file is read with `weights_only=True`, whatever the environment says. The size of each tensor is compared with
-    the size of the file.
+    The file is read with `weights_only=True`, whatever the environment says. No tensor may be larger than the file.
 
     Args:
         source: a path, or an open file.

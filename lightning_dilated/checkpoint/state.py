@@ -1,4 +1,4 @@
-"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as plain tensors, and writers of tensors."""
+"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as plain tensors, shares of each rank."""
 
 from __future__ import annotations
 
@@ -81,11 +81,7 @@ def flatten_low_bit(value: Any) -> Any:
 
 
 def unflatten_low_bit(value: Any) -> Any:
-    """Reverse `flatten_low_bit`.
-
-    Raises:
-        ImportError: without torchao.
-    """
+    """Reverse `flatten_low_bit`; raise ImportError without torchao."""
     if not isinstance(value, Mapping):
         return value
     name = next(iter(value), None)
@@ -126,13 +122,9 @@ def low_bit_name(optimizer: Any) -> str | None:
 
 
 def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
-    """Raise for sharded low-bit states: torch cannot gather them into one file, or shard them from one.
+    """Raise ValueError for sharded low-bit states: torch cannot gather them into one file, or shard them from one.
 
-    Args:
-        why: beginning of the message, which says how one file is involved.
-
-    Raises:
-        ValueError: naming the optimizer and the remedy.
+    `why` begins the message: it says how one file is involved.
     """
     name = next(filter(None, map(low_bit_name, optimizers)), None)
     if name is not None:
@@ -144,14 +136,7 @@ def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
 
 
 def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
-    """Raise if a folder holds low-bit states of whole parameters, which cannot be loaded into shards.
-
-    Args:
-        names: all names in the folder.
-
-    Raises:
-        ValueError: with the remedy.
-    """
+    """Raise ValueError if a folder's names show low-bit states of whole parameters, which cannot be sharded."""
     kind = next((kind for kind in LOW_BIT for name in names if f".{kind}." in name), None)
     if kind is not None:
         raise ValueError(
@@ -285,8 +270,7 @@ def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
     """Return the names that each rank writes, of about equal bytes: the largest first, each to the rank with least.
 
-    Only names that are equal on all ranks (`equal_names`) are distributed. Rank 0 writes everything else, such as
-    statistics in buffers.
+    Only tensors that are equal on all ranks (`equal_names`) are distributed; rank 0 writes others, such as statistics.
     """
     equal = equal_names(sizes, module)
     names, loads = [set() for _ in range(ranks)], [0] * ranks

@@ -35,8 +35,7 @@ class BlockMemory(nn.Module):
     """Base of a transformer block: runs its two halves, attention and feed-forward, as its settings say.
 
     A subclass has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and sets `memory` after it
-    has made them. It defines the parts that run, and are compiled, separately; `drop` holds factors of stochastic
-    depth:
+    has made them. It defines these parts, which run and are compiled separately (`drop`: factors of stochastic depth):
 
         _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
         _normed(x, dtype): norm(x), the input of attention's projection, in the dtype of its products.
@@ -295,10 +294,7 @@ class StackMemory(nn.Module):
         self._memory, self._host = settings, Host(settings.offload)
 
     def free_host_memory(self) -> None:
-        """Give host memory of offloaded block inputs back to the system; a later forward allocates it again.
-
-        Forwards that still wait for their backward are lost.
-        """
+        """Give host memory of offloaded block inputs back to the system; forwards that await a backward are lost."""
         self._host.close()
 
     def _run(self, layers: list[Callable[[Tensor], Tensor]], x: Tensor, grouped: bool = True) -> Tensor:

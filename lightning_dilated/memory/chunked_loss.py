@@ -28,8 +28,7 @@ from lightning_dilated.memory.token_chunks import (
 
 
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
-    """Return the sum of run(*rows) over all tokens, as in `tiled`, and compute its gradients in the same pass over
-    tiles.
+    """Return the sum of run(*rows) over all tokens, as in `tiled`, and compute its gradients in the same pass.
 
     The backward only scales these gradients. Until then they take the memory of the rows that require a gradient, and
     of the weights in at least fp32. Modules with backward hooks run as in `tiled`, since the hooks would see gradients
@@ -37,10 +36,7 @@ def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: in
 
     Args:
         run: computes one number a token, (B, N), from rows (B, N, ...).
-        modules, tile, rows: as in `tiled`.
-
-    Raises:
-        ValueError, RuntimeError: as `tiled`.
+        modules, tile, rows: as in `tiled`, with its errors.
     """
     if any(has_backward_hooks(m) for module in modules for m in module.modules()):
         return tiled(run, modules, tile, *rows).sum()

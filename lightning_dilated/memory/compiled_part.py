@@ -18,8 +18,7 @@ FIXED = 2
 
 
 class CompiledPart:
-    """A compiled function of x (B, N, E) and other arguments. A call computes any length; `whole` is for recurring
-    lengths.
+    """A compiled function of x (B, N, E) and other arguments, for any length; `whole` is for lengths that recur.
 
     torch compiles the second length that it meets for all lengths, and takes the latest of several graphs that fit.
     After one shorter chunk or tile, such as the last of a sequence, all others would run in that graph. So `whole` uses

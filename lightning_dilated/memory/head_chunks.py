@@ -93,11 +93,7 @@ class AttentionParts:
 def attend_in_chunks(
     chunks: HeadChunks, parts: AttentionParts, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
-    """Return the heads' output (B, N, H, D) for x (B, N, E); weight and bias project the norm of x to q, k and v.
-
-    Args:
-        tables: `RotaryTable.rows()`, or none.
-    """
+    """Return the heads' output (B, N, H, D) for x (B, N, E), normed and projected; `tables`: `RotaryTable.rows()`."""
     check_whole(parts.modules)
     return _Chunked.apply(chunks, parts, len(tables), x, weight, bias, *tables, *trained(parts.modules))
 

@@ -37,11 +37,7 @@ def check_offload(offload: Any) -> float:
 
 
 class Host:
-    """Host memory for the saved tensors of one device.
-
-    Args:
-        budget: see `check_offload`.
-    """
+    """Host memory for the saved tensors of one device; `budget`: see `check_offload`."""
 
     def __init__(self, budget: float) -> None:
         self.budget = check_offload(budget)

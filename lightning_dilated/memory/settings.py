@@ -72,12 +72,7 @@ class MemorySettings:
 
 
 def check_shared(chunk: int, layout: str, stream: int | None) -> None:
-    """Raise unless ranks that share a sequence share the chunks that a model streams.
-
-    Args:
-        chunk: tokens of a chunk in the model's memory settings.
-        layout, stream: settings of the ranks.
-    """
+    """Raise unless ranks of this layout and stream share the chunks of `chunk` tokens that the model streams."""
     if layout != "chunked":
         raise ValueError(
             f"stream={chunk} computes each sequence chunk by chunk, and with layout={layout!r} the ranks that share it hold "

@@ -17,8 +17,7 @@ SEGMENTED = ("linear", "delta")
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A memory of constant size besides a layer's dilated attention: D x D numbers a kv head that every later token
-    reads.
+    """A memory of constant size besides dilated attention: D x D numbers a kv head that every later token reads.
 
     The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M): A is dilated attention, M `recurrent_attention` of the
     layer's own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. The memory is
@@ -75,8 +74,7 @@ class Recurrence:
     def exchanged_bytes(self, ranks: int, kv_heads: int, head_dim: int) -> int:
         """Return the most bytes of state maps that a rank receives in a forward of one sequence, contiguous layout.
 
-        A backward moves twice as much: the forward's maps once more, and gradients. If ranks cut memory segments, keys
-            and
+        A backward moves twice as much: the forward's maps again, and gradients. If ranks cut memory segments, keys and
         values of less than a segment are added, and with `conv` rows of its taps.
         """
         columns = {"gated_delta": 2 * head_dim, "linear": head_dim + 2, "delta": 2 * head_dim + 2}[self.kind]

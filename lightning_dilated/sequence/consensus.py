@@ -99,8 +99,7 @@ def connections() -> set[Connection]:
 
 
 def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[ThreadedGloo]:
-    """Forget a run's connections, of `groups` and of channels of runs since `before`; return them for the caller to
-    close.
+    """Forget a run's connections, of `groups` and of channels of runs since `before`; the caller closes the result.
 
     The next run makes new ones. The thread for control messages ends with the last connection.
     """
@@ -114,11 +113,7 @@ def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGro
 
 
 class ControlGroup:
-    """The ranks of a process group, connected by gloo; `channel` names a separate connection if several are in use.
-
-    Attributes:
-        backend: the separate connection; None if the group's own is used.
-    """
+    """The ranks of a process group, connected by gloo; `backend` is a separate connection, None for the group's own."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)

@@ -129,8 +129,7 @@ class SequenceGroup:
         return Place(self.ranks, self.rank, self.layout, self.stream)
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return global positions of this rank's `length` tokens, (L,) int64, by default on the CPU. All ranks must
-        call it.
+        """Return global positions of this rank's `length` tokens, (L,) int64, on the CPU by default; all ranks call.
 
         Raises:
             ValueError: on every rank, if some rank does not hold the tokens of its shard.
@@ -333,11 +332,7 @@ def no_sequence() -> Iterator[None]:
 
 
 def find_sequence(name: str) -> SequenceGroup:
-    """Return the group with this name.
-
-    Raises:
-        ValueError: if no open group has this name.
-    """
+    """Return the group with this name; raise ValueError if no open group has it."""
     if name not in _groups:
         raise ValueError(
             f"sequence={name!r} names no group of this process (known: {', '.join(_groups) or 'none'}). Close a "

@@ -142,10 +142,7 @@ def _price(
 def trade_price(
     problem: Problem, size: int, head_dim: int, element_size: int, links: Links = DEFAULTS
 ) -> tuple[int, float]:
-    """Return (bytes that a rank receives, seconds) of trading tokens for heads and back, in both passes.
-
-    `problem` is given for single ranks.
-    """
+    """Return (bytes that a rank receives, seconds) of a trade and back, both passes; `problem` is for single ranks."""
     samples = sum(d.samples for d in problem.documents)
     ranks = problem.shard.ranks
     # the first group and the last two; one of the last two may be short or empty

@@ -37,8 +37,7 @@ class Problem:
     """One call of attention over a sharded sequence; equal on all ranks.
 
     `documents` are the documents that no rank holds alone; `heads` = (first, stop) are the query heads computed here
-    (all, or the window of a head-parallel group). If a sequence is computed chunk by chunk, pieces of chunks replace
-    ranks.
+    (all, or the window of a head-parallel group). For a stream of chunks, pieces of chunks replace ranks.
     """
 
     pattern: DilatedPattern
@@ -82,8 +81,7 @@ class BranchSegment:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Query rows of one head and branch, and the key rows that they see: all, or (causal) only keys not after the
-    query.
+    """Query rows of one head and branch, and the key rows that they see: all, or (causal) keys not after the query.
 
     No query row occurs twice in one `slot` of a branch. Queries also attend to `pads` zero keys. With `band` = (lower,
     upper), query i sees key j if lower <= j - i <= upper, and every query sees a key.
@@ -134,8 +132,7 @@ def _below(n: int, m: int, upper: int) -> int:
 def straddling(documents: Sequence[Document], shard: Any) -> tuple[Document, ...]:
     """Return the documents of a call that are not inside one run of consecutive positions of one rank.
 
-    Documents must be in rising order of their bounds (packed, or one for each sample), so that a look-up of the cuts
-    between shards suffices.
+    Documents must be in rising order of bounds (packed, or one a sample): only cuts between shards are looked up.
     """
     if shard.interleaved:
         return tuple(d for d in documents if d.stop > d.start)

@@ -119,11 +119,7 @@ class Units:
 
 @dataclass
 class Volume:
-    """Amounts that a rank receives: units by (pass, "near" | "far"), rounds and messages of both passes.
-
-    Attributes:
-        kept: units that the forward saves for the backward.
-    """
+    """Units that a rank receives by (pass, "near" | "far"), rounds and messages of both passes, and units saved."""
 
     rounds: int
     messages: int

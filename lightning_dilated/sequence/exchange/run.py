@@ -93,10 +93,7 @@ class Compiled:
 def compile_program(
     problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[CarriedRange] = ()
 ) -> Compiled:
-    """Compile a rank's program to indices, and assign its requests to the rounds after which they can be computed.
-
-    `carried`: rows that the rank holds besides the rows of its k and v.
-    """
+    """Compile a program to indices; assign requests to rounds. `carried`: rows held besides the rows of k and v."""
     pieces = problem.shard.ranges(rank)
     queries, own = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads)
     store = ReceivedRows.after(carried)
@@ -178,8 +175,7 @@ class Arrival:
 class Run:
     """Rows of one call in transit. Create it before the local work, and take its arrivals after that.
 
-    On a GPU all rounds of a program that saves rows are posted at once on a separate stream, so that later rounds, too,
-    overlap with the local work.
+    On a GPU a program that saves rows posts all rounds at once on a separate stream, to overlap with the local work.
 
     Args:
         wire: None for a program without rounds.

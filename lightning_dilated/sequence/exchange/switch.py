@@ -244,10 +244,7 @@ def _route(step: Round, local: LocalRows, device: torch.device) -> OwnerRoute:
 
 
 class SwitchRun:
-    """Rows of one call in transit, in two collectives a pass: to the owners, and back.
-
-    `kept` holds the owner's rows of the forward, so that the backward need not move them again.
-    """
+    """Rows of one call in transit, to the owners and back; `kept`: in the backward, the owner's rows of the forward."""
 
     def __init__(self, compiled: CompiledSwitch, wire: Wire, kept: Tensor | None = None):
         self.compiled, self.wire, self.kept = compiled, wire, kept
