@@ -53,8 +53,8 @@ class Peers:
             if why is not None:
                 failed.setdefault(why, []).append(rank)
         if failed:
-            each = [why if len(ranks) == self.size else f"rank {ranks[0]}: {why}" for why, ranks in failed.items()]
-            raise failure(f"{what}: {'; '.join(each)}") from error
+            lines = [why if len(ranks) == self.size else f"rank {ranks[0]}: {why}" for why, ranks in failed.items()]
+            raise failure(f"{what}: {'; '.join(lines)}") from error
         return value  # type: ignore[return-value]
 
     def watched(self, what: str, call: Callable[..., object], *args: Any) -> None:

@@ -45,8 +45,8 @@ class Traded:
 
 def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
     """Return the problem of the ranks with number `member` in groups of `size`; `problem` is given for single ranks."""
-    one = problem.shard
-    shard = replace(one, ranks=one.ranks // size, members=size)
+    single = problem.shard
+    shard = replace(single, ranks=single.ranks // size, members=size)
     first, stop = problem.heads
     count = stop - first
     low, high = windows(count, count * problem.num_kv_heads // problem.num_heads, size)[member]
@@ -147,8 +147,8 @@ def trade_price(
     ranks = problem.shard.ranks
     # the first group and the last two; one of the last two may be short or empty
     priced = [rank for rank in range(ranks) if rank < size or rank >= ranks - 2 * size]
-    every = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
-    most = max(x.forward + x.backward for x in every)
+    trades = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
+    most = max(x.forward + x.backward for x in trades)
     numbers = samples * problem.shard.longest * head_dim
     copied = numbers * (problem.num_heads * TRADED_Q + 2 * problem.num_kv_heads * TRADED_KV) / MEMORY
     return most, most / links.near + sum(ROUNDS) * (links.round + (size - 1) * links.message) + copied

@@ -436,11 +436,11 @@ def _cheapest(
             rejected[exchange.name] = reason
     samples = max(d.samples for d in problem.documents)
     kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in members_of(problem))
-    own = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
-    within = [p for p in prices if p.exchange not in over]
-    fits = [p for p in within if p.kept <= KEPT * own] or within
+    own_bytes = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
+    allowed = [p for p in prices if p.exchange not in over]
+    fits = [p for p in allowed if p.kept <= KEPT * own_bytes] or allowed
     best = min(fits, key=_seconds)
-    for p in within:
+    for p in allowed:
         if p not in fits:
             rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
         elif p is not best:

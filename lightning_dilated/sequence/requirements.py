@@ -225,15 +225,15 @@ def _window_requests(
     request = functools.partial(RowRequest, segment.document, segment.branch, head)
     at = rows.index(queries[0])
     before = rows[max(0, at - width + 1) : at]
-    some = queries[: width - 1]
-    if before and some:  # query i is len(before) - j + i rows after key j
+    near = queries[: width - 1]
+    if before and near:  # query i is len(before) - j + i rows after key j
         lower = len(before) - width + 1
-        yield request(some, (before,), band=(lower, len(before)) if lower > 1 - len(some) else None)
+        yield request(near, (before,), band=(lower, len(before)) if lower > 1 - len(near) else None)
     after = range(0) if problem.causal else rows[at + len(queries) : at + len(queries) + width - 1]
-    some = queries[max(0, len(queries) - width + 1) :]
-    if after and some:  # key j is len(some) - i + j rows after query i
-        upper = width - 1 - len(some)
-        yield request(some, (after,), band=(-len(some), upper) if upper < len(after) - 1 else None, slot=1)
+    near = queries[max(0, len(queries) - width + 1) :]
+    if after and near:  # key j is len(near) - i + j rows after query i
+        upper = width - 1 - len(near)
+        yield request(near, (after,), band=(-len(near), upper) if upper < len(after) - 1 else None, slot=1)
 
 
 def _global_requests(
@@ -246,10 +246,10 @@ def _global_requests(
     edge = min(segment.start + tokens, segment.stop)
     before, after = range(segment.start, queries.start), range(queries.stop, 0 if problem.causal else segment.stop)
     first, later = clip(queries, queries.start, edge), clip(queries, max(edge, queries.start), queries.stop)
-    for slot, (some, rows) in enumerate(((first, (before, after)), (later, (clip(before, segment.start, edge),)))):
+    for slot, (subset, rows) in enumerate(((first, (before, after)), (later, (clip(before, segment.start, edge),)))):
         keys = tuple(x for x in rows if x)
-        if some and keys:
-            yield RowRequest(segment.document, segment.branch, head, some, keys, slot=slot)
+        if subset and keys:
+            yield RowRequest(segment.document, segment.branch, head, subset, keys, slot=slot)
 
 
 def _triangles(segment: BranchSegment, head: int, rows: range, queries: range) -> Iterator[RowRequest]:

@@ -82,8 +82,8 @@ def query_pairs(problem: Problem, rank: int) -> int:
     """Return the number of (query, key) pairs of a rank's queries."""
     total = 0
     for group, rows, heads in _classes_by_heads(problem):
-        each = sum(_pairs(rows, intersect(rows, piece), problem.causal) for piece in problem.shard.ranges(rank))
-        total += group.segment.document.samples * group.number * len(heads) * each
+        per_head = sum(_pairs(rows, intersect(rows, piece), problem.causal) for piece in problem.shard.ranges(rank))
+        total += group.segment.document.samples * group.number * len(heads) * per_head
     return total
 
 

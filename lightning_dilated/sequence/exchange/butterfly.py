@@ -163,7 +163,7 @@ def hierarchical_volume(problem: Problem, rank: int, per_node: int) -> Volume:
     for level in range(1, levels + 1):
         partner = rank ^ (1 << (level - 1))
         everything = count(half(problem, partner, level))
-        own = count(half(problem, partner, level, (rank % per_node, per_node))) if level > inside else everything
-        total.add_rows(level > inside, own)
-        total.add_rows(False, everything - own)
+        carried = count(half(problem, partner, level, (rank % per_node, per_node))) if level > inside else everything
+        total.add_rows(level > inside, carried)
+        total.add_rows(False, everything - carried)
     return total

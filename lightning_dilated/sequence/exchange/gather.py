@@ -21,10 +21,10 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
 def volume(problem: Problem, rank: int, per_node: int) -> Volume:
     needs = origins(problem, [rank])
     total = Volume(rounds=2, messages=2 * len(needs.ranks - {rank}))
-    own = needs.held_by([rank])
-    near = needs.held_by(node_of(rank, per_node, problem.shard.ranks)) - own
+    own_rows = needs.held_by([rank])
+    near = needs.held_by(node_of(rank, per_node, problem.shard.ranks)) - own_rows
     total.add_rows(False, near)
-    total.add_rows(True, needs.total - near - own)
+    total.add_rows(True, needs.total - near - own_rows)
     return total
 
 
@@ -46,10 +46,10 @@ def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
     node, number = divmod(rank, per_node)
     mates = range(node * per_node, (node + 1) * per_node)
     between, within = Round(), Round()
-    for other in range(ranks // per_node):
-        twin = other * per_node + number
-        there = range(other * per_node, (other + 1) * per_node)
-        if other != node:
+    for other_node in range(ranks // per_node):
+        twin = other_node * per_node + number
+        there = range(other_node * per_node, (other_node + 1) * per_node)
+        if other_node != node:
             between.send(twin, rows_for(problem, there, rank))
             between.receive(twin, rows_for(problem, mates, twin))
     for mate in mates:
@@ -73,6 +73,6 @@ def hierarchical_volume(problem: Problem, rank: int, per_node: int) -> Volume:
     total = Volume(rounds=4, messages=2 * (len(nodes) + per_node - 1))
     total.add_rows(True, (joint.total - joint.held_by(mates)) / per_node)
     needs = origins(problem, [rank])
-    inside, own = needs.held_by(mates), needs.held_by([rank])
-    total.add_rows(False, inside - own + (needs.total - inside) * (per_node - 1) / per_node)
+    inside, own_rows = needs.held_by(mates), needs.held_by([rank])
+    total.add_rows(False, inside - own_rows + (needs.total - inside) * (per_node - 1) / per_node)
     return total

@@ -22,8 +22,8 @@ from lightning_dilated.sequence.requirements import Problem
 def program(problem: Problem, rank: int, per_node: int) -> Program:
     """Round 0 copies own rows that interleave with the queries; round t brings rows of the rank t places before."""
     ranks = problem.shard.ranks
-    own = rows_for(problem, [rank], rank)
-    rounds = [Round({rank: own}, {rank: own})] if own else [Round()]
+    own_rows = rows_for(problem, [rank], rank)
+    rounds = [Round({rank: own_rows}, {rank: own_rows})] if own_rows else [Round()]
     for t in range(1, ranks):
         step = Round()
         step.send((rank + 1) % ranks, travelling(problem, (rank - t + 1) % ranks, t))
@@ -42,8 +42,8 @@ def _arriving(problem: Problem, source: int, hops: int) -> int:
     """Return the number of rows in `travelling`."""
     if not problem.shard.interleaved:
         return count(travelling(problem, source, hops))
-    after = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
-    return strided.row_count(strided.rows_read(problem, after, source))
+    readers = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
+    return strided.row_count(strided.rows_read(problem, readers, source))
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:

@@ -282,12 +282,12 @@ class Batch:
 
     def positions(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return global (sample (G,), head (G,), query position (G, n), key position (G, m)), for dropout."""
-        each = [(x, sample) for x in self.requests for sample in range(x.document.samples)]
-        sample = torch.tensor([x.document.sample + i for x, i in each])
-        head = torch.tensor([x.head for x, _ in each])
-        queries = expand((x.queries.start, x.queries.step, len(x.queries)) for x, _ in each)
-        keys = expand((rows.start, rows.step, len(rows)) for x, _ in each for rows in x.keys)
-        return sample, head, queries.view(len(each), -1), keys.view(len(each), -1)
+        pairs = [(x, sample) for x in self.requests for sample in range(x.document.samples)]
+        sample = torch.tensor([x.document.sample + i for x, i in pairs])
+        head = torch.tensor([x.head for x, _ in pairs])
+        queries = expand((x.queries.start, x.queries.step, len(x.queries)) for x, _ in pairs)
+        keys = expand((rows.start, rows.step, len(rows)) for x, _ in pairs for rows in x.keys)
+        return sample, head, queries.view(len(pairs), -1), keys.view(len(pairs), -1)
 
 
 def batches(

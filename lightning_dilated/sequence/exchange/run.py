@@ -125,8 +125,8 @@ def _renumbered(
     """Copy to a device, with rows renumbered among the rows in use if these are few."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
-    every = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
-    query_rows, numbers = select_rows([b.queries for b in every], *sizes(queries))
+    all_batches = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
+    query_rows, numbers = select_rows([b.queries for b in all_batches], *sizes(queries))
     key_rows, key_numbers = select_rows([x.gradients.packing.own for x in compiled.rounds], *sizes(own))
     query_numbers, rounds = iter(numbers), []
     ready = [replace(batch, queries=next(query_numbers)).to(device) for batch in compiled.ready]

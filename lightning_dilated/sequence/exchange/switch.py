@@ -187,10 +187,10 @@ def volume(problem: Problem, rank: int, per_node: int) -> Volume:
 def _counts(problem: Problem, rank: int, group: int) -> tuple[Origins, dict[int, int]]:
     """Return (origins of the rows of a rank's tasks, {other owner: number of rows that the rank sends to it})."""
     tasks = tasks_by_owner(problem, rank)
-    own: dict[tuple[Document, int], set[range]] = {}
+    own_rows: dict[tuple[Document, int], set[range]] = {}
     for task in tasks.pop(rank, []):
-        own.setdefault((task.document, task.head // group), set()).add(task.queries)
-    needs = Origins.listed(problem, {key: union(x) for key, x in own.items()})
+        own_rows.setdefault((task.document, task.head // group), set()).add(task.queries)
+    needs = Origins.listed(problem, {key: union(x) for key, x in own_rows.items()})
     return needs, {owner: count(_rows(problem, x, owner, rank, group)) for owner, x in tasks.items()}
 
 
