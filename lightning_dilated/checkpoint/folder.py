@@ -355,7 +355,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Load a checkpoint; a folder, checked by `find`, without the unpickling of ModelParallelStrategy's own method."""
+    """Load a checkpoint as ModelParallelStrategy does, but a folder, checked by `find`, without unpickling it."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)

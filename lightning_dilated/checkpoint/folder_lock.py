@@ -107,7 +107,7 @@ class FolderLock:
     def _end(self, token: Any, successor: bool = False) -> bool:
         """Remove the file of the holder with this token, or replace it by our own; return False if it was gone.
 
-        Only the run that creates a claim file, named after that holder, may do so: others would remove the successor's.
+        Only the run that creates a claim file, named after the holder, may do so; other runs could remove a new file.
         """
         claim = self._claim(token)
         try:
@@ -195,7 +195,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(holder: dict[str, Any], path: Path) -> bool:
-    """Return True if the holder is gone; on another host, it is if it shows no sign of life for `_DEAD` seconds."""
+    """Return True if the holder is gone: on another host, if it gives no sign of life for `_DEAD` seconds."""
     table = _process_table()
     if table is not None and holder.get("table") == table:
         pid = holder.get("pid")
@@ -219,7 +219,7 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
 
 
 def _contents(path: Path) -> Any:
-    """Return a value that changes with each sign of life; network file systems ask the server only to open a file."""
+    """Return a value that changes with each sign of life. The open makes a network file system ask its server."""
     if path.is_symlink():
         return "a link"
     try:

@@ -33,7 +33,7 @@ def name_of(step: int) -> str:
 
 
 def unfinished(path: Path) -> Path:
-    """Return the path of the checkpoint `path` until it is complete."""
+    """Return the path where the checkpoint `path` is written until it is complete."""
     return _aside(path, "partial")
 
 

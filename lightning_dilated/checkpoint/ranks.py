@@ -58,7 +58,7 @@ class Peers:
         return value  # type: ignore[return-value]
 
     def watched(self, what: str, call: Callable[..., object], *args: Any) -> None:
-        """Run a call in which ranks wait for each other on every rank; if one raises alone, the others raise, too.
+        """Run a call, in which ranks wait for each other, on every rank; if one raises alone, the others raise, too.
 
         Raises:
             OSError: an error that all ranks raise (`known_to_all`), or an error that one rank raised alone; the group

@@ -73,7 +73,7 @@ def _load(source: Any, mapped: bool, map_location: Any) -> Any:
 
 
 def words_of(error: UnpicklingError) -> str:
-    """Return one line of torch's page of advice (to let the file run code), with the class that the file names."""
+    """Return one line of torch's page of advice (it is to let the file run code), with the class that the file names."""
     named, cause = _NAMED.search(str(error)), _CAUSE.search(str(error))
     if named is None:
         return cause[1].strip() if cause else "it is no file of torch.save"
@@ -204,7 +204,7 @@ def _checked(stored: Any, folder: Path) -> Metadata:
 
 
 def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, StorageInfo]:
-    """Return the place of each part of a tensor and of each value: inside the size of a regular file of the folder."""
+    """Return the place of each part of a tensor and of each value; it must be inside a regular file of the folder."""
     sizes: dict[str, int] = {}
     entries, listed = {}, 0
     for index, info in stored.items():

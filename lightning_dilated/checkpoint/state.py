@@ -1,4 +1,4 @@
-"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as plain tensors, shares of each rank."""
+"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, and the rank that writes each."""
 
 from __future__ import annotations
 
@@ -282,8 +282,8 @@ def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list
 
 
 def others_write(sizes: dict[str, int], strategy: Any) -> set[str]:
-    """Return names that this rank leaves to others: in each of several regions, the first rank writes its region's own
-    tensors; the first region's writes also everything else."""
+    """Return names that this rank leaves to others. In each of several regions, the first rank writes its region's own
+    tensors; in the first region, it also writes everything else."""
     ranks = getattr(strategy, "sizes", None)
     if ranks is None or ranks.regions == 1:
         return set()
