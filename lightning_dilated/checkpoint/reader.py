@@ -73,7 +73,7 @@ def _load(source: Any, mapped: bool, map_location: Any) -> Any:
 
 
 def words_of(error: UnpicklingError) -> str:
-    """Return one line of torch's page of advice (it is to let the file run code), with the class that the file names."""
+    """Return one line of torch's page of advice (it is to let the file run code) and the class that the file names."""
     named, cause = _NAMED.search(str(error)), _CAUSE.search(str(error))
     if named is None:
         return cause[1].strip() if cause else "it is no file of torch.save"

@@ -92,8 +92,7 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
 
 #: labels with this value are left out of the loss
 IGNORE = -100
-#: most logits of a tile (enough that the sum of the weight's gradient over tiles takes little time), least tokens of a
-#: tile
+#: most logits of a tile (enough that the sum over tiles takes little time), and least tokens of a tile
 MOST, LEAST = 2**29, 1024
 #: vocabulary size from which one compiled pass over the logits is faster than several eager ones
 WIDE = 1024

@@ -62,7 +62,7 @@ class Host:
 
         Args:
             number, count: x is the `number`-th of `count` tensors of this forward.
-            deferred: only `prefetch(number)` copies the tensor before x back, not already the use of x in the backward.
+            deferred: the use of x in the backward does not copy the tensor before x back; `prefetch(number)` does.
         """
         if number == 0:
             self._order.clear()
@@ -171,7 +171,7 @@ class Host:
 
 
 def _not_offloaded() -> None:
-    """Replace the weak reference for a tensor that stays on the GPU."""
+    """Return None, as the reference of a tensor that stays on the GPU."""
 
 
 class _Buffer:

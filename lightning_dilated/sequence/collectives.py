@@ -1,9 +1,8 @@
 """Collectives of a sequence and of its loss: sums, means and gathers over all ranks, with their gradients.
 
-The loss is the sum of the ranks' losses; each rank contributes its local sum over the global count.
-(A mean of local means would depend on how valid tokens are spread over ranks.) So the gradient of a result that every
-rank holds is the sum of the ranks' gradients, and a loss that every rank computes alike must be divided by the number
-of ranks.
+The loss is the sum of the ranks' losses; each rank contributes its local sum over the global count. (A mean of local
+means would depend on how valid tokens are spread over ranks.) So the gradient of a result that every rank holds is the
+sum of the ranks' gradients, and a loss that every rank computes alike must be divided by the number of ranks.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, R ranks.
 """

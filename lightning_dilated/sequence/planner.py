@@ -46,7 +46,7 @@ WHOLE = 1.08
 KEPT = 4
 #: default link speeds of prices
 DEFAULTS = Links()
-#: up to this many ranks, all programs are listed to count the memory of an exchange; of more ranks, the priced ones
+#: up to this many ranks, all are listed to count the memory of an exchange; of more ranks, only the priced ones
 LISTED = 64
 
 
@@ -257,7 +257,7 @@ def local_pairs(problem: Problem, rank: int) -> int:
 def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int) -> int:
     """Return the most bytes of received rows, and of fp32 sums of their gradients, that a rank holds at once in a call.
 
-    The backward holds most. Own rows that the exchange copies are counted; send buffers are not.
+    The peak is in the backward. Own rows that the exchange copies are counted; send buffers are not.
     """
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)

@@ -356,7 +356,7 @@ class SequenceSpec:
 def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
     """Copy the positions along a dimension to new storage, so that a worker sends only these bytes.
 
-    A page-locked tensor that is taken whole is not copied: from ordinary memory a GPU copies slowly, and the host
+    A page-locked tensor that is taken whole is not copied: from ordinary memory a GPU copies slowly while the host
     waits.
     """
     if ranges == (range(x.shape[dim]),) and _page_locked(x):

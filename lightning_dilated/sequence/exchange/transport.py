@@ -156,7 +156,7 @@ class Posted:
             return self.follow()
 
     def follow(self) -> Tensor:
-        """Wait like `wait`, for code that relays rows and computes nothing: no wait is recorded."""
+        """Wait without a record of the wait, for code that relays rows and computes nothing."""
         if self.work is not None:
             self.work.wait()
             if self.rows.device.type != "cuda":  # on a GPU another stream may wait, too
