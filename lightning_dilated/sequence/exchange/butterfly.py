@@ -90,7 +90,7 @@ def _swap(problem: Problem, rank: int, partner: int, level: int, share: tuple[in
 
 
 def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1)) -> Message:
-    """Return rows of a rank's half of its 2^level shards for branches as wide; `share` (i, m) is every m-th from i on."""
+    """Return rows of a rank's half of its 2^level shards for branches as wide; `share` = (i, m): rows i, i + m, ..."""
     local = problem.shard.seq_len // problem.shard.ranks
     start = (rank >> (level - 1) << (level - 1)) * local
     stop = start + (local << (level - 1))
