@@ -1,8 +1,8 @@
-"""A Trainer's state in a folder, written (in a thread, if wanted) and read with torch.distributed.checkpoint.
+"""A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
 
-The folder is laid out as that of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and
-"optimizer_0", ..., whose states have the parameters' names as keys; `meta.pt` holds the rest. So strategies with and without
-sharded parameters read each other's.
+The folder has the layout of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and
+"optimizer_0", ..., with parameter names as keys of the states; `meta.pt` holds everything else. So strategies with and
+without sharded parameters read each other's folders.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host,
 
 
 class Background:
-    """Runs one job at a time in a thread; its failure is raised by `wait`.
-
-    The thread is a daemon: a job that waits for ranks that are gone does not keep a process from ending.
-    """
+    """Runs one job at a time in a daemon thread: a job that waits for dead ranks does not keep the process alive."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -60,16 +57,16 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job was started and `wait` was not called."""
+        """True from the start of a job until `wait` returns True or raises."""
         return self._thread is not None
 
     @property
     def running(self) -> bool:
-        """Whether a job is under way."""
+        """True while a job runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None], device: torch.device) -> None:
-        """Begin `job`, with `device` as the thread's GPU if it is one; `wait` has to have been called for the one before."""
+        """Start `job`, with `device` as the thread's GPU if it is one; first `wait` for the job before."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
         self._thread.start()
@@ -77,17 +74,13 @@ class Background:
     def _run(self, job: Callable[[], None], device: torch.device) -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # threads begin with the first one
+                torch.cuda.set_device(device)  # threads begin with the first GPU
             job()
         except BaseException as error:
             self._error = error
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the job, if there is one; False where it is still running after `seconds`.
-
-        Raises:
-            BaseException: what the job raised, once.
-        """
+        """Wait for the job, if there is one, and raise its error; return False if it still runs after `seconds`."""
         if self._thread is None:
             return True
         self._thread.join(seconds)
@@ -108,12 +101,12 @@ def write(
     """Write a checkpoint, rename it to `path` once it is complete, and remove older ones; every rank calls with its part.
 
     Args:
-        tensors: nested, on the CPU; what several ranks pass under one name is written once.
+        tensors: nested, on the CPU; a tensor that several ranks pass under one name is written once.
         meta: the bytes of `meta.pt`, from rank 0.
-        parameters: names in the state dict of what has to be finite for the checkpoint to count among the `keep`.
+        parameters: names in the state dict; the checkpoint counts among the `keep` only if these tensors are finite.
 
     Raises:
-        OSError: on every rank, with the reason; what was written is removed.
+        OSError: on every rank, with the reason; the files written so far are removed.
     """
     what, folder = f"the checkpoint {path} could not be written", unfinished(path)
     try:
@@ -139,35 +132,35 @@ def _write(
     peers: Peers,
     names: Iterable[str],
 ) -> None:
-    """`write`, but for what it does on a failure."""
+    """Write as `write` does, without its clean-up after a failure."""
     folder, entries = unfinished(path), {}
     peers.together(what, _clear, folder, peers)
     try:
-        own = _write_files(tensors, meta, folder, peers, what)
+        local_entries = _write_files(tensors, meta, folder, peers, what)
     except (Exception, CheckpointException) as error:
         if known_to_all(error) or (peers.size > 1 and not isinstance(error, CheckpointException)):
             raise
         raise failure(f"{what}: {reason(error)}") from error  # all ranks raise a CheckpointException
-    for written in peers.gather(own):
-        entries.update(written)
+    for rank_entries in peers.gather(local_entries):
+        entries.update(rank_entries)
     finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], names)))
     peers.together(what, _commit, path, step, entries, keep, peers, finite)
 
 
 def _clear(folder: Path, peers: Peers) -> None:
-    """Remove anything that is where a checkpoint is to be written: through a link, files would be written elsewhere."""
+    """Remove anything at the path of a new checkpoint: through a link, files would be written elsewhere."""
     if peers.rank == 0 and os.path.lexists(folder):
         remove(folder)
 
 
 def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | None:
-    """A message, equal on all ranks, if a full disk is why ranks failed to write `needed` bytes in all; else None."""
+    """Return a message, equal on all ranks, if a full disk kept ranks from writing `needed` bytes in all; else None."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         free = needed
     free = min(peers.gather(free))
-    # torch's archive writer says only that it is not where it should be
+    # torch's archive writer reports only an unexpected position in the file
     if os.strerror(errno.ENOSPC) not in error and not ("inline_container" in error and free < needed):
         return None
     return (
@@ -179,15 +172,15 @@ def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | Non
 def _write_files(
     tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers, what: str
 ) -> dict[str, dict[str, Any]]:
-    """Write this rank's files; what the manifest says of them."""
+    """Write this rank's files; return their entries in the manifest."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
-    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's, where ranks differ
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's values, if ranks differ
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
     return peers.together(what, _write_meta, meta, folder, peers)
 
 
 def _write_meta(meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
-    """Write rank 0's `meta.pt`; what the manifest says of this rank's files."""
+    """Write rank 0's `meta.pt`; return the manifest's entries of this rank's files."""
     names = [p.name for p in folder.glob(f"__{peers.rank}_*")]
     if peers.rank == 0:
         with (folder / META).open("wb") as file:
@@ -206,31 +199,30 @@ def _commit(path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def checked(path: Path, peers: Peers) -> Path:
-    """The valid checkpoint that a folder is or holds (`manifest.find_valid`), with a warning of damaged newer ones."""
+    """Return the valid checkpoint that a folder is or holds (`manifest.find_valid`); warn of damaged newer ones."""
     folder, problems = find_valid(path, peers)
     warn_of_skipped(problems, folder)
     return folder
 
 
 def warn_of_skipped(problems: list[str], loaded: Path) -> None:
-    """Warn of checkpoints that were passed over, and what is wrong with them."""
+    """Warn of checkpoints that were passed over, with their problems."""
     if problems:
         kind = "checkpoints" if all(problem.endswith(NOT_FINITE) for problem in problems) else "damaged checkpoints"
         rank_zero_warn(f"{kind} were passed over, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
-def read_tensors(folder: Path, below: str = "", wanted: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
-    """The nested contents of the `.distcp` files, gathered on the CPU; with `below` only what lies under that name, and of
-    that only names that are `wanted`.
+def read_tensors(folder: Path, below: str = "", select: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
+    """Read the nested contents of `.distcp` files to the CPU: names that begin with `below` and that `select` takes.
 
     Raises:
-        FileNotFoundError, ValueError: where files are missing or cannot be read.
+        FileNotFoundError, ValueError: if files are missing or cannot be read.
     """
     metadata = read_metadata(folder)
     paths = metadata.planner_data or {}
     flat: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
-        if key.startswith(below) and wanted(key):
+        if key.startswith(below) and select(key):
             if key not in paths:
                 raise ValueError(f"{folder / METADATA} does not say where {key} belongs. Use an earlier checkpoint.")
             is_tensor = isinstance(entry, TensorStorageMetadata)
@@ -240,7 +232,7 @@ def read_tensors(folder: Path, below: str = "", wanted: Callable[[str], bool] = 
 
 
 def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
-    """Values by their paths, put back into mappings and, where the keys are numbers, lists."""
+    """Put values by path back into mappings and, if the keys are numbers, lists."""
     if () in flat:
         return flat[()]
     groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
@@ -252,10 +244,10 @@ def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Lightning's checkpoint without tensors of model and optimizers.
+    """Read Lightning's checkpoint without tensors of model and optimizers.
 
     Raises:
-        FileNotFoundError, ValueError: where it is missing or cannot be read.
+        FileNotFoundError, ValueError: if it is missing or cannot be read.
     """
     path = folder / META
     if not path.is_file():
@@ -270,31 +262,32 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_whole(folder: Path, regions: int = 1, region: int = 0) -> dict[str, Any]:
-    """A folder as the dict of a Lightning checkpoint in one file, tensors on the CPU.
+    """Read a folder as the dict of a Lightning checkpoint in one file, with tensors on the CPU.
 
     Args:
-        regions: of the job that reads, of which this process is in `region`; of as many in the folder only that is read.
+        regions, region: number of regions of the reading job, and number of this process's region. The folder's part
+            for this region is read if the folder has the same number of regions; parts of other regions are not.
 
     Raises:
-        FileNotFoundError, ValueError: where files are missing or cannot be read.
+        FileNotFoundError, ValueError: if files are missing or cannot be read.
     """
     meta = read_meta(folder)
     outer = meta.pop("outer_steps", None)
     if outer is not None and not (isinstance(outer, dict) and isinstance(outer.get("regions"), int)):
         raise ValueError(f"{folder / META} does not say of how many regions it is. Use an earlier checkpoint.")
-    own = f"regions.{region}." if outer is not None and outer["regions"] == regions else None
-    wanted = lambda key: not key.startswith("regions.") or (own is not None and key.startswith(own))  # noqa: E731
-    tensors = read_tensors(folder, wanted=wanted)
+    part = f"regions.{region}." if outer is not None and outer["regions"] == regions else None
+    select = lambda key: not key.startswith("regions.") or (part is not None and key.startswith(part))  # noqa: E731
+    tensors = read_tensors(folder, select=select)
     whole = {**meta, **_model_and_optimizers(tensors, folder)}
     if outer is not None:
         whole["outer_steps"] = {**outer, "tensors": tensors.get("outer_steps", {})}
-        parts = tensors.get("regions", {})
-        whole["regions"] = {number: _model_and_optimizers(part, folder) for number, part in parts.items()}
+        own_states = tensors.get("regions", {})
+        whole["regions"] = {number: _model_and_optimizers(x, folder) for number, x in own_states.items()}
     return whole
 
 
 def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The state dict, and optimizers' states with numbers in place of the parameters' names."""
+    """Return the state dict, and optimizer states with numbers in place of parameter names."""
     numbers = sorted(int(k.removeprefix("optimizer_")) for k in tensors if re.fullmatch(r"optimizer_\d{1,4}", k))
     if not isinstance(tensors.get("state_dict", {}), dict):
         raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
@@ -308,15 +301,15 @@ def _model_and_optimizers(tensors: dict[str, Any], folder: Path) -> dict[str, An
 
 
 def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:
-    """Load a folder into a module whose parameters are sharded, and into its optimizers; every rank calls.
+    """Load a folder into a module with sharded parameters, and into its optimizers; every rank calls.
 
-    The strategy's own method would have torch unpickle the folder.
+    The strategy's own method would let torch unpickle the folder.
 
     Returns:
         Lightning's checkpoint without these tensors.
 
     Raises:
-        FileNotFoundError, ValueError: where files are missing or cannot be read, on every rank.
+        FileNotFoundError, ValueError: on every rank, if files are missing or cannot be read.
     """
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     load_into(state, folder)
@@ -333,8 +326,8 @@ def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict:
 def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dict[str, Any]]) -> None:
     """Load the optimizer states of a checkpoint in one file into optimizers of sharded parameters; every rank calls.
 
-    Their numbers count the parameters of all groups in their order, as torch's optimizers do. Lightning takes them for
-    numbers of `module.parameters()`.
+    The states number the parameters of all groups in order, as torch's optimizers do. Lightning would take these
+    numbers for positions in `module.parameters()`.
 
     Raises:
         ValueError: for states of other optimizers.
@@ -342,11 +335,11 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
     if len(states) != len(optimizers):
         raise ValueError(f"the checkpoint holds {len(states)} optimizer states, and the module has {len(optimizers)}.")
     for optimizer, state in zip(optimizers, states, strict=True):
-        saved, own = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], optimizer.param_groups))
-        if saved != own:
+        saved, expected = ([len(g["params"]) for g in x] for x in (state["param_groups"], optimizer.param_groups))
+        if saved != expected:
             raise ValueError(
-                f"the checkpoint's {type(optimizer).__name__} has groups of {saved} parameters, that of the module {own}: "
-                "train the parameters that it trained, or begin anew from its weights."
+                f"the checkpoint's {type(optimizer).__name__} has groups of {saved} parameters, the module's has "
+                f"{expected}: train the parameters that it trained, or begin anew from its weights."
             )
         names = get_optimizer_state_dict(module, optimizer)["param_groups"]
         order = [name for group in names for name in group["params"]]
@@ -362,11 +355,7 @@ def load_whole_states(module: nn.Module, optimizers: list[Any], states: list[dic
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Replaces the `load_checkpoint` of ModelParallelStrategy, which would have torch unpickle a folder.
-
-    Args:
-        find: the folder of one checkpoint, checked, of a path that is a folder.
-    """
+    """Load a checkpoint as ModelParallelStrategy does, but a folder, checked by `find`, without unpickling it."""
     check_input(checkpoint_path)
     if not Path(checkpoint_path).is_dir():
         return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)
@@ -375,12 +364,7 @@ def load_folder_with(
 
 
 class FolderIO(CheckpointIO):
-    """Adds the reading of folders to a CheckpointIO.
-
-    Args:
-        inner: that CheckpointIO.
-        find: the folder of one checkpoint, checked, of a path that is a folder.
-    """
+    """A CheckpointIO that reads folders, after `find` has checked them, and leaves files to the `inner` one."""
 
     def __init__(self, inner: CheckpointIO, find: Callable[[Path], Path]) -> None:
         self.inner, self.find = inner, find

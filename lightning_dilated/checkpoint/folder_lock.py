@@ -1,9 +1,9 @@
-"""A lock file: a folder is used by one run at a time, and a run that died does not keep it.
+"""A lock file: one run at a time uses a folder, and a run that died does not keep it.
 
-The file names the process that holds the folder. Where that process ran on this host, the operating system says whether it
-lives: there is a process of that number which began at that time. Of a process on another host only the file is visible.
-Clocks of different hosts are not compared: the second run watches the file, and takes the folder over when nothing was
-written to it for 60 s of its own clock. So a run waits for a minute only where one on another host died and left its file.
+The file names the process that holds the folder. If that process ran on this host, it lives if the operating system has
+a process with the same number and start time. For a process on another host, only the file is visible. Clocks of
+different hosts are not compared: the second run watches the file, and takes the folder over if nothing was written to
+it for 60 s of its own clock. So a run waits for a minute only if a run on another host died and left its file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ class FolderInUse(OSError):
 
 
 class FolderLock:
-    """Held from `acquire` to `release` by one process; its forks and other processes do not release it.
-
-    Args:
-        folder: an existing one.
-    """
+    """A lock of an existing folder that one process holds from `acquire` to `release`; its forks do not release it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -49,7 +45,7 @@ class FolderLock:
 
         Raises:
             FolderInUse: naming the process that holds it, and its host.
-            OSError: where the folder cannot be written.
+            OSError: if the folder cannot be written.
         """
         waits_since = time.monotonic()
         while not self._create():
@@ -70,16 +66,12 @@ class FolderLock:
         threading.Thread(target=self._beat, name="folder in use", daemon=True).start()
 
     def check(self) -> None:
-        """Check that this run still holds the folder.
-
-        Raises:
-            FolderInUse: where another run took it over, as this one gave no sign of life.
-        """
+        """Raise FolderInUse if another run took the folder over, because this run gave no sign of life."""
         if self._lost is not None:
             raise FolderInUse(f"it was taken over by {self._lost}, as this run showed no life for {_DEAD:.0f} s")
 
     def release(self) -> None:
-        """Unlock the folder; without effect in a fork, and a second time."""
+        """Unlock the folder; do nothing in a fork, or the second time."""
         if os.getpid() != self._process or self._over.is_set():
             return
         with self._one:
@@ -88,7 +80,7 @@ class FolderLock:
                 self._end(self._token)
 
     def _create(self) -> bool:
-        """Create the file with all its contents at once; False where there is one."""
+        """Create the file with all its contents at once; return False if it exists."""
         draft = self._draft()
         try:
             os.link(draft, self.path)
@@ -113,10 +105,9 @@ class FolderLock:
         return self.path.with_name(f"{NAME}-end-{hashlib.blake2b(repr(token).encode(), digest_size=8).hexdigest()}")
 
     def _end(self, token: Any, successor: bool = False) -> bool:
-        """Remove the file of the holder with this token, or replace it by our own; False if it was no longer there.
+        """Remove the file of the holder with this token, or replace it by our own; return False if it was gone.
 
-        Of several runs only the one that creates a further file, named after that holder, may do so: the others would remove
-        the file of the holder's successor.
+        Only the run that creates a claim file, named after the holder, may do so; other runs could remove a new file.
         """
         claim = self._claim(token)
         try:
@@ -159,7 +150,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _process_table() -> str | None:
-    """Identifies the host, container and boot that a process number belongs to; None if unknown."""
+    """Return an identifier of the host, container and boot of process numbers; None if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -167,7 +158,7 @@ def _process_table() -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is a process of that number, also one of another user."""
+    """Return True if a process has that number, also if it is another user's."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -178,20 +169,20 @@ def _exists(pid: int) -> bool:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in ticks since boot, or "ended"; None if it is gone or not visible.
+    """Return a process's start in ticks since boot, or "ended"; None if it is gone or not visible.
 
-    It differs where the operating system used a number again.
+    The start tells processes apart if the operating system uses a number again.
     """
     try:
         # the name, in parentheses, may hold anything
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
-    return "ended" if state in "ZX" else rest[18]
+    return "ended" if state in "ZX" else fields[18]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The holder that the file names; None where there is no file, {} where it cannot be read."""
+    """Return the holder that the file names; None if there is no file, {} if it cannot be read."""
     if path.is_symlink():  # it was not made by a run
         return {}
     try:
@@ -204,7 +195,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(holder: dict[str, Any], path: Path) -> bool:
-    """Whether the holder is gone; for one on another host this waits for a sign of life, up to `_DEAD` seconds."""
+    """Return True if the holder is gone: on another host, if it gives no sign of life for `_DEAD` seconds."""
     table = _process_table()
     if table is not None and holder.get("table") == table:
         pid = holder.get("pid")
@@ -228,7 +219,7 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
 
 
 def _contents(path: Path) -> Any:
-    """What changes with each sign of life; the file is opened, since only then network file systems ask the server."""
+    """Return a value that changes with each sign of life. The open makes a network file system ask its server."""
     if path.is_symlink():
         return "a link"
     try:

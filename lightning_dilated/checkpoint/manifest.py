@@ -1,7 +1,7 @@
 """Checkpoint folders as files: the manifest of checksums, the rename that commits a folder, and the newest valid one.
 
-A checkpoint is written under a name that begins with a dot, its manifest last, and then renamed; so a folder with its own
-name is complete, and what a killed job left has the dot. Nothing here reads a tensor.
+A checkpoint is written under a name that begins with a dot, its manifest last, and then renamed. So a folder without
+the dot is complete, and a killed job leaves folders with the dot. Nothing here reads a tensor.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from lightning_dilated.checkpoint.ranks import Peers, reason
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(step-\d{8,})\.(partial|removed|replaced)")
-#: what is wrong with a checkpoint that ShardedCheckpoint(keep_finite=True) wrote after a loss was NaN
+#: the problem of a checkpoint that ShardedCheckpoint(keep_finite=True) wrote after a loss was NaN
 NOT_FINITE = "holds parameters that are not finite (NaN or infinity)"
 
 
 def name_of(step: int) -> str:
-    """The folder of the checkpoint at a step."""
+    """Return the folder name of the checkpoint at a step."""
     return f"step-{step:08d}"
 
 
 def unfinished(path: Path) -> Path:
-    """Where the checkpoint `path` is written before it is complete."""
+    """Return the path where the checkpoint `path` is written until it is complete."""
     return _aside(path, "partial")
 
 
 def checksum(path: Path) -> str:
-    """blake2b of a file, 16 bytes in hexadecimals."""
+    """Return the blake2b digest of a file, 16 bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def file_entries(path: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """{name: size and checksum} of files in a folder."""
+    """Return {name: size and checksum} of files in a folder."""
     return {name: {"size": (path / name).stat().st_size, "blake2b": checksum(path / name)} for name in sorted(names)}
 
 
 @dataclass(frozen=True)
 class SavedFolder:
-    """A checkpoint's folder and its manifest; `broken` says why that cannot be read.
+    """A checkpoint's folder and its manifest; `broken` says why the manifest cannot be read.
 
     Args:
-        written: when, in nanoseconds since 1970; later ones are newer, whatever their step.
-        finite: whether all parameters were finite numbers, where that was checked.
+        written: time of writing in nanoseconds since 1970; it decides which checkpoint is newer, whatever the step.
+        finite: False if a check found parameters that are not finite numbers.
     """
 
     path: Path
@@ -66,10 +66,10 @@ class SavedFolder:
 
     @classmethod
     def read(cls, path: Path) -> SavedFolder:
-        """From the manifest; without one, from the folder's name and time."""
+        """Read the manifest; without one, take step and time from the folder."""
         manifest = path / MANIFEST
         try:
-            if manifest.exists() and not manifest.is_file():  # a pipe would be waited for
+            if manifest.exists() and not manifest.is_file():  # a pipe would block
                 raise ValueError("it is no regular file")
             entries = json.loads(manifest.read_text())
             if entries.pop("blake2b") != manifest_digest(entries):
@@ -87,7 +87,7 @@ class SavedFolder:
         return cls(path, int(named[1]) if named else 0, written, broken=broken)
 
     def quick_damage(self) -> str | None:
-        """What names and sizes show to be wrong with the folder, naming the file; None if nothing."""
+        """Return damage that names and sizes of files show, naming the file; None if there is none."""
         if self.broken:
             return self.broken
         for name, entry in self.files.items():
@@ -99,7 +99,7 @@ class SavedFolder:
         return None
 
     def damage(self, peers: Peers) -> str | None:
-        """What is wrong with the folder, its bytes included; each rank reads a share of the files, all must call."""
+        """Return damage of files, including their bytes, or None; each rank reads a share, and all must call."""
         return next((problem for problem in peers.gather(self._damage(peers)) if problem), None)
 
     def _damage(self, peers: Peers) -> str | None:
@@ -130,7 +130,7 @@ def _check(manifest: dict[str, Any]) -> None:
 
 
 def listed(folder: Path) -> list[SavedFolder]:
-    """The checkpoints in a folder, damaged ones too, the newest first; none if there is no such folder."""
+    """Return the checkpoints in a folder, also damaged ones, newest first; none if the folder does not exist."""
     if not folder.is_dir():
         return []
     saved = [SavedFolder.read(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -138,10 +138,7 @@ def listed(folder: Path) -> list[SavedFolder]:
 
 
 def newest_valid(folder: Path, peers: Peers) -> tuple[SavedFolder | None, list[str]]:
-    """(the newest checkpoint without damage and with finite parameters, what is wrong with newer ones).
-
-    All ranks must call, and get the same.
-    """
+    """Return (the newest checkpoint without damage and with finite parameters, problems of newer ones) on all ranks."""
     problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
         problem = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
@@ -152,20 +149,20 @@ def newest_valid(folder: Path, peers: Peers) -> tuple[SavedFolder | None, list[s
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, or was one before it was damaged, and not a folder of several."""
+    """Return True if a folder is one checkpoint, perhaps damaged, and not a folder of several."""
     has_files = any((path / name).exists() for name in (MANIFEST, ".metadata", "meta.pt"))
     return path.is_dir() and (has_files or _NAME.fullmatch(path.name) is not None)
 
 
 def find_valid(path: Path, peers: Peers) -> tuple[Path, list[str]]:
-    """(the checkpoint that a path means, what is wrong with newer ones); all ranks must call.
+    """Return (the checkpoint that a path means, problems of newer ones); all ranks must call.
 
-    A folder of one checkpoint means itself: it has to be valid, unless another program wrote it, without a manifest. A
+    A folder of one checkpoint means itself: it must be valid, unless another program wrote it without a manifest. A
     folder of several means the newest valid one.
 
     Raises:
         FileNotFoundError: for a folder that holds no checkpoint.
-        ValueError: for a damaged checkpoint, naming the file; for a folder in which all are.
+        ValueError: for a damaged checkpoint, naming the file; for a folder of damaged checkpoints only.
     """
     if peers.gather(is_checkpoint(path))[0]:
         if not peers.gather((path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None)[0]:
@@ -185,7 +182,7 @@ def find_valid(path: Path, peers: Peers) -> tuple[Path, list[str]]:
 
 
 def none_valid(folder: Path, problems: list[str]) -> str:
-    """The error for a folder in which every checkpoint is damaged or not finite."""
+    """Return the error text for a folder in which every checkpoint is damaged or not finite."""
     kind, remedy = "whole", "Restore the files, or take"
     if any(problem.endswith(NOT_FINITE) for problem in problems):
         kind, remedy = "whole and finite", "A ckpt_path that names one of them loads it nevertheless; or take"
@@ -210,7 +207,7 @@ def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, 
         path.unlink()
     elif path.is_file():  # not a checkpoint: it is renamed, and stays
         path.rename(path.with_name(f"{path.name}.file"))
-    elif path.exists():  # of an earlier run: a folder cannot be replaced in one operation
+    elif path.exists():  # from an earlier run; a folder cannot be replaced in one operation
         remove(_aside(path, "replaced"))
         path.rename(_aside(path, "replaced"))
     unfinished(path).rename(path)
@@ -220,23 +217,23 @@ def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, 
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest checkpoints that look complete.
+    """Remove checkpoints older than the `keep` newest ones that look complete.
 
-    Those whose parameters are not finite do not count, and stay only where they are the newest of all.
+    A checkpoint with parameters that are not finite does not count, and stays only if it is the newest of all.
     """
     complete = 0
     for i, saved in enumerate(listed(folder)):
         if complete >= keep or (i > 0 and not saved.finite):
-            removed = _aside(saved.path, "removed")  # half removed it would look damaged
+            removed = _aside(saved.path, "removed")  # half removed, it would look damaged
             with contextlib.suppress(OSError):
                 remove(removed)
-                saved.path.rename(removed)  # a link itself, not what it leads to
+                saved.path.rename(removed)  # a link itself, not its target
                 remove(removed)
         complete += saved.finite and saved.quick_damage() is None
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or file, if it is there; of a link the link only."""
+    """Remove a folder or file, if it exists; of a link, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -244,9 +241,9 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> list[str]:
-    """Remove what a killed job left half written or half removed; what it was about to replace is put back.
+    """Remove checkpoints that a killed job left half written or half removed, and put back one that it was replacing.
 
-    Returns the names of those that were half written.
+    Return the names of checkpoints that were half written.
     """
     half_written = []
     for path in sorted(folder.iterdir()):
@@ -265,12 +262,12 @@ def _aside(path: Path, why: str) -> Path:
 
 
 def manifest_digest(entries: dict[str, Any]) -> str:
-    """The checksum of a manifest's other entries."""
+    """Return the checksum of a manifest's other entries."""
     return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Have the operating system write a folder's entries to disk, where the file system can."""
+    """Make the operating system write a folder's entries to disk, if the file system can."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

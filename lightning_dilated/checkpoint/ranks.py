@@ -17,24 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_dilated._compat.torch import default_store
 
 T = TypeVar("T")
-#: seconds between two looks whether another rank failed
+#: seconds between two checks for a failure of another rank
 POLL = 1.0
 
 
 @dataclass(frozen=True)
 class Peers:
-    """`size` ranks, of which this is `rank`; one alone needs no process group.
-
-    Args:
-        group: of these ranks; None is the default group.
-    """
+    """This process as `rank` of `size` ranks; `group`: their process group, None for the default group or one rank."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, on every rank."""
+        """Return the values of all ranks, in their order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -42,35 +38,31 @@ class Peers:
         return values
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank; the same on every rank."""
+        """Return True, on every rank, if `value` is true on any rank."""
         return any(self.gather(value))
 
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
-        """`call(*args)` on every rank; where it fails on one, every rank raises.
-
-        Raises:
-            OSError: `what`, with the ranks that failed and why; the cause is this rank's own error.
-        """
+        """Return `call(*args)`; if it fails on any rank, raise OSError on all: `what`, failed ranks and reasons."""
         value, error, local_reason = None, None, None
         try:
             value = call(*args)
-        except (Exception, CheckpointException) as raised:  # the latter is no Exception
+        except (Exception, CheckpointException) as raised:  # CheckpointException is no Exception
             error, local_reason = raised, reason(raised)
         failed: dict[str, list[int]] = {}
         for rank, why in enumerate(self.gather(local_reason)):
             if why is not None:
                 failed.setdefault(why, []).append(rank)
         if failed:
-            each = [why if len(ranks) == self.size else f"rank {ranks[0]}: {why}" for why, ranks in failed.items()]
-            raise failure(f"{what}: {'; '.join(each)}") from error
+            lines = [why if len(ranks) == self.size else f"rank {ranks[0]}: {why}" for why, ranks in failed.items()]
+            raise failure(f"{what}: {'; '.join(lines)}") from error
         return value  # type: ignore[return-value]
 
     def watched(self, what: str, call: Callable[..., object], *args: Any) -> None:
-        """`call(*args)` on every rank, whose ranks wait for each other in it: where one raises alone, the others end, too.
+        """Run a call, in which ranks wait for each other, on every rank; if one raises alone, the others raise, too.
 
         Raises:
-            OSError: what the call raises on all ranks (`known_to_all`), or what another rank raised alone; their group must
-                not be used any more then.
+            OSError: an error that all ranks raise (`known_to_all`), or an error that one rank raised alone; the group
+                must not be used any more after the latter.
         """
         if self.size == 1:
             call(*args)
@@ -89,11 +81,11 @@ class Peers:
                 thread.join(POLL)
             if not ended:
                 raise failure(f"{what}: {store.get('failed').decode()}", False)
-        except RuntimeError:  # the store is lost, perhaps with what the call needs
+        except RuntimeError:  # the store is lost, and perhaps ranks that the call needs
             thread.join(POLL)
             if not ended:
                 raise
-        thread.join(POLL)  # it may still leave word for the others
+        thread.join(POLL)  # it may still report its error to the other ranks
         if (error := ended[0]) is not None:
             if known_to_all(error):
                 raise error
@@ -103,10 +95,10 @@ class Peers:
 def _run(
     call: Callable[[], object], rank: int, store: dist.Store, ended: list[BaseException | None], device: int | None
 ) -> None:
-    """Call in a thread, and append how it ended; leave word of what this rank alone raises."""
+    """Call in a thread, and append its error or None to `ended`; report an error of this rank alone to the others."""
     try:
         if device is not None:
-            torch.cuda.set_device(device)  # threads begin with the first one
+            torch.cuda.set_device(device)  # threads begin with the first GPU
         call()
         ended.append(None)
     except BaseException as raised:
@@ -117,23 +109,23 @@ def _run(
 
 
 def failure(text: str, known_to_all: bool = True) -> OSError:
-    """An error of a checkpoint, known to all ranks or to this one alone (then others may wait in the group for ever)."""
+    """Return a checkpoint's error, known to all ranks or to this one alone (others may then wait in the group)."""
     error = OSError(text)
     error.known_to_all = known_to_all  # type: ignore[attr-defined]
     return error
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Return whether all ranks raise an error, as `failure` makes one."""
+    """Return True if all ranks raise this error, see `failure`."""
     return getattr(error, "known_to_all", False)
 
 
-#: calls of `Peers.watched` by the name of the group, equal on its ranks
+#: number of calls of `Peers.watched` by group name, equal on the ranks of the group
 _calls: Counter[str] = Counter()
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line; of a failure that torch.distributed.checkpoint gathered, the ranks' own reasons."""
+    """Return an error's reason in one line; for a failure that torch.distributed.checkpoint gathered, each rank's."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
         return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in sorted(failures.items()))

@@ -1,7 +1,7 @@
 """Files and folders of unknown origin, read without running code, and without allocating memory that they merely declare.
 
-torch.distributed.checkpoint unpickles `.metadata`, and every entry that is no tensor, by a pickle that may run code. The
-readers here do not, and check sizes and names against the files.
+torch.distributed.checkpoint unpickles `.metadata`, and every entry that is no tensor, with a pickle that may run code.
+The readers here run no code, and check sizes and names against the files.
 """
 
 from __future__ import annotations
@@ -34,27 +34,26 @@ _CAUSE = re.compile(r"WeightsUnpickler error: (.{,200})")
 
 
 def load_file(source: str | Path | IO[bytes], mapped: bool = False, map_location: Any = "cpu") -> Any:
-    """What a file of torch.save holds: plain values, and tensors, on the CPU by default.
+    """Return what a file of torch.save holds: plain values, and tensors, on the CPU by default.
 
-    It is read with `weights_only=True`, whatever the environment says. Each tensor is compared with the size of the file.
+    The file is read with `weights_only=True`, whatever the environment says. No tensor may be larger than the file.
 
     Args:
         source: a path, or an open file.
         mapped: leave the tensors of a path on disk until they are used.
-        map_location: as of torch.load.
+        map_location: as in torch.load.
 
     Raises:
         FileNotFoundError: for a path that is no regular file.
-        UnpicklingError: for a file that names a class which torch does not let in; the message names the class.
-        ValueError, RuntimeError, EOFError, and what else torch raises: for a file that is broken.
+        UnpicklingError: for a file that names a class that torch does not allow, with the name of the class.
+        ValueError, RuntimeError, EOFError and other errors of torch: for a broken file.
     """
-    if isinstance(source, (str, Path)) and not Path(source).is_file():  # a pipe would be waited for
+    if isinstance(source, (str, Path)) and not Path(source).is_file():  # a pipe would block
         raise FileNotFoundError(f"{source}: no such file.")
     size = _check_archive(source)
+    mapped = mapped and zipfile.is_zipfile(source)  # torch before 1.6 wrote no archives
     try:
-        stored = _load(
-            source, mapped and zipfile.is_zipfile(source), map_location
-        )  # torch before 1.6 wrote no archives
+        stored = _load(source, mapped, map_location)
     except UnpicklingError as error:
         raise UnpicklingError(words_of(error)) from None
     check_sizes(stored, size)
@@ -74,7 +73,7 @@ def _load(source: Any, mapped: bool, map_location: Any) -> Any:
 
 
 def words_of(error: UnpicklingError) -> str:
-    """One line out of torch's page of advice (which is to let the file run code), with the class that the file names."""
+    """Return one line of torch's page of advice (it is to let the file run code) and the class that the file names."""
     named, cause = _NAMED.search(str(error)), _CAUSE.search(str(error))
     if named is None:
         return cause[1].strip() if cause else "it is no file of torch.save"
@@ -85,7 +84,7 @@ def words_of(error: UnpicklingError) -> str:
 
 
 def _check_archive(source: Any) -> int:
-    """The size of a file. torch.save compresses nothing, so an archive that would grow when it is read is refused."""
+    """Return the size of a file. Refuse an archive that would grow when it is read: torch.save compresses nothing."""
     if isinstance(source, (str, Path)):
         size = Path(source).stat().st_size
     else:
@@ -95,7 +94,7 @@ def _check_archive(source: Any) -> int:
         try:
             with zipfile.ZipFile(source) as archive:
                 inside = sum(entry.file_size for entry in archive.infolist())
-        except (zipfile.BadZipFile, NotImplementedError):  # torch says what is wrong with it
+        except (zipfile.BadZipFile, NotImplementedError):  # torch reports the problem
             inside = 0
         if inside > size:
             raise ValueError(f"it declares {inside:,} bytes of contents, but has {size:,}")
@@ -107,9 +106,9 @@ def _check_archive(source: Any) -> int:
 def check_sizes(stored: Any, size: int) -> None:
     """Raise ValueError for a tensor among nested values that declares more bytes than the `size` of its file.
 
-    A stored tensor may be a view of one value with 10^12 rows; using it would ask for that memory.
+    A stored tensor may be a view of one value with 10^12 rows; its use would allocate that memory.
     """
-    todo, seen = [("it", stored)], set()
+    todo, visited = [("it", stored)], set()
     while todo:
         name, value = todo.pop()
         if isinstance(value, Tensor):
@@ -117,17 +116,17 @@ def check_sizes(stored: Any, size: int) -> None:
                 raise ValueError(
                     f"{name} declares the shape {tuple(value.shape)}, but the whole file has {size:,} bytes"
                 )
-        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
-            seen.add(id(value))  # a file may hold a list that holds itself
+        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in visited:
+            visited.add(id(value))  # a file may hold a list that holds itself
             todo += [(str(k), v) for k, v in (value.items() if isinstance(value, Mapping) else enumerate(value))]
 
 
 METADATA = ".metadata"
-#: torch's warning where one rank writes or reads alone, which is meant here
+#: torch's warning if one rank writes or reads alone, which is intended here
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-#: elements that a byte may hold: an optimizer's state of 4 bits is stored under the dtype that it stands for
+#: most elements of a byte: an optimizer's state of 4 bits is stored under the dtype that it represents
 DENSEST = 2
-#: the records that a `.metadata` file is made of
+#: the records of a `.metadata` file
 _RECORDS = (
     *(Metadata, MetadataIndex, TensorStorageMetadata, kinds.BytesStorageMetadata, kinds.ChunkStorageMetadata),
     *(kinds.TensorProperties, kinds.StorageMeta, StorageInfo),
@@ -135,9 +134,9 @@ _RECORDS = (
 
 
 def _allowed_names() -> dict[tuple[str, str], Any]:
-    """Each name that a `.metadata` file may use, and what replaces it.
+    """Return {name that a `.metadata` file may use: its replacement}.
 
-    Classes are derived from torch's anew for each file, as a pickle may change those that it names.
+    Classes are derived from torch's anew for each file, because a pickle may change the classes that it names.
     """
     records = {(c.__module__, c.__qualname__): type(c.__name__, (c,), {}) for c in _RECORDS}
     formats = MemoryFormatEncoding
@@ -163,7 +162,7 @@ class _Unpickler(pickle.Unpickler):
         self._allowed = _allowed_names()
 
     def find_class(self, module: str, name: str) -> Any:
-        """What replaces a name in the file; nothing is imported."""
+        """Return the replacement of a name in the file; nothing is imported."""
         if (module, name) in self._allowed:
             return self._allowed[module, name]
         kind = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -173,11 +172,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What `.metadata` says that a folder holds, compared with the files.
+    """Read the `.metadata` of a folder, and check it against the files.
 
     Raises:
-        FileNotFoundError: without that file.
-        ValueError: where it cannot be read, or does not fit the files.
+        FileNotFoundError: if there is no such file.
+        ValueError: if it cannot be read, or does not fit the files.
     """
     path = Path(folder) / METADATA
     if not path.is_file():
@@ -189,7 +188,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(stored: Any, folder: Path) -> Metadata:
-    """The same records, made anew of plain values that are consistent with each other and with the files."""
+    """Return the same records, made anew from plain values that are consistent with each other and with the files."""
     if not isinstance(stored, Metadata):
         raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
     entries = _entries(dict(stored.storage_data), folder)
@@ -205,7 +204,7 @@ def _checked(stored: Any, folder: Path) -> Metadata:
 
 
 def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, StorageInfo]:
-    """Where each part of a tensor and each value lies: inside a regular file of the folder, and no more than it has."""
+    """Return the place of each part of a tensor and of each value; it must be inside a regular file of the folder."""
     sizes: dict[str, int] = {}
     entries, listed = {}, 0
     for index, info in stored.items():
@@ -227,7 +226,7 @@ def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, Storag
 
 
 def _file_size(folder: Path, name: str) -> int:
-    """Bytes of a file; a name with a folder in it, a pipe or a device is refused."""
+    """Return the bytes of a file; refuse a name with a folder in it, a pipe or a device."""
     if PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
         raise ValueError(f"it names the file {name!r}, which is not in this folder")
     path = folder / name
@@ -239,7 +238,7 @@ def _file_size(folder: Path, name: str) -> int:
 
 
 def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) -> Any:
-    """The record of a tensor or of another value; a tensor's parts are no larger than what the files hold of them."""
+    """Return the record of a tensor or of another value; refuse a part that declares more than the files hold."""
     if isinstance(about, kinds.BytesStorageMetadata):
         return kinds.BytesStorageMetadata()
     if not isinstance(about, TensorStorageMetadata) or not isinstance(about.properties.dtype, torch.dtype):
@@ -277,12 +276,12 @@ def _shape(value: Any) -> torch.Size:
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's, but runs no code that the folder names, and reads regular files inside the folder only."""
+    """torch's reader, but it runs no code that the folder names, and reads only regular files inside the folder."""
 
     failure: Exception | None = None  # why `.metadata` could not be read; torch 2.11 reports that it is None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As the function `read_metadata`."""
+        """Read as the function `read_metadata` does."""
         try:
             metadata = read_metadata(Path(self.path))
         except Exception as error:
@@ -292,7 +291,7 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's, which reads tensors with `weights_only=True`, without its advice to set that to False."""
+        """Read tensors with `weights_only=True`, as torch does, but without its advice to set that to False."""
         try:
             return super().read_data(*args, **kwargs)
         except pickle.UnpicklingError as error:
@@ -300,10 +299,10 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """torch's, but entries that are no tensors are read with `weights_only=True`."""
+    """torch's planner, but it reads entries that are no tensors with `weights_only=True`."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Put a value where it belongs."""
+        """Put a value under its name."""
         name = read_item.dest_index.fqn
         try:
             stored = load_file(value)
@@ -313,13 +312,13 @@ class Planner(dcp.DefaultLoadPlanner):
 
 
 def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
-    """Fill a nested mapping with what a folder holds under the same names.
+    """Fill a nested mapping with the values that a folder holds under the same names.
 
     Args:
-        alone: whether this rank reads by itself; otherwise all ranks call.
+        alone: True if this rank reads alone; otherwise all ranks call.
 
     Raises:
-        FileNotFoundError, ValueError: where files are missing or cannot be read, on every rank.
+        FileNotFoundError, ValueError: on every rank, if files are missing or cannot be read.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=ALONE)
@@ -328,7 +327,7 @@ def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
 
 
 def _translated(reader: Reader, load: Callable[[], Any]) -> None:
-    """Call `load`; CheckpointException, which is no Exception, becomes an error that names the folder and the causes."""
+    """Call `load`; turn CheckpointException, which is no Exception, into an error that names folder and causes."""
     try:
         load()
     except CheckpointException as error:

@@ -1,6 +1,4 @@
-"""A Trainer's state as checkpoints hold it: optimizer states by parameter name, low-bit states as plain tensors, and which
-rank writes which tensor.
-"""
+"""A Trainer's state in checkpoints: optimizer states by name, low-bit states as tensors, and each tensor's writer."""
 
 from __future__ import annotations
 
@@ -23,57 +21,57 @@ from lightning_dilated._validation import check_input
 
 
 def trainer_state(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors, the rest) of what Lightning's own checkpoint holds; the tensors are not copied.
+    """Return (tensors, everything else) of Lightning's own checkpoint; the tensors are not copied.
 
-    Of a strategy with outer steps also their state, and under "regions" the own parameters and optimizers of this region.
+    A strategy with outer steps adds their state and, under "regions", the own parameters and optimizers of this region.
     """
-    rest = dump_checkpoint(trainer)
-    tensors, optimizers = {"state_dict": rest.pop("state_dict")}, {}
-    states = rest.pop("optimizer_states", [])
+    meta = dump_checkpoint(trainer)
+    tensors, optimizers = {"state_dict": meta.pop("state_dict")}, {}
+    states = meta.pop("optimizer_states", [])
     for i, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
         optimizers[f"optimizer_{i}"] = flatten_low_bit(to_names(state, optimizer, trainer.lightning_module))
     strategy: Any = trainer.strategy
     outer = strategy.outer_state() if hasattr(strategy, "outer_state") else None
     if outer is not None:
-        tensors["outer_steps"], rest["outer_steps"] = outer.pop("tensors"), outer
+        tensors["outer_steps"], meta["outer_steps"] = outer.pop("tensors"), outer
         if outer["regions"] > 1:
             tensors["regions"] = {str(strategy.region): {"state_dict": strategy.local_state_dict(), **optimizers}}
-    return {**tensors, **optimizers}, rest
+    return {**tensors, **optimizers}, meta
 
 
 # -- optimizer states --------------------------------------------------------------------------------------------------
-# torch's get_optimizer_state_dict gives names, too, and `load_sharded` uses it. Here it would make an optimizer step where
+# torch's get_optimizer_state_dict gives names, too, and `load_sharded` uses it. Here it would make an optimizer step if
 # there is no state yet, and refuse parameters that the module does not hold. A checkpoint that Lightning loads has numbers.
 def to_names(state: dict[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """An optimizer's state dict with the parameters' names in place of their numbers, where it has numbers."""
+    """Return an optimizer's state dict with parameter names in place of numbers, if it has numbers."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in module.named_parameters()}
     return renamed(state, {i: names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters)})
 
 
 def to_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """The reverse of `to_names`: numbers count the parameters of all groups in their order."""
+    """Reverse `to_names`: numbers count the parameters of all groups in their order."""
     order = [name for group in state["param_groups"] for name in group["params"]]
     return renamed({"state": {}, **state}, {name: i for i, name in enumerate(order)})
 
 
 def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state dict with other keys of its parameters; keys without a new one stay."""
-    if "param_groups" not in state:  # of a rank that has no state
+    """Return an optimizer's state dict with new keys for its parameters; keys without a new one stay."""
+    if "param_groups" not in state:  # a rank without state
         return state
     groups = [{**g, "params": [names.get(x, x) for x in g["params"]]} for g in state["param_groups"]]
     return {**state, "state": {names.get(k, k): v for k, v in state["state"].items()}, "param_groups": groups}
 
 
-# -- torchao's states of 4 or 8 bits, tensors that are made of others --------------------------------------------------
-#: where torchao has its classes of states
+# -- torchao's states of 4 or 8 bits, tensors made of other tensors ----------------------------------------------------
+#: modules of torchao's classes of states
 LOW_BIT = {f"OptimState{x}": f"torchao.optim.subclass_{x.lower()}" for x in ("4bit", "8bit", "Fp8")}
-#: the key in files of what a state consists of apart from tensors
+#: the key in files for a state's attributes that are no tensors
 _ATTRIBUTES = "told"
 
 
 def flatten_low_bit(value: Any) -> Any:
-    """A nested mapping with each low-bit state as {class: {the tensors that it consists of}}: files hold its bits."""
+    """Return a nested mapping with each low-bit state as {class: {its tensors}}, so that files hold its bits."""
     if isinstance(value, Mapping):
         return {k: flatten_low_bit(v) for k, v in value.items()}
     if not (isinstance(value, Tensor) and type(value).__name__ in LOW_BIT):
@@ -83,11 +81,7 @@ def flatten_low_bit(value: Any) -> Any:
 
 
 def unflatten_low_bit(value: Any) -> Any:
-    """The reverse of `flatten_low_bit`.
-
-    Raises:
-        ImportError: without torchao.
-    """
+    """Reverse `flatten_low_bit`; raise ImportError without torchao."""
     if not isinstance(value, Mapping):
         return value
     name = next(iter(value), None)
@@ -103,38 +97,34 @@ def unflatten_low_bit(value: Any) -> Any:
 
 
 def read_to_host(io: Any) -> None:
-    """Have Lightning's own CheckpointIO name the host as a device, and run no code of a file; another one is left alone.
+    """Make Lightning's own CheckpointIO load to the host and run no code of a file; leave other CheckpointIOs alone.
 
-    Lightning passes a function as map_location, and torch then refuses low-bit states; and it reads a checkpoint by URL with
-    weights_only=False unless told otherwise.
+    Lightning passes a function as map_location, and torch then refuses low-bit states. Lightning also reads a
+    checkpoint by URL with weights_only=False by default.
     """
     if type(io) is TorchCheckpointIO:
         io.load_checkpoint = functools.partial(_read_safely, io)
 
 
 def _read_safely(io: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """`TorchCheckpointIO.load_checkpoint` to the host; weights_only=False says that the file is trusted.
+    """Load to the host as `TorchCheckpointIO.load_checkpoint` does; weights_only=False says that the file is trusted.
 
-    Raises: ValueError for a fifo or device, which would be waited for, and for an address of another store than `STORES`.
+    Raises: ValueError for a fifo or device, which would block, and for an address of another store than `STORES`.
     """
     check_input(path)
     return TorchCheckpointIO.load_checkpoint(io, path, map_location="cpu", weights_only=weights_only is not False)
 
 
 def low_bit_name(optimizer: Any) -> str | None:
-    """The name of torchao's class, if the optimizer is one that keeps states of 4 or 8 bits."""
+    """Return the name of torchao's class if the optimizer keeps states of 4 or 8 bits, else None."""
     names = [c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torchao.")]
     return next((name for name in names if name.endswith(("4bit", "8bit", "Fp8"))), None)
 
 
 def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
-    """Raise for sharded low-bit states: torch cannot gather them into one file, or shard them from one.
+    """Raise ValueError for sharded low-bit states: torch cannot gather them into one file, or shard them from one.
 
-    Args:
-        why: where one file is involved, as the sentence begins.
-
-    Raises:
-        ValueError: naming the optimizer, and what to take instead.
+    `why` begins the message: it says how one file is involved.
     """
     name = next(filter(None, map(low_bit_name, optimizers)), None)
     if name is not None:
@@ -146,14 +136,7 @@ def refuse_one_file(optimizers: Iterable[Any], why: str) -> None:
 
 
 def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
-    """Raise where a folder holds low-bit states of whole parameters, which cannot be loaded into shards.
-
-    Args:
-        names: of all that it holds.
-
-    Raises:
-        ValueError: naming what to do.
-    """
+    """Raise ValueError if a folder's names show low-bit states of whole parameters, which cannot be sharded."""
     kind = next((kind for kind in LOW_BIT for name in names if f".{kind}." in name), None)
     if kind is not None:
         raise ValueError(
@@ -164,22 +147,19 @@ def refuse_replicated_low_bit(names: Iterable[str], folder: Any) -> None:
 
 # -- staging -----------------------------------------------------------------------------------------------------------
 class HostStager:
-    """Copies state to buffers on the host that are reused from one checkpoint to the next; for a GPU they are pinned.
+    """Copies state to host buffers that are reused from one checkpoint to the next; buffers for a GPU are pinned.
 
-    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) do not serve here. The stager raises for
-    torchao's low-bit states, and copies the whole storage of a view. The thread of async_save is joined when Python exits,
-    so that a rank whose peers died would not end; and it ends with dcp.save, so that the checksums, the manifest and the
-    rename, which all ranks do together after that, would need a thread of their own.
+    torch.distributed.checkpoint's DefaultStager and async_save (torch 2.13) do not fit here. The stager raises for
+    torchao's low-bit states, and copies the whole storage of a view. Python joins the thread of async_save at exit, so
+    a rank with dead peers would not end. The thread also ends with dcp.save, so checksums, manifest and rename, which
+    all ranks do together afterwards, would need another thread.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def stage(self, value: Any, skip: set[str] = frozenset(), name: str = "") -> Any:  # type: ignore[assignment]
-        """A copy of a nested value; replicated tensors named in `skip` are left out of mappings.
-
-        Names are those of `replicated_sizes`.
-        """
+        """Return a copy of a nested value without the replicated tensors (see `replicated_sizes`) named in `skip`."""
         if isinstance(value, Mapping):
             named = {k: (f"{name}.{k}", v) for k, v in value.items()}
             return {k: self.stage(v, skip, n) for k, (n, v) in named.items() if not (is_replicated(v) and n in skip)}
@@ -199,31 +179,31 @@ class HostStager:
 
 # -- who writes what ---------------------------------------------------------------------------------------------------
 def is_replicated(value: Any) -> bool:
-    """Whether it is a tensor of which a rank holds the whole."""
+    """Return True for a tensor that a rank holds whole."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def is_sharded(state: Any) -> bool:
-    """Whether a nested mapping holds tensors of which ranks hold shards."""
+    """Return True if a nested mapping holds tensors that are sharded over ranks."""
     if isinstance(state, Mapping):
         return any(map(is_sharded, state.values()))
     return isinstance(state, DTensor)
 
 
 def replicated_sizes(value: Any, name: str = "") -> dict[str, int]:
-    """{name: bytes} of the tensors in nested mappings of which a rank holds the whole."""
+    """Return {name: bytes} of the tensors in nested mappings that a rank holds whole."""
     if isinstance(value, Mapping):
         return {k: v for key, x in value.items() for k, v in replicated_sizes(x, f"{name}.{key}").items()}
     return {name: value.nbytes} if is_replicated(value) else {}
 
 
 def replication_digest(sizes: dict[str, int], state: Any) -> str | None:
-    """A digest that is equal on ranks that hold the same tensors, whole; None on a rank that holds shards."""
+    """Return a digest that is equal on ranks that hold the same tensors whole; None on a rank that holds shards."""
     return None if is_sharded(state) else hashlib.blake2b(repr(sorted(sizes.items())).encode()).hexdigest()
 
 
 def bits(x: Tensor) -> Tensor:
-    """() int64: the sum of a tensor's bits, read as whole numbers; on its device, which the host does not wait for."""
+    """Return the sum of a tensor's bits, read as integers: () int64 on its device, without a wait for the device."""
     x = x.detach()
     if x.is_contiguous() and x.nbytes % 8 == 0 and x.data_ptr() % 8 == 0:
         return x.view(-1).view(torch.int64).sum()
@@ -231,18 +211,18 @@ def bits(x: Tensor) -> Tensor:
     return x.view(WHOLE[x.element_size()]).sum(dtype=torch.int64)
 
 
-#: whole numbers by their bytes
+#: integer dtypes by their bytes
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def plain_tensors(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """Tensors by name, of which a rank holds the whole and `bits` reads the values."""
+    """Return, by name, the tensors that a rank holds whole and that `bits` can read."""
     plain = (Tensor, nn.Parameter)
     return {name: x for name, x in named if type(x) in plain and x.layout == torch.strided and not x.is_meta}
 
 
 def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
-    """{name: `bits`} of the tensors in nested mappings that are among `names`, those of `replicated_sizes`."""
+    """Return {name: `bits`} of tensors in nested mappings, if their names (as in `replicated_sizes`) are in `names`."""
     chosen = plain_tensors((name, x) for name, x in _flat(state) if name in names)
     sums = [bits(x) for x in chosen.values()]
     device = max((x.device for x in sums), key=lambda device: device.type != "cpu", default=None)
@@ -251,7 +231,7 @@ def bits_by_name(state: Any, names: set[str]) -> dict[str, int]:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that nested mappings hold."""
+    """Yield (name, value) of all values in nested mappings."""
     if not isinstance(value, Mapping):
         yield name, value
         return
@@ -260,7 +240,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
-    """An error: which of the ranks, numbered as in the job, hold other values of what; `every` has the `bits` of each."""
+    """Return an error text with the ranks (of the job) and tensors that differ; `every` has each rank's `bits`."""
     names = [name for name in every[0] if len({x.get(name) for x in every}) > 1]
     usual = max(every, key=every.count)
     odd = [rank for rank, x in zip(ranks, every, strict=True) if x != usual]
@@ -278,20 +258,19 @@ def unlike_replicas(every: Sequence[Mapping[str, int]], ranks: Sequence[int]) ->
 
 
 def equal_names(sizes: dict[str, int], module: nn.Module) -> set[str]:
-    """Names of parameters and optimizer states, which ranks that train one model hold alike."""
+    """Return names of parameters and optimizer states that are equal on all ranks that train one model."""
     ignored, named = own_parameters(module), list(module.named_parameters(remove_duplicate=False))
-    own = {id(p) for name, p in named if name in ignored}  # which may have other names, too
-    equal = {f".state_dict.{name}" for name, p in named if id(p) not in own}
-    of_ignored = tuple(f".{name}." for name in ignored)
-    states = {x for x in sizes if x.startswith(".optimizer_") and not any(name in x for name in of_ignored)}
+    ignored_ids = {id(p) for name, p in named if name in ignored}  # such a parameter may have other names, too
+    equal = {f".state_dict.{name}" for name, p in named if id(p) not in ignored_ids}
+    parts = tuple(f".{name}." for name in ignored)
+    states = {x for x in sizes if x.startswith(".optimizer_") and not any(part in x for part in parts)}
     return states | (equal & sizes.keys())
 
 
 def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list[set[str]]:
-    """Names for each rank to write, of about equal bytes: the largest first, each to the rank that has least.
+    """Return the names that each rank writes, of about equal bytes: the largest first, each to the rank with least.
 
-    Only what is equal on all ranks (`equal_names`) is distributed: of everything else, such as statistics in buffers, rank
-    0's values are the checkpoint's.
+    Only tensors that are equal on all ranks (`equal_names`) are distributed; rank 0 writes others, such as statistics.
     """
     equal = equal_names(sizes, module)
     names, loads = [set() for _ in range(ranks)], [0] * ranks
@@ -303,8 +282,8 @@ def assign_writers(sizes: dict[str, int], ranks: int, module: nn.Module) -> list
 
 
 def others_write(sizes: dict[str, int], strategy: Any) -> set[str]:
-    """Names that this rank leaves to others where there are several regions: the first rank of each writes what is its
-    region's own, and that of the first region the rest."""
+    """Return names that this rank leaves to others. In each of several regions, the first rank writes its region's own
+    tensors; in the first region, it also writes everything else."""
     ranks = getattr(strategy, "sizes", None)
     if ranks is None or ranks.regions == 1:
         return set()
@@ -313,9 +292,9 @@ def others_write(sizes: dict[str, int], strategy: Any) -> set[str]:
     return {name for name in sizes if strategy.region and not name.startswith(".regions.")}
 
 
-# -- of staged copies --------------------------------------------------------------------------------------------------
+# -- staged copies -----------------------------------------------------------------------------------------------------
 def nbytes(value: Any) -> int:
-    """Bytes of the tensors in a nested value on this rank."""
+    """Return the bytes of the tensors in a nested value on this rank."""
     if isinstance(value, Mapping):
         return sum(map(nbytes, value.values()))
     if isinstance(value, (list, tuple)):
@@ -325,9 +304,9 @@ def nbytes(value: Any) -> int:
 
 
 def are_finite(state: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether this rank's parts of these tensors hold neither NaN nor infinity; names without a tensor count as finite."""
+    """Return True if this rank's parts of these tensors hold no NaN or infinity; a missing tensor counts as finite."""
     values = (state.get(name) for name in names)
     local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
     numbers = (x for x in local if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
-    # in chunks, as the answer for each number takes memory, too
+    # in chunks, since the result for each number takes memory, too
     return all(bool(chunk.isfinite().all()) for x in numbers for chunk in x.detach().flatten().split(1 << 22))

@@ -1,4 +1,4 @@
-"""How `MemorySettings` act on a model: on one transformer block, on a stack of them, and on all of a module.
+"""`MemorySettings` applied to a model: to one transformer block, to a stack of blocks, and to all of a module.
 
 Shape letters: B batch, N tokens, E embedding dim, H heads, D head dim.
 """
@@ -27,18 +27,18 @@ from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import step_of, tiled
 
-#: graphs of a part of a block: tiles, last tiles and lengths, each with gradients and without
+#: most graphs of a part of a block: for tiles, last tiles and lengths, each with gradients and without
 GRAPHS = 64
 
 
 class BlockMemory(nn.Module):
     """Base of a transformer block: runs its two halves, attention and feed-forward, as its settings say.
 
-    A subclass has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, sets `memory` once they are
-    made, and defines the parts that run, and are compiled, separately; `drop` are factors of stochastic depth:
+    A subclass has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and sets `memory` after it
+    has made them. It defines these parts, which run and are compiled separately (`drop`: factors of stochastic depth):
 
         _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
-        _normed(x, dtype): norm(x), which attention projects, in the dtype of its products.
+        _normed(x, dtype): norm(x), the input of attention's projection, in the dtype of its products.
         _join(x, out, drop): x + the output projection of the heads' outputs (B, N, H, D).
         _feed(x, drop): x + feed_forward(norm(x)).
     """
@@ -47,11 +47,11 @@ class BlockMemory(nn.Module):
         super().__init__()
         self._compile_options: dict[str, Any] | None = None
         self._pieces: dict[str, Callable[..., Any]] = {}  # compiled parts by name
-        self._shapes: defaultdict[str, set[torch.Size]] = defaultdict(set)  # of parts' whole chunks and tiles
+        self._shapes: defaultdict[str, set[torch.Size]] = defaultdict(set)  # whole chunks and tiles by part
 
     @property
     def attention_layer(self) -> MultiheadDilatedAttention:
-        """The attention itself, also where something (LoRA by peft, say) is wrapped around it."""
+        """The attention layer itself, even if a module (LoRA by peft, say) is wrapped around it."""
         if isinstance(self.attention, MultiheadDilatedAttention):
             return self.attention
         return next(m for m in self.attention.modules() if isinstance(m, MultiheadDilatedAttention))
@@ -59,12 +59,12 @@ class BlockMemory(nn.Module):
     # -- settings ------------------------------------------------------------------------------------------------------
     @property
     def memory(self) -> MemorySettings:
-        """What training saves of this block; `every` and `offload` act on the stack, see `StackMemory`."""
+        """Settings of what training saves of this block; `every` and `offload` act on the stack, see `StackMemory`."""
         return self._memory
 
     @memory.setter
     def memory(self, settings: MemorySettings) -> None:
-        """Checks them against the sizes, and compiles for them."""
+        """Check the settings against the sizes, and compile for them."""
         a = self.attention_layer
         chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
         if settings.head_chunks > 1:
@@ -82,7 +82,7 @@ class BlockMemory(nn.Module):
         self.memory = replace(self._memory, policy=policy)
 
     def _check_bare(self, settings: MemorySettings) -> None:
-        """Head chunks read the weights themselves, and would bypass whatever is wrapped around the layer."""
+        """Raise or warn if head chunks, which read the weights directly, would bypass other modules or hooks."""
         if self.attention is not self.attention_layer:
             raise ValueError(
                 f"head_chunks={settings.head_chunks} is not offered with LoRA: {type(self.attention).__name__} around the "
@@ -103,12 +103,12 @@ class BlockMemory(nn.Module):
 
     # -- compilation ---------------------------------------------------------------------------------------------------
     def compile(self, **options: Any) -> None:
-        """As `nn.Module.compile`; in parts where the settings run the block so."""
+        """Compile as `nn.Module.compile` does, or in parts if the settings run the block in parts."""
         self._compile_options = options
         self._compile_parts()
 
     def _compile_parts(self) -> None:
-        """Compile what the settings run as one."""
+        """Compile each part that the settings run at once."""
         if self._compile_options is None:
             return
         self._pieces = {}
@@ -116,7 +116,7 @@ class BlockMemory(nn.Module):
         if not self._memory.in_pieces:
             part = self._compiled("block", uncompiled(self), asserts=False)
             set_compiled_call(
-                self, lambda *x, **more: (part.whole if _is_whole(more.get("cache")) else part)(*x, **more)
+                self, lambda *x, **kwargs: (part.whole if _is_whole(kwargs.get("cache")) else part)(*x, **kwargs)
             )
             return
         allow_recompiles(GRAPHS)
@@ -132,22 +132,22 @@ class BlockMemory(nn.Module):
         return CompiledPart(part, self._compile_options or {}, self._shapes[name], asserts)
 
     def _piece(self, name: str, part: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-        """A part of the block, compiled where the block is, for a whole chunk or tile or for any tokens."""
+        """Return a part of the block, compiled if the block is, for a whole chunk or tile, or for any length."""
         piece = self._pieces.get(name, part)
         return piece.whole if whole and isinstance(piece, CompiledPart) else piece
 
     def _of_tiles(
         self, name: str, part: Callable[..., Any], tile: int | None, x: Tensor, whole: bool
     ) -> Callable[..., Any]:
-        """`_piece` for tiles of x (B, N, E), of which the last may be shorter; `whole`: x is a whole chunk."""
+        """Return `_piece` for tiles of x (B, N, E), the last possibly shorter; `whole`: x is a whole chunk."""
         if name not in self._pieces:
             return part
         step = min(step_of(tile, x), x.shape[1])
         recurs = step < x.shape[1] or whole
-        return lambda y, *rest: self._piece(name, part, recurs and y.shape[1] == step)(y, *rest)
+        return lambda y, *inputs: self._piece(name, part, recurs and y.shape[1] == step)(y, *inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without compiled parts, which hold this block's weights: a copy runs uncompiled, as one of `nn.Module` does."""
+        """Leave out compiled parts, which hold this block's weights: a copy runs uncompiled, as with `nn.Module`."""
         return {**super().__getstate__(), "_pieces": {}}
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class BlockMemory(nn.Module):
         cache: LayerContext | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) or
+        """Map (B, N, E) to (B, N, E); keywords as in `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) or
         (2, 1, N, 1) factors of the two halves (see `drop_path_factors`)."""
         attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
         arguments = positions, lengths, cu_seqlens, cache, attend_drop
@@ -191,7 +191,7 @@ class BlockMemory(nn.Module):
         cu_seqlens: Tensor | None,
         cache: LayerContext,
     ) -> Tensor:
-        """`forward` of tokens that follow those of a cache; if the block is compiled, so is what follows the attention."""
+        """Run tokens that follow the tokens of a cache; if the block is compiled, so are the parts after attention."""
         a = self.attention_layer
         if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
             return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)
@@ -200,11 +200,11 @@ class BlockMemory(nn.Module):
         return _compiled_tail(self._compile_options)(self, x, out)
 
     def tail(self, x: Tensor, out: Tensor) -> Tensor:
-        """What follows the heads' outputs (B, n, H, D) in x (B, n, E)."""
+        """Run the parts after attention, from x (B, n, E) and the heads' outputs (B, n, H, D)."""
         return self._feed(self._join(x, out, None), None)
 
     def _attend_saved(self, x: Tensor, *arguments: Any) -> Tensor:
-        """`_attend`, recomputed in the backward but for the attention op, whose results are saved."""
+        """Run `_attend`, to be recomputed in the backward except for the attention op, which saves its results."""
         attend = self._attend_in_chunks if self._memory.head_chunks > 1 else self._attend
         return recomputed(lambda y: attend(y, *arguments), x, "attention-kept")
 
@@ -217,7 +217,7 @@ class BlockMemory(nn.Module):
         chunk: LayerPlace | None,
         drop: Tensor | None,
     ) -> Tensor:
-        """`_attend`, one chunk of heads after another."""
+        """Run `_attend` for one chunk of heads after another."""
         self._check_bare(self._memory)
         a, tile = self.attention_layer, self._memory.narrow_tile
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
@@ -235,7 +235,7 @@ class BlockMemory(nn.Module):
         return tiled(lambda y, heads: join(y, heads, drop), modules, tile, x, out)
 
     def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None, whole: bool) -> Tensor:
-        """`_feed`, one tile of tokens after another; `whole`: x is a whole chunk of a stream."""
+        """Run `_feed` for one tile of tokens after another; `whole`: x is a whole chunk of a stream."""
         feed = self._of_tiles("feed", self._feed, tile, x, whole)
         modules = self.ffn_norm, self.ffn, self.dropout
         if _by_token(drop):
@@ -247,21 +247,21 @@ _tails: dict[str, Callable[..., Tensor]] = {}
 
 
 def _compiled_tail(options: dict[str, Any]) -> Callable[..., Tensor]:
-    """`BlockMemory.tail` as a function of the block, compiled with these options for all blocks of a structure."""
+    """Return `BlockMemory.tail` as a function of the block, compiled with these options for all equal blocks."""
     key = repr(options)
     if key not in _tails:
-        # without fullgraph, which makes an error of too many kinds of inputs
+        # fullgraph would raise an error for too many kinds of inputs
         _tails[key] = torch.compile(BlockMemory.tail, **{**options, "fullgraph": False})
     return _tails[key]
 
 
 def _is_whole(cache: object) -> bool:
-    """Whether a call computes a chunk of a stream that has the length of all but the last."""
+    """Return True if a call computes a chunk of a stream that has the full length."""
     return isinstance(cache, LayerPlace) and cache.whole
 
 
 def _by_token(drop: Tensor | None) -> bool:
-    """Whether factors of stochastic depth are (1, N, 1), those of documents, and not (B, 1, 1)."""
+    """Return True if factors of stochastic depth are (1, N, 1), for documents, and not (B, 1, 1)."""
     return drop is not None and drop.shape[1] > 1
 
 
@@ -277,14 +277,14 @@ class StackMemory(nn.Module):
 
     @property
     def stream(self) -> Any:
-        """The stream of sequences that are computed chunk by chunk."""
+        """The stream that computes sequences chunk by chunk."""
         if self._stream is None:
             self._stream = hook("stream of a stack")()
         return self._stream
 
     @property
     def memory(self) -> MemorySettings:
-        """What training saves, of the stack and of each block."""
+        """Settings of what training saves, for the stack and for each block."""
         return self._memory
 
     @memory.setter
@@ -294,14 +294,11 @@ class StackMemory(nn.Module):
         self._memory, self._host = settings, Host(settings.offload)
 
     def free_host_memory(self) -> None:
-        """Give host memory of offloaded block inputs back to the system; forwards that wait for a backward are lost.
-
-        A later forward takes it anew.
-        """
+        """Give host memory of offloaded block inputs back to the system; forwards that await a backward are lost."""
         self._host.close()
 
     def _run(self, layers: list[Callable[[Tensor], Tensor]], x: Tensor, grouped: bool = True) -> Tensor:
-        """The layers one after another; `grouped` False: each recomputes itself alone."""
+        """Run the layers one after another; if `grouped` is False, each recomputes itself alone."""
         return in_groups(layers, x, self._memory.every if grouped and torch.is_grad_enabled() else 1, self._host)
 
 
@@ -309,13 +306,13 @@ Adjustable = BlockMemory | StackMemory
 
 
 def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjustable, MemorySettings]]:
-    """Let all stacks, and blocks outside of stacks, of a module train with these settings.
+    """Let all stacks of a module, and its blocks outside of stacks, train with these settings.
 
     Returns:
-        Each of them with the settings that it had.
+        Each stack and block with its earlier settings.
 
     Raises:
-        ValueError: where there is none, or `every` or `offload` is set and there are blocks outside of stacks; for `stream`
+        ValueError: if there is no stack or block; for `every` or `offload` with blocks outside of stacks; for `stream`
             with a model that cannot be computed chunk by chunk.
     """
     stacks = [m for m in module.modules() if isinstance(m, StackMemory)]

@@ -1,4 +1,4 @@
-"""Sums over all tokens computed in tiles together with their gradients, and cross-entropy that saves the logits alone.
+"""Sums over all tokens, computed in tiles together with their gradients; cross-entropy that saves only the logits.
 
 Shape letters: B batch, N tokens, M tokens, V vocabulary.
 """
@@ -28,18 +28,15 @@ from lightning_dilated.memory.token_chunks import (
 
 
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
-    """The sum of run(*rows) over all tokens, as `tiled` computes it; its gradients are computed with it, tile by tile.
+    """Return the sum of run(*rows) over all tokens, as in `tiled`, and compute its gradients in the same pass.
 
-    So the backward computes nothing again, it only scales them. Until then they are saved: as large as the rows that get
-    one, and as the weights in at least fp32. Modules with hooks on their backward run as in `tiled`, since hooks would see
-    gradients of the sum and not of the loss.
+    The backward only scales these gradients. Until then they take the memory of the rows that require a gradient, and
+    of the weights in at least fp32. Modules with backward hooks run as in `tiled`, since the hooks would see gradients
+    of the sum and not of the loss.
 
     Args:
-        run: one number a token, (B, N) of rows (B, N, ...).
-        modules, tile, rows: as of `tiled`.
-
-    Raises:
-        ValueError, RuntimeError: as `tiled`.
+        run: computes one number a token, (B, N), from rows (B, N, ...).
+        modules, tile, rows: as in `tiled`, with its errors.
     """
     if any(has_backward_hooks(m) for module in modules for m in module.modules()):
         return tiled(run, modules, tile, *rows).sum()
@@ -64,7 +61,7 @@ class _Summed(torch.autograd.Function):
         rows, leaves = tensors[:count], tensors[count:]
         needed = ctx.needs_input_grad[3 : 3 + count]
         grads = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needed, strict=True)]
-        # saved-tensor hooks of a checkpoint or an offload around this call are not for tensors that live within it
+        # saved-tensor hooks of a surrounding checkpoint or offload must not see tensors that live only in this call
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), plain:
             forget_casts()
@@ -78,7 +75,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     @only_once
     def backward(ctx, grad):
-        saved = ctx.saved_tensors  # read once: a checkpoint around this call hands out each a single time
+        saved = ctx.saved_tensors  # read once: a surrounding checkpoint hands out each tensor once
         grads, sums = saved[: ctx.count], saved[ctx.count :]
         grads = [None if x is None else _scaled(x, grad, ctx.step) for x in grads]
         sums = [None if x is None else (x * grad).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
@@ -86,7 +83,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
-    """x (B, N, ...) times a number, which is not rounded to x's dtype first."""
+    """Return x (B, N, ...) times a number, which is not rounded to x's dtype first."""
     out = torch.empty_like(x)
     for cut in cuts(x.shape[1], step):
         out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
@@ -95,25 +92,25 @@ def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
 
 #: labels with this value are left out of the loss
 IGNORE = -100
-#: most logits of a tile, enough that summing the weight's gradient over tiles takes little time; and least tokens of a tile
+#: most logits of a tile (enough that the sum over tiles takes little time), and least tokens of a tile
 MOST, LEAST = 2**29, 1024
-#: vocabulary from which one compiled pass over the logits is faster than several eager ones
+#: vocabulary size from which one compiled pass over the logits is faster than several eager ones
 WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
-    """Tokens whose logits are computed at a time where other layers take `tile`; None: all. Fewer for a wide vocabulary."""
+    """Return the tokens of a tile of logits if other layers take `tile`: fewer for a wide vocabulary. None: all."""
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
 def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor:
-    """(M,) nats of labels (M,) by logits (M, V), at least fp32, 0 where the label is `IGNORE`.
+    """Return nats (M,) of labels (M,) by logits (M, V), at least fp32; 0 if the label is `IGNORE`.
 
-    As `nn.functional.cross_entropy` of logits in fp32, but the gradient is computed in the logits' dtype: probabilities, and
-    for the label 1 - p, taken from the loss itself and so exact for likely tokens, too.
+    The result equals `nn.functional.cross_entropy` of logits in fp32. The gradient is computed in the logits' dtype
+    from probabilities; for the label, 1 - p is taken from the loss itself, so it is exact for likely tokens, too.
 
     Args:
-        compiled: on a GPU and from `WIDE` on, one pass over the logits forward and one backward, by torch.compile.
+        compiled: on a GPU and from `WIDE` on, make one pass over the logits forward and one backward, by torch.compile.
 
     Raises:
         IndexError, RuntimeError: for other labels outside of 0 to V - 1, from `gather`; for a double backward.
@@ -127,7 +124,7 @@ def _fuses(logits: Tensor, compiled: bool) -> bool:
 
 
 def _places(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """((M,) labels that are left out; (M, 1) index of each label, 0 for those)."""
+    """Return ((M,) mask of labels that are left out; (M, 1) index of each label, 0 if left out)."""
     left_out = labels == IGNORE
     return left_out, labels.masked_fill(left_out, 0)[:, None]
 
@@ -138,9 +135,8 @@ class _Nats(torch.autograd.Function):
         left_out, at = _places(labels)
         wide = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         nats = wide.gather(1, at)[:, 0].neg_().masked_fill_(left_out, 0)
-        ctx.save_for_backward(
-            logits, at, left_out, torch.expm1(-nats)
-        )  # not the result, which the caller may overwrite
+        # not the result, which the caller may overwrite
+        ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats))
         return nats
 
     @staticmethod
@@ -180,17 +176,17 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once; past torch's limit of recompiles it runs uncompiled: more memory, the same numbers."""
+    """Compile once. Beyond torch's limit of recompiles the function runs uncompiled: more memory, the same numbers."""
     return torch.compile(run)
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row the largest logit, and the sum of exp(logit - largest)."""
+    """Return the largest logit of each row, and the sum of exp(logit - largest)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = wide.amax(-1)
     return top, (wide - top[:, None]).exp().sum(-1)
 
 
 def _softmax_times(logits: Tensor, top: Tensor, by: Tensor) -> Tensor:
-    """exp(logit - largest), times one number for each row."""
+    """Return exp(logit - largest) times one number for each row."""
     return ((logits.to(top.dtype) - top[:, None]).exp() * by[:, None]).to(logits.dtype)

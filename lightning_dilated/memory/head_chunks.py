@@ -1,7 +1,7 @@
 """Attention over a chunk of heads at a time, so that q, k and v of all heads, and their gradients, never exist together.
 
-Saved for the backward are the input (before its norm), the output of all heads, the log-sum-exp and the rows received from
-other ranks; q, k and v of a chunk of heads are projected again in its backward.
+The forward saves the input (before its norm), the output of all heads, the log-sum-exp and the rows received from other
+ranks. The backward projects q, k and v of each chunk of heads again.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
@@ -35,7 +35,7 @@ from lightning_dilated.sequence.exchange.switch import windows
 
 @dataclass(frozen=True)
 class HeadChunks:
-    """How the heads are divided into chunks, each a window (first, stop) of query heads.
+    """The division of heads into chunks, each a window (first, stop) of query heads.
 
     Args:
         heads, kv_heads, head_dim: H, K, D.
@@ -62,7 +62,7 @@ class HeadChunks:
         return windows(self.heads, self.kv_heads, self.chunks)
 
     def rows(self, window: tuple[int, int]) -> list[slice]:
-        """Rows of the joint projection's weight for q, k and v of a chunk."""
+        """Return the rows of the joint projection's weight for q, k and v of a chunk."""
         group, dim = self.heads // self.kv_heads, self.head_dim
         first, stop = window
         kv = [(self.heads + i * self.kv_heads) * dim for i in range(2)]
@@ -77,10 +77,10 @@ class AttentionParts:
     """Functions that attention in chunks of heads calls.
 
     Attributes:
-        norm: (x, dtype) -> what is projected, in that dtype; each token's depends on that token alone.
-        modules: whose parameters `norm` reads.
+        norm: (x, dtype) -> normed x in that dtype, which is projected; it acts on each token alone.
+        modules: modules with the parameters that `norm` reads.
         arguments: (q, k, v, window=..., needs_grad=...) -> the arguments of the op, see `functional.op_arguments`.
-        tile: tokens of all samples that are normalised and projected at a time; None: all.
+        tile: tokens of all samples that are normed and projected at a time; None: all.
     """
 
     norm: Callable[[Tensor, torch.dtype], Tensor]
@@ -93,46 +93,41 @@ class AttentionParts:
 def attend_in_chunks(
     chunks: HeadChunks, parts: AttentionParts, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
-    """The heads' output (B, N, H, D) of an input x (B, N, E) whose norm is projected to q, k and v by weight and bias.
-
-    Args:
-        tables: `RotaryTable.rows()`, or none.
-    """
+    """Return the heads' output (B, N, H, D) for x (B, N, E), normed and projected; `tables`: `RotaryTable.rows()`."""
     check_whole(parts.modules)
     return _Chunked.apply(chunks, parts, len(tables), x, weight, bias, *tables, *trained(parts.modules))
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, chunks, pieces, count, x, weight, bias, *more):
+    def forward(ctx, chunks, pieces, count, x, weight, bias, *tensors):
         ctx.chunks, ctx.parts, ctx.context, ctx.count = chunks, pieces, ForwardContext(x), count
         ctx.weights = weights(pieces.modules)
-        state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
-        out, kept, ctx.rest = None, [], []
+        state = torch.get_rng_state()  # all windows use one seed: masks are keyed by the head
+        out, kept_rows, ctx.options = None, [], []
         projection = ctx.projection = _Projection(chunks, pieces, products_dtype(x, weight), step_of(pieces.tile, x))
         for window in chunks.windows:
             torch.set_rng_state(state)
-            q, k, v = projection.forward(window, x, weight, bias, more[:count])
+            q, k, v = projection.forward(window, x, weight, bias, tensors[:count])
             heads = window[0], chunks.heads, chunks.kv_heads
             arguments = pieces.arguments(q, k, v, window=heads, needs_grad=any(ctx.needs_input_grad))
             part, *saved = torch.ops.lightning_dilated.attention(*arguments)
-            rest = arguments[3:]
+            ctx.options.append(arguments[3:])
             del q, k, v, arguments
             if out is None:
                 out = part.new_empty(*part.shape[:2], chunks.heads, chunks.head_dim)
             out[:, :, slice(*window)] = part
-            kept += saved
-            ctx.rest.append(rest)
-        ctx.save_for_backward(x, weight, bias, out, *kept, *more)
+            kept_rows += saved
+        ctx.save_for_backward(x, weight, bias, out, *kept_rows, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, bias, out, *kept = ctx.saved_tensors
+        x, weight, bias, out, *saved = ctx.saved_tensors
         chunks, parts, projection = ctx.chunks, ctx.parts, ctx.projection
         count = 3 * len(chunks.windows)
-        tables = kept[count : count + ctx.count]
+        tables = saved[count : count + ctx.count]
         parameters = read_again(parts.modules, ctx.weights)
         needs_x, *needs = ctx.needs_input_grad[3:6]
         totals = [torch.empty_like(y) if needed else None for y, needed in zip((weight, bias), needs, strict=True)]
@@ -140,10 +135,10 @@ class _Chunked(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x or parameters else None
         for i, window in enumerate(chunks.windows):
             with ctx.context.again(grad=False):
-                made = projection.forward(window, x, weight, bias, tables)
-            mine = slice(*window)
-            grads = _backward(grad[:, :, mine], made, out[:, :, mine], kept[3 * i : 3 * i + 3], ctx.rest[i])
-            del made
+                qkv = projection.forward(window, x, weight, bias, tables)
+            heads = slice(*window)
+            grads = _backward(grad[:, :, heads], qkv, out[:, :, heads], saved[3 * i : 3 * i + 3], ctx.options[i])
+            del qkv
             with ctx.context.again(grad=False):
                 projection.backward(window, grads, x, weight, tables, totals, dx, i > 0)
             del grads
@@ -157,7 +152,7 @@ class _Chunked(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Projection:
-    """From x (B, N, E) to q, k and v of a chunk of heads, and its backward."""
+    """Projects x (B, N, E) to q, k and v of a chunk of heads; with the backward."""
 
     chunks: HeadChunks
     parts: AttentionParts
@@ -165,7 +160,7 @@ class _Projection:
     step: int
 
     def _groups(self, window: tuple[int, int], rotary: bool) -> list[list[slice]]:
-        """Rows of the weight that are multiplied with together: those of q and k where both are rotated, and v's."""
+        """Return the rows of the weight in groups that are multiplied at once: q and k in one group if rotated."""
         q, k, v = self.chunks.rows(window)
         return [[q, k], [v]] if rotary else [[q], [k], [v]]
 
@@ -173,13 +168,13 @@ class _Projection:
         return self.parts.norm(x, self.dtype)
 
     def _grouped(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
-        """The rows of a weight or bias for each group."""
+        """Return the rows of a weight or bias for each group."""
         return [None if y is None else torch.cat([y[rows] for rows in group]).to(self.dtype) for group in groups]
 
     def forward(
         self, window: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None, tables: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """q (B, N, h, D), k and v (B, N, k, D)."""
+        """Return q (B, N, h, D), k and v (B, N, k, D)."""
         groups = self._groups(window, bool(tables))
         flat = products(self._norm, x, self._grouped(weight, groups), self._grouped(bias, groups), self.step)
         heads = [y.unflatten(-1, (-1, self.chunks.head_dim)) for y in flat]
@@ -198,11 +193,11 @@ class _Projection:
         dx: Tensor | None,
         add: bool,
     ) -> None:
-        """Write gradients of weight and bias (`totals`) and of the norm (`dx`), where they are not None.
+        """Write gradients of weight and bias to `totals` and of the norm to `dx`, unless these are None.
 
         Args:
-            grads: of q, k and v; the list is emptied, to free them early.
-            add: whether `dx` holds the sum over earlier chunks.
+            grads: gradients of q, k and v; the list is emptied to free them early.
+            add: True if `dx` holds the sum over earlier chunks.
         """
         groups = self._groups(window, bool(tables))
         if tables:
@@ -221,19 +216,19 @@ class _Projection:
 
 
 def _put(total: Tensor, rows: list[slice], part: Tensor) -> None:
-    """Write a chunk's rows to the whole; each row belongs to one chunk."""
+    """Write a chunk's rows to the total; each row belongs to one chunk."""
     for target, values in zip(rows, part.split([r.stop - r.start for r in rows]), strict=True):
         total[target] = values
 
 
 def _backward(
-    grad: Tensor, made: tuple[Tensor, ...], out: Tensor, kept: list[Tensor], rest: tuple[Any, ...]
+    grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, saved: list[Tensor], options: tuple[Any, ...]
 ) -> list[Tensor]:
-    """dq, dk, dv in the dtypes of q, k and v as they were projected."""
-    lse, *received = kept
-    dtype, spec = out.dtype, rest[3]
-    inputs = (y.detach().to(dtype) for y in made)
-    found = torch.ops.lightning_dilated.attention_backward(
-        grad.to(dtype), *inputs, out, lse, *to_save(received, spec), *rest
+    """Return dq, dk and dv in the dtypes of the projected q, k and v."""
+    lse, *received = saved
+    dtype, spec = out.dtype, options[3]
+    inputs = (y.detach().to(dtype) for y in qkv)
+    grads = torch.ops.lightning_dilated.attention_backward(
+        grad.to(dtype), *inputs, out, lse, *to_save(received, spec), *options
     )
-    return [g.to(y.dtype) for g, y in zip(found, made, strict=True)]
+    return [g.to(y.dtype) for g, y in zip(grads, qkv, strict=True)]

@@ -1,8 +1,8 @@
 """Saved tensors wait for the backward in pinned host memory; copies overlap with computation.
 
-A copy to the host starts as soon as the tensor is computed. The tensor itself is freed when the next copy starts, in the
-order of the computing stream, so that no more than two are on the GPU although the host runs ahead. In the backward the next
-tensor is copied back while one is used; with groups of blocks, while a group's first block runs.
+A copy to the host starts as soon as the tensor is computed. The tensor is freed when the next copy starts, in the order
+of the computing stream, so that at most two are on the GPU although the host runs ahead. The backward copies the next
+tensor back while it uses one; with groups of blocks, while a group's first block runs.
 """
 
 from __future__ import annotations
@@ -19,54 +19,50 @@ from torch import Tensor
 from lightning_dilated._validation import real
 
 GIB = 2**30
-#: free buffers of other lengths are given back where all buffers would exceed this many times the most bytes ever in use
+#: free buffers of other lengths are given back if all buffers would exceed this many times the most bytes ever in use
 ROOM = 4
 #: buffers that are registered with CUDA
 _PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()
 
 
 def pinned_bytes() -> int:
-    """Bytes of host memory that this process has registered for saved tensors, not counting torch's own pinned memory."""
+    """Return the bytes of host memory that this process registered for saved tensors, without torch's pinned memory."""
     return sum(buffer.size for buffer in list(_PINNED))
 
 
 def check_offload(offload: Any) -> float:
-    """The budget: 0 for none, up to 1 a fraction of what is saved, above 1 GiB of host memory."""
+    """Return the budget: 0 for none; up to 1 a fraction of the saved tensors; above 1 GiB of host memory."""
     hint = " 0 is none; up to 1 is a fraction of the saved block inputs; above 1 is GiB."
     return real(offload, "offload", least=0, hint=hint)
 
 
 class Host:
-    """Host memory for the saved tensors of one device.
-
-    Args:
-        budget: see `check_offload`.
-    """
+    """Host memory for the saved tensors of one device; `budget`: see `check_offload`."""
 
     def __init__(self, budget: float) -> None:
         self.budget = check_offload(budget)
         self._free: list[_Buffer] = []
         self._total, self._most = 0, 0  # bytes of all buffers; the most bytes that were in use
-        self._order: list[Callable[[], _Offloaded | None]] = []  # by their numbers in the forward
-        self._waiting: weakref.WeakSet[_Offloaded] = weakref.WeakSet()  # of all forwards
+        self._order: list[Callable[[], _Offloaded | None]] = []  # by number in the latest forward
+        self._waiting: weakref.WeakSet[_Offloaded] = weakref.WeakSet()  # tensors of all forwards
         self._leaving: _Offloaded | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type[Host], tuple[float]]:
-        """Copies, pickled ones too, begin without buffers: those in use belong to forwards of this one."""
+        """Let copies, also pickled ones, begin without buffers: buffers in use belong to forwards of this object."""
         return Host, (self.budget,)
 
     @property
     def bytes(self) -> int:
-        """Of host memory, in use or free."""
+        """Bytes of host memory, in use or free."""
         return self._total
 
     def offloading(self, x: Tensor, number: int, count: int, deferred: bool = False) -> AbstractContextManager[None]:
-        """A context in which x is copied to the host where autograd saves it.
+        """Return a context in which x is copied to the host when autograd saves it.
 
         Args:
             number, count: x is the `number`-th of `count` tensors of this forward.
-            deferred: when x is used in the backward, the one before it is not copied back yet, but by `prefetch(number)`.
+            deferred: the use of x in the backward does not copy the tensor before x back; `prefetch(number)` does.
         """
         if number == 0:
             self._order.clear()
@@ -75,12 +71,12 @@ class Host:
         if not (budgeted and saved):
             self._release_leaving()
             return contextlib.nullcontext()
-        self._order += [_not_offloaded] * (number - len(self._order))  # those that stay on the GPU
+        self._order += [_not_offloaded] * (number - len(self._order))  # tensors that stay on the GPU
         return self._hooks(x, deferred)
 
     def _fits(self, x: Tensor) -> bool:
         if self._fitting(x.nbytes) is None and self._total + x.nbytes > self.budget * GIB:
-            self._free_buffers()  # of other lengths
+            self._free_buffers()  # they have other lengths
         return self._fitting(x.nbytes) is not None or self._total + x.nbytes <= self.budget * GIB
 
     def _free_buffers(self) -> None:
@@ -91,7 +87,7 @@ class Host:
         self._free.clear()
 
     def close(self) -> None:
-        """Give all memory back to the system, tensors that wait in it included: their backward will not come."""
+        """Give all memory back to the system, also of tensors that wait in it: their backward will not run."""
         if self._stream is not None:
             with contextlib.suppress(RuntimeError):  # a GPU that failed raises again, and copies nothing
                 self._stream.synchronize()
@@ -103,7 +99,7 @@ class Host:
         self._total = self._most = 0
 
     def _fitting(self, size: int) -> _Buffer | None:
-        """The smallest free buffer for so many bytes, at most a quarter larger."""
+        """Return the smallest free buffer for `size` bytes, at most a quarter larger."""
         buffers = [buffer for buffer in self._free if size <= buffer.size <= 1.25 * size]
         return min(buffers, key=lambda buffer: buffer.size, default=None)
 
@@ -148,12 +144,12 @@ class Host:
             before.fetch()
 
     def take(self, size: int) -> _Buffer:
-        """A buffer of at least so many bytes."""
+        """Return a buffer of at least `size` bytes."""
         buffer = self._fitting(size)
         used = self._total - sum(free.size for free in self._free) + (size if buffer is None else buffer.size)
         self._most = max(self._most, used)
         if buffer is None:
-            if self._total + size > ROOM * self._most:  # of growing sequences, earlier buffers would never fit again
+            if self._total + size > ROOM * self._most:  # if sequences grow, earlier buffers would never fit again
                 self._free_buffers()
             buffer = _Buffer(size, self.on_gpu)
             self._total += size
@@ -175,11 +171,11 @@ class Host:
 
 
 def _not_offloaded() -> None:
-    """In place of a weak reference to a tensor that stays on the GPU."""
+    """Return None, as the reference of a tensor that stays on the GPU."""
 
 
 class _Buffer:
-    """Bytes of host memory; registered with CUDA, since torch's own pinned memory comes in powers of two."""
+    """Bytes of host memory, registered with CUDA, since torch's own pinned memory comes in powers of two."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size = size
@@ -192,7 +188,7 @@ class _Buffer:
         except RuntimeError as error:
             raise RuntimeError(
                 f"offload could not get {size / GIB:.2f} GiB more of (pinned) host memory: {error}. Lower offload of "
-                "ActivationRecompute, which is what all ranks of this machine take each, or set every=2."
+                "ActivationRecompute, which each rank of this machine takes, or set every=2."
             ) from error
 
 
@@ -217,7 +213,7 @@ class _Offloaded:
         if buffer is None:
             return
         if getattr(self, "tensor", None) is not None:
-            self._wait()  # it is being copied back for nobody: the buffer is reused after the copy
+            self._wait()  # nobody needs the copy back that is running; reuse the buffer after it
         self._host.put(buffer)
 
     def forget(self) -> None:
@@ -230,7 +226,7 @@ class _Offloaded:
 
     @contextlib.contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
-        """Within, work is queued on the stream of copies, after all that is queued on the current one."""
+        """Queue work of the body on the stream of copies, after all work queued on the current stream."""
         if not self._host.on_gpu:
             yield
             return
@@ -245,7 +241,7 @@ class _Offloaded:
             torch.cuda.current_stream(self._like[2]).wait_event(self._done)
 
     def release(self) -> None:
-        """Free the tensor on the device: its memory is reused by what the current stream does after the copy."""
+        """Free the tensor on the device; the current stream reuses its memory only after the copy."""
         self._wait()
         self.tensor = None
 
@@ -262,7 +258,7 @@ class _Offloaded:
                 self.tensor.copy_(self._flat(), non_blocking=True)
 
     def restore(self) -> Tensor:
-        """The tensor on its device; unless deferred, the copy of the one that is needed next is started."""
+        """Return the tensor on its device; unless deferred, start to copy back the tensor that is needed next."""
         self.fetch()
         self._wait()
         tensor, self.tensor = self.tensor, None

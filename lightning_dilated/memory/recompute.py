@@ -1,5 +1,4 @@
-"""Activation recomputation: a block's input is saved, and the rest computed again in the backward, with the same autocast
-and random numbers.
+"""Activation recomputation: the backward runs a block again from its saved input, with its autocast and random numbers.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -31,18 +30,17 @@ from lightning_dilated.sequence.group import present_sequence
 
 
 def forget_casts() -> None:
-    """Clear autocast's cache of weights, lest a cast made without gradients be used where a gradient is needed."""
+    """Clear autocast's cache of weights: a cast made without gradients must not be used where a gradient is needed."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
 
 class ForwardContext:
-    """Autocast settings, the active sequence, and optionally random states, of a forward, to run parts of it again in the
-    backward.
+    """Autocast settings, active sequence and optionally random states of a forward, to run parts of it again.
 
     Args:
         like: a tensor on the device that computes.
-        random: whether those parts draw random numbers.
+        random: True if these parts draw random numbers.
     """
 
     def __init__(self, like: Tensor, random: bool = False) -> None:
@@ -53,14 +51,14 @@ class ForwardContext:
             self._autocast = {
                 "enabled": torch.is_autocast_enabled(kind),
                 "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled pieces look at that, too
+                "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled pieces read it, too
             }
         self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
         self._in_sequence = present_sequence()
 
     @contextlib.contextmanager
     def again(self, grad: bool = True) -> Iterator[None]:
-        """Within, torch runs as in the forward, with gradients enabled or not; random states are restored afterwards."""
+        """Run the body as in the forward, with gradients enabled or not; restore random states afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(self._in_sequence())
@@ -77,10 +75,7 @@ class ForwardContext:
 
 
 def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`run` within the sequence that is active now, in whichever thread it runs again.
-
-    Compiled code reads the stack of its thread.
-    """
+    """Return `run` inside the sequence that is active now, for any thread; compiled code reads its thread's stack."""
     if torch.compiler.is_compiling():  # a graph holds the name of the sequence
         return run
     in_sequence = present_sequence()
@@ -92,28 +87,28 @@ def _in_its_sequence(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return run_in_sequence
 
 
-#: ops whose results "attention-kept" saves; an extension adds its own
+#: ops with results that "attention-kept" saves; an extension adds its own
 KEPT: list[Any] = [ATTENTION]
 
-#: "none" saves all that the backward needs; "block" the block's input only; "attention-kept" also the op's results (output,
-#: log-sum-exp and the rows received from other ranks), so that neither attention nor its exchange runs twice
+#: "none" saves all that the backward needs; "block" only the block's input; "attention-kept" also the op's results
+#: (output, log-sum-exp and the rows received from other ranks), so that neither attention nor its exchange runs twice
 POLICIES = ("none", "attention-kept", "block")
 
-_running = threading.local()  # a backward on a GPU runs in a thread of its own
+_running = threading.local()  # a backward on a GPU runs in another thread
 
 
 def check_policy(name: str) -> str:
-    """`name`, or an error that lists the policies."""
+    """Return `name`, or raise an error that lists the policies."""
     return one_of(name, "the recompute policy", POLICIES)
 
 
 def result_is_unused() -> bool:
-    """Whether a checkpointed function is running again only to save its intermediate results: its value is not read."""
+    """Return True if a checkpointed function runs again only to save intermediate results, and not for its value."""
     return getattr(_running, "unused", False)
 
 
 class _Anew(AbstractContextManager):
-    """Enters a new context of `make` each time, since torch enters it in each backward of a retained graph."""
+    """Enters a new context from `make` each time, since torch enters it in each backward of a retained graph."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make, self._entered = make, []
@@ -149,8 +144,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _retained(mode: Any) -> Iterator[None]:
-    """torch's mode of the second run, which removes the saved results it uses; in a retained graph they are put back, for
-    later backwards."""
+    """Enter torch's mode of the second run; if the graph is retained, put the results back that the mode removes."""
     saved = saved_by_op(mode).items() if backward_is_retained() else ()
     before = {op: copy.copy(results) for op, results in saved}
     try:
@@ -161,12 +155,12 @@ def _retained(mode: Any) -> Iterator[None]:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first run, and of the one in the backward."""
+    """Return the contexts of the first run and of the run in the backward."""
     return _Anew(partial(_result_unused, False)), _Anew(partial(_result_unused, True))
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
-    """run(x) of (B, N, E), by torch's checkpoint (arXiv 1604.06174), also where torch.compile traces it.
+    """Return run(x), (B, N, E), by torch's checkpoint (arXiv 1604.06174), also if torch.compile traces it.
 
     Args:
         policy: "block" or "attention-kept".
@@ -174,9 +168,9 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
     """
     run = _in_its_sequence(run)
     if policy == "block":
-        more = {"context_fn": _contexts} if marked else {}
-        return checkpoint(run, x, use_reentrant=False, **more)
-    # torch.compile accepts torch's own contexts only, and retains graphs by itself
+        options = {"context_fn": _contexts} if marked else {}
+        return checkpoint(run, x, use_reentrant=False, **options)
+    # torch.compile accepts only torch's own contexts, and handles retained graphs itself
     selective = partial(create_selective_checkpoint_contexts, KEPT)
     context_fn = selective if torch.compiler.is_compiling() else partial(_retained_contexts, selective)
     return checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
@@ -190,21 +184,21 @@ def _retained_contexts(
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
-    """The layers one after another; only the input of every `every`-th is saved, some of them in host memory.
+    """Run the layers one after another, and save only the input of every `every`-th, some inputs in host memory.
 
-    In the backward a group is recomputed, which gives its layers' inputs, then each layer recomputes itself.
+    The backward recomputes a group for its layers' inputs; then each layer recomputes itself.
 
     Args:
-        layers: each (B, N, E) to (B, N, E).
+        layers: each maps (B, N, E) to (B, N, E).
         every: layers of a group.
     """
     starts = range(0, len(layers), every)
     for number, first in enumerate(starts):
         group = layers[first : first + every]
-        grouped = len(group) > 1 and not torch.compiler.is_compiling()  # which knows no such hooks
+        grouped = len(group) > 1 and not torch.compiler.is_compiling()  # torch.compile knows no such hooks
         with host.offloading(x, number, len(starts), grouped):
-            # when its last layer's gradient exists, the group is recomputed: the next group's input is then copied back
-            # while the first layer's backward runs
+            # the group is recomputed when the gradient of its last layer exists; the input of the group before is
+            # copied back while the first layer's backward runs
             fetch = partial(_on_gradient, partial(host.prefetch, number)) if grouped else None
             x = _group(group, x, fetch) if len(group) > 1 else group[0](x)
     return x
@@ -217,11 +211,11 @@ def _on_gradient(run: Callable[[], None], x: Tensor) -> None:
 
 
 def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Callable[[Tensor], None] | None) -> Tensor:
-    # before torch 2.13 each layer's own checkpoint holds a tensor of the default dtype, which Trainer(precision="bf16-true")
-    # changes for the forward only, so that the second run would find another dtype
-    more = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
-    more = {} if torch.compiler.is_compiling() else more
-    return checkpoint(_in_its_sequence(partial(_run, layers, after_first)), x, use_reentrant=False, **more)
+    # before torch 2.13 a layer's checkpoint holds a tensor of the default dtype; Trainer(precision="bf16-true") changes
+    # this dtype in the forward only, so that the second run would make another one
+    options = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
+    options = {} if torch.compiler.is_compiling() else options
+    return checkpoint(_in_its_sequence(partial(_run, layers, after_first)), x, use_reentrant=False, **options)
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

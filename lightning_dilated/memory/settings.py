@@ -1,4 +1,4 @@
-"""MemorySettings: what training saves for the backward, and how much of a layer is computed at a time."""
+"""MemorySettings: the tensors that training saves for the backward, and the size of the parts computed at a time."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from lightning_dilated._validation import flag, integer
 from lightning_dilated.memory.offload import check_offload
 from lightning_dilated.memory.recompute import check_policy
 
-#: tiles whose tokens are projected together for a chunk of heads: a projection makes fewer features a token than the
-#: feed-forward and runs once a chunk, so with smaller pieces the GPU would wait for kernel launches
+#: tiles that are projected together for a chunk of heads: a projection makes fewer features a token than the
+#: feed-forward, and runs once a chunk, so that the GPU would wait for kernel launches with smaller pieces
 NARROW = 8
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How a DilatedTransformer trains in less memory; gradients are the same with all of them but `truncate`.
+    """Settings to train a DilatedTransformer in less memory. Only `truncate` changes gradients.
 
     Attributes:
-        policy: what each block saves, one of `recompute.POLICIES`.
-        every: with "block", save the input of every n-th block only; a group of n blocks is recomputed, then its blocks,
-            one at a time.
+        policy: what each block saves: one of `recompute.POLICIES`.
+        every: with "block", save the input of every n-th block only. The backward recomputes a group of n blocks, then
+            its blocks, one at a time.
         offload: share of the saved block inputs that wait in pinned host memory: a fraction (up to 1), or GiB (above 1).
-        tile: tokens, of all samples together, for which norm, feed-forward and residual, and last norm, output projection
-            and loss, are computed at a time (fewer for the loss of a wide vocabulary, see `chunked_loss.loss_tile`); None:
-            all. With head chunks, NARROW times as many are projected to q, k and v, and from the heads' outputs, at a time.
-        head_chunks: chunks of heads whose q, k and v are computed one after another.
-        stream: tokens of a chunk of each sequence, for longer ones: the model computes one chunk after another, forward and
-            then once more with its backward; the other settings act on a chunk. Causal language models only.
-        truncate: with `stream`: gradients end at the bounds of chunks, which are then computed once.
+        tile: tokens of all samples together that norm, feed-forward and residual compute at a time, and also last norm,
+            output projection and loss (fewer for a wide vocabulary, see `chunked_loss.loss_tile`); None: all. With head
+            chunks, NARROW times this number are projected at a time, to q, k and v and from the heads' outputs.
+        head_chunks: number of chunks of heads; q, k and v are computed for one chunk after another.
+        stream: tokens of a chunk of each sequence: the model computes one chunk after another forward, then each again
+            with its backward; the other settings act on a chunk. Causal language models only.
+        truncate: with `stream`: gradients end at the bounds of chunks, and each chunk is computed once.
 
     Raises:
         ValueError: naming the setting; also for `every` or `offload` with a policy that saves no block inputs.
@@ -67,17 +67,12 @@ class MemorySettings:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether parts of a block run separately, in chunks of its input."""
+        """True if parts of a block run separately, on chunks of its input."""
         return self.tile is not None or self.head_chunks > 1
 
 
 def check_shared(chunk: int, layout: str, stream: int | None) -> None:
-    """Raise unless ranks that share a sequence share the chunks that a model streams.
-
-    Args:
-        chunk: C of the model's memory settings.
-        layout, stream: of the ranks.
-    """
+    """Raise unless ranks of this layout and stream share the chunks of `chunk` tokens that the model streams."""
     if layout != "chunked":
         raise ValueError(
             f"stream={chunk} computes each sequence chunk by chunk, and with layout={layout!r} the ranks that share it hold "

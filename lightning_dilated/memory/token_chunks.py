@@ -1,8 +1,8 @@
 """Functions of each token alone, computed in tiles of tokens with explicit gradients.
 
 Intermediate results (the feed-forward's hidden features, the logits) exist for one tile at a time: only the inputs are
-saved, from which the backward computes each tile again. A parameter's gradient is summed over the tiles in at least fp32
-and returned once, so that hooks on it (of DDP and FSDP) run once. Products with rows of a projection's weight have their own
+saved, and the backward computes each tile again. A parameter's gradient is summed over the tiles in at least fp32 and
+returned once, so that its hooks (of DDP and FSDP) run once. Products with rows of a projection's weight have their own
 backward: autograd would compute each product again, and the norm's backward once for every chunk of heads.
 
 Shape letters: B batch, N tokens, E embedding dim, R rows of a weight.
@@ -24,23 +24,19 @@ from lightning_dilated.memory.recompute import ForwardContext, forget_casts
 
 
 def tiled(
-    run: Callable[..., Tensor],
-    modules: Sequence[nn.Module],
-    tile: int | None,
-    *rows: Tensor,
-    unused: bool = False,
+    run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor, unused: bool = False
 ) -> Tensor:
-    """run(*rows), computed in tiles of at most `tile` tokens of all samples together; None: at once.
+    """Return run(*rows), computed in tiles of at most `tile` tokens of all samples together; None: at once.
 
     Args:
-        run: takes tensors whose dims 0 and 1 are samples and tokens; each token's result must depend on that token alone.
-        modules: whose parameters `run` uses; others get no gradient.
-        tile: tokens.
-        rows: (B, N, ...), such as hidden states and labels; those that require a gradient get one.
-        unused: nothing will read the result's values, which has the shape of the first of `rows`: they are not computed.
+        run: takes tensors with samples in dim 0 and tokens in dim 1; a token's result must depend on that token alone.
+        modules: modules with the parameters that `run` uses; other parameters get no gradient.
+        tile: tokens of a tile.
+        rows: (B, N, ...), such as hidden states and labels; rows that require a gradient get one.
+        unused: nothing will read the result, so its values are not computed; it has the shape of the first of `rows`.
 
     Raises:
-        ValueError: where a module within has parameters that FSDP shards apart from the rest of the layer.
+        ValueError: if FSDP shards the parameters of a module inside apart from the rest of the layer.
         RuntimeError: for a double backward.
     """
     step = step_of(tile, rows[0])
@@ -50,7 +46,7 @@ def tiled(
 
 
 def step_of(tile: int | None, x: Tensor) -> int:
-    """Tokens of each sample in a tile."""
+    """Return the tokens of each sample in a tile."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
 
 
@@ -62,7 +58,7 @@ def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool,
 
 
 def check_whole(modules: Sequence[nn.Module]) -> None:
-    """Raise where gradients would be lost: FSDP gathers weights of a layer within, or has replaced its parameters."""
+    """Raise if gradients would be lost: FSDP gathers weights of a layer inside, or has replaced its parameters."""
     for m in (m for module in modules for m in module.modules()):
         if isinstance(m, FSDPModule):
             raise ValueError(
@@ -77,23 +73,23 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
 
 
 def weights(modules: Sequence[nn.Module]) -> dict[nn.Parameter, bool]:
-    """Parameters of the modules -> whether each is trained."""
+    """Return {parameter of the modules: True if it is trained}."""
     return {p: p.requires_grad for m in modules for p in m.parameters()}
 
 
 def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Trained parameters of the modules, each once."""
+    """Return the trained parameters of the modules, each once."""
     return [p for p, is_trained in weights(modules).items() if is_trained]
 
 
 def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -> list[nn.Parameter]:
-    """`trained` in the backward, where tiles are computed again with the parameters that the modules hold by then.
+    """Return `trained` in the backward, which computes tiles again with the parameters that the modules hold by then.
 
     Args:
         before: `weights` in the forward; FSDP may have freed their values since, but they are the same objects.
 
     Raises:
-        RuntimeError: where the modules hold, or train, other parameters than in the forward.
+        RuntimeError: if the modules hold, or train, other parameters than in the forward.
     """
     leaves, now = trained(modules), weights(modules)
     count = sum(before.values())
@@ -113,7 +109,7 @@ def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -
 
 
 def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A Function's backward that refuses to be differentiated again, which would leave out the gradients within."""
+    """Make a Function's backward refuse a double backward, which would leave out the gradients computed inside it."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
@@ -151,15 +147,15 @@ class _Tiled(torch.autograd.Function):
 
 
 def cuts(length: int, step: int) -> Iterator[slice]:
-    """Slices of `step` tokens, in a profiler's range "tiles"; one empty slice for an empty shard, which needs shapes."""
+    """Yield slices of `step` tokens in the profiler range "tiles"; an empty shard gives one, for its shapes."""
     with torch.profiler.record_function("tiles"):
         yield from (slice(at, min(at + step, length)) for at in range(0, max(1, length), step))
 
 
 def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor]) -> Tensor:
-    """run(*rows), a tensor (B, N, ...), `step` tokens at a time."""
+    """Return run(*rows), (B, N, ...), computed `step` tokens at a time."""
     out = None
-    rows = [x.detach() for x in rows]  # hooks of modules expect a graph behind what requires a gradient
+    rows = [x.detach() for x in rows]  # module hooks expect a graph behind tensors that require a gradient
     for cut in cuts(rows[0].shape[1], step):
         part = run(*(x[:, cut] for x in rows))
         if out is None:
@@ -178,12 +174,12 @@ def tile_gradients(
     into: Sequence[Tensor | None],
     grad: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(the sum of run(*rows) without `grad`, gradients of `leaves`); to be called with gradients enabled.
+    """Return (the sum of run(*rows) if `grad` is None, gradients of `leaves`); call it with gradients enabled.
 
     Args:
         leaves: trained parameters that `run` reads.
-        into: for each of `rows` the tensor that its gradient is written to, or None.
-        grad: of the result; may be overwritten. None: gradients of the sum.
+        into: for each of `rows`, the tensor to write its gradient to, or None.
+        grad: gradient of the result; may be overwritten. None: compute gradients of the sum.
 
     Returns:
         gradients in at least fp32; None for leaves that were not read.
@@ -193,16 +189,16 @@ def tile_gradients(
     for cut in cuts(rows[0].shape[1], step):
         tile = [x[:, cut] for x in rows]
         tile = [x if grads is None else x.detach().requires_grad_() for x, grads in zip(tile, into, strict=True)]
-        out = run(*(x.view_as(x) for x in tile))  # views: hooks of modules do not work on leaves within a backward
+        out = run(*(x.view_as(x) for x in tile))  # views: module hooks do not work on leaves inside a backward
         if grad is None:
             whole = added(whole, out.detach().sum())
         inputs = [x for x, target in zip(tile, into, strict=True) if target is not None]
-        of_out = torch.ones_like(out) if grad is None else grad[:, cut]
-        with hooks_paused(leaves):  # they are for the gradient of all tiles, with which autograd calls them
-            parts = torch.autograd.grad(out, [*inputs, *leaves], of_out, allow_unused=True)
+        out_grad = torch.ones_like(out) if grad is None else grad[:, cut]
+        with hooks_paused(leaves):  # autograd calls them later, with the gradient of all tiles
+            parts = torch.autograd.grad(out, [*inputs, *leaves], out_grad, allow_unused=True)
         _write(parts, [x for x in into if x is not None], cut)
         parts = parts[len(inputs) :]
-        del tile, out, inputs, of_out
+        del tile, out, inputs, out_grad
         sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
         del parts
     return whole, sums
@@ -221,13 +217,13 @@ def backward_tiles(
     grad: Tensor,
     into: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """The gradients of `tile_gradients` in the dtypes of the leaves."""
+    """Return the gradients of `tile_gradients` in the dtypes of the leaves."""
     _, sums = tile_gradients(run, step, rows, leaves, into, grad)
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Their sum in at least fp32, written to the first; None counts as 0."""
+    """Return total + part in at least fp32, written to `total`; None counts as 0."""
     if part is None:
         return total
     part = part.to(torch.promote_types(part.dtype, torch.float32))
@@ -235,7 +231,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype that `nn.functional.linear` multiplies in: autocast's, except for float64; the weight's without autocast."""
+    """Return the dtype of `nn.functional.linear`: autocast's, except for float64; the weight's without autocast."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -243,13 +239,9 @@ def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def products(
-    normed: Callable[[Tensor], Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    step: int,
+    normed: Callable[[Tensor], Tensor], x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], step: int
 ) -> list[Tensor]:
-    """normed(x) times each of the weights (R, E), plus its bias (R,): (B, N, R) each, of the weights' dtype."""
+    """Return normed(x) times each of the weights (R, E), plus its bias (R,): (B, N, R) each, in the weights' dtype."""
     outputs = [w.new_empty(*x.shape[:2], len(w)) for w in weights]
     for cut in cuts(x.shape[1], step):
         rows = normed(x[:, cut].detach())
@@ -270,12 +262,12 @@ def products_backward(
     add: bool,
     trained: bool = True,
 ) -> list[Tensor | None]:
-    """Gradients of the weights, at least fp32; that of the normed rows is written into (with `add`: added to) `into`.
+    """Return the weights' gradients, at least fp32; write (with `add`: add) the gradient of the normed rows to `into`.
 
     Args:
-        grads: (B, N, R) of each product.
-        into: (B, N, E) of any dtype; None: that gradient is not needed.
-        trained: whether the weights are trained; otherwise their gradients are None.
+        grads: gradient (B, N, R) of each product.
+        into: (B, N, E) of any dtype; None: this gradient is not needed.
+        trained: True if the weights are trained; otherwise their gradients are None.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     sums = [torch.zeros_like(w, dtype=wide) if trained else None for w in weights]
@@ -287,12 +279,12 @@ def products_backward(
                     sums[j].add_(grad[i, cut].t() @ rows[i])
                 if into is not None:
                     _multiply(grad[i, cut], w, into[i, cut], add or j > 0)
-        rows = None  # before the next tile's are made
+        rows = None  # freed before the next tile's rows are made
     return sums
 
 
 def _multiply(grad: Tensor, weight: Tensor, into: Tensor, add: bool) -> None:
-    """grad times weight, into or onto `into`."""
+    """Write grad times weight to `into`, or add it."""
     if into.dtype != weight.dtype:
         part = grad @ weight
         into.add_(part) if add else into.copy_(part)

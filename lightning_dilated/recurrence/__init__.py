@@ -1,4 +1,4 @@
-"""Recurrence: what a layer's memory is. `ext/recurrence` computes it, and has the state that it carries between calls."""
+"""Recurrence: the description of a layer's memory. `ext/recurrence` computes it, and holds its state between calls."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Recurrence: what a layer remembers beyond its pattern, as a frozen description; and those of a model's layers."""
+"""Recurrence: the frozen description of a layer's memory beyond its pattern, for one layer and for a model's layers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lightning_dilated._validation import integer, known_keys, one_of, real
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
 KINDS = ("gated_delta", "linear", "delta")
-#: kinds whose state changes at the end of a memory segment, and not with every token
+#: kinds that change their state at the end of a memory segment, and not with every token
 SEGMENTED = ("linear", "delta")
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A memory of constant size beside a layer's dilated attention: D x D numbers a kv head, read by every later token.
+    """A memory of constant size besides dilated attention: D x D numbers a kv head that every later token reads.
 
     The heads' outputs are A + scale sigmoid(W_g x) RMSNorm(M): A is dilated attention, M `recurrent_attention` of the
-    layer's own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. It is no branch of
-    the softmax: a pattern's walls and unused positions are reached through the memory only, which is lossy.
+    layer's own q, k and v before their rotation, x the layer's input, `scale` a learned number a head. The memory is
+    not a branch of the softmax: only it reaches beyond a pattern's walls and to unused positions, and it is lossy.
 
     Args:
-        kind: "gated_delta" (Gated DeltaNet, arXiv 2412.06464), whose decay and write strength follow from x; "linear" or
-            "delta" (Infini-attention, arXiv 2404.07143). Where attention is not causal, "linear" alone has a meaning.
-        segment: tokens of a memory segment, of linear and delta, which need it.
-        conv: taps of a short convolution over q, k and v for the memory, at first the identity; 0: none.
-        gate_init: `scale` at first. With 0 the layer's output is that without the memory, until it is trained.
+        kind: "gated_delta" (Gated DeltaNet, arXiv 2412.06464), with decay and write strength computed from x; "linear"
+            or "delta" (Infini-attention, arXiv 2404.07143). If attention is not causal, only "linear" has a meaning.
+        segment: tokens of a memory segment; linear and delta need it.
+        conv: taps of a short convolution over q, k and v for the memory, initially the identity; 0: none.
+        gate_init: initial `scale`. With 0 the memory does not change the layer's output until it is trained.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
+        TypeError, ValueError: naming the argument, its value and what is allowed.
     """
 
     kind: str = "gated_delta"
@@ -59,7 +59,7 @@ class Recurrence:
         fix("gate_init", real(self.gate_init, "recurrence gate_init"))
 
     def check_causal(self, causal: bool) -> None:
-        """Raise ValueError where a layer that is not causal has no such memory."""
+        """Raise ValueError if a layer that is not causal cannot have this memory."""
         if not causal and self.kind != "linear":
             raise ValueError(
                 f"recurrence kind {self.kind!r} overwrites what it holds, in the order of the tokens, and this layer is not "
@@ -67,27 +67,27 @@ class Recurrence:
             )
 
     def flops(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        """FLOPs a token, forward, of the rule itself: what is written to each matrix, and read for each query head."""
+        """Return forward FLOPs a token of the rule itself: writes to each matrix, and reads for each query head."""
         written = 2 if self.kind == "linear" else 4
         return (written * kv_heads + 2 * heads) * head_dim**2
 
     def exchanged_bytes(self, ranks: int, kv_heads: int, head_dim: int) -> int:
-        """The most bytes of maps of the state that a rank receives in a forward, of one sequence in the contiguous layout.
+        """Return the most bytes of state maps that a rank receives in a forward of one sequence, contiguous layout.
 
-        A backward moves twice as much: the forward's once more, and gradients. Where ranks cut memory segments, keys and
-        values of less than a segment come on top, and with `conv` rows of its taps.
+        A backward moves twice as much: the forward's maps again, and gradients. If ranks cut memory segments, keys and
+        values of less than a segment are added, and with `conv` rows of its taps.
         """
         columns = {"gated_delta": 2 * head_dim, "linear": head_dim + 2, "delta": 2 * head_dim + 2}[self.kind]
         return hook("maps of a recurrence")(ranks) * kv_heads * head_dim * columns * 4
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML, JSON and checkpoints, without fields at their defaults but for `kind`."""
+        """Return plain values for YAML, JSON and checkpoints: `kind`, and fields that are not at their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {f.name: values[f.name] for f in fields(self) if f.name == "kind" or values[f.name] != f.default}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | Recurrence) -> Recurrence:
-        """From `to_dict`'s form, or as it is.
+        """Build from `to_dict`'s form; a Recurrence is returned unchanged.
 
         Raises:
             TypeError: for anything else.
@@ -100,16 +100,16 @@ class Recurrence:
         return cls(**values)
 
 
-#: what a model takes as `recurrence`: one for all layers, None, or a list of them for layers 0, 1, ..., which repeats
+#: a model's `recurrence`: one for all layers, None, or a list for layers 0, 1, ..., which repeats
 RecurrencesLike: TypeAlias = Recurrence | Mapping[str, Any] | Sequence[Recurrence | Mapping[str, Any] | None] | None
 
 
 def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple[Recurrence | None, ...]:
-    """The recurrence of each of `depth` layers, None for a layer without.
+    """Return the recurrence of each of `depth` layers, None for a layer without.
 
     Raises:
-        TypeError, ValueError: for anything else, an empty list or one longer than the model is deep, and for kinds that need
-            causal layers where these are not.
+        TypeError, ValueError: for any other value, an empty list, a list longer than `depth`, or kinds that need causal
+            layers if these are not causal.
     """
     members: Iterable[Any]
     if value is None or isinstance(value, (Recurrence, Mapping)):
@@ -133,7 +133,7 @@ def layer_recurrences(value: RecurrencesLike, depth: int, causal: bool) -> tuple
 
 
 def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | None:
-    """One line about what layers with a recurrence reach; None without any."""
+    """Return a line about the reach of layers with a recurrence; None without any."""
     numbers = [i for i, x in enumerate(layers) if x is not None]
     if not numbers:
         return None
@@ -146,11 +146,11 @@ def reach_in_words(layers: Sequence[Recurrence | None], head_dim: int) -> str | 
 
 
 def plain_recurrences(layers: Sequence[Recurrence | None]) -> Any:
-    """Plain values for checkpoints, which `layer_recurrences` reads."""
+    """Return plain values for checkpoints, which `layer_recurrences` reads."""
     cycle = [None if x is None else x.to_dict() for x in shortest_cycle(layers)]
     return cycle[0] if len(cycle) == 1 else cycle
 
 
 def without_starts(layers: Sequence[Recurrence | None]) -> tuple[Recurrence | None, ...]:
-    """The same but for values that parameters only begin with: what layers with given weights compute."""
+    """Return the recurrences without initial values of parameters, which have no effect once weights are given."""
     return tuple(None if x is None else replace(x, gate_init=0.0) for x in layers)

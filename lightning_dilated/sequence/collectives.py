@@ -1,9 +1,8 @@
-"""Collectives of a sequence and of its loss: sums, means and gathers over all ranks, with the gradients that fit.
+"""Collectives of a sequence and of its loss: sums, means and gathers over all ranks, with their gradients.
 
-The convention: the ranks' losses sum to the loss, each rank contributing its local sum over the global count. (A mean of
-local means would weigh ranks with unequally many valid tokens unequally, and its gradient would differ from one rank's.) So
-a result that every rank holds receives as its gradient the sum of the ranks' gradients, and a loss that every rank computes
-alike has to be divided by the number of ranks.
+The loss is the sum of the ranks' losses; each rank contributes its local sum over the global count. (A mean of local
+means would depend on how valid tokens are spread over ranks.) So the gradient of a result that every rank holds is the
+sum of the ranks' gradients, and a loss that every rank computes alike must be divided by the number of ranks.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, R ranks.
 """
@@ -24,21 +23,21 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | None = None) -> Tensor:
-    """This rank's share of the mean loss: `total` over the counts of all ranks. The shares sum to the loss.
+    """Return this rank's share of the mean loss: `total` over the sum of all ranks' counts. The shares sum to the loss.
 
-    For a loss of tokens pass the sum over this rank's tokens and their number; for a loss of samples that every rank of a
-    sequence computes alike (a pooled classifier's) the sum over the samples and their number.
+    For a loss of tokens, pass the sum over this rank's tokens and their number. For a loss of samples that every rank
+    of a sequence computes alike (as a pooled classifier does), pass the sum over the samples and their number.
 
     Args:
         total: scalar, the sum of this rank's losses.
-        count: scalar, their number.
-        sequence: the ranks; None: the active group, or one rank without one.
+        count: scalar, the number of losses in this sum.
+        sequence: the ranks; None: the active group, or this rank alone.
 
     Returns:
-        scalar; 0 where nothing was counted anywhere.
+        scalar; 0 if no rank counted anything.
 
     Raises:
-        RuntimeError: in an evaluation whose ranks have different numbers of batches: some would wait for the others.
+        RuntimeError: in an evaluation with different numbers of batches on its ranks: some ranks would wait for others.
     """
     group = _group(sequence)
     count = scalar(count, total.device).detach().to(torch.float64, copy=True)
@@ -49,18 +48,18 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
-    """A number on a device, without waiting for a GPU: a Python number is written there by a kernel."""
+    """Return a number as a tensor on a device without waiting for a GPU: a kernel writes a Python number there."""
     if type(x) in (bool, int, float):
         return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
     return send(x, device) if isinstance(x, Tensor) else torch.as_tensor(x, device=device)
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
-    """The sum of the ranks' shares, on every rank, without a gradient: for logging and comparisons.
+    """Return the sum of the ranks' shares on every rank, without a gradient, for logging and comparisons.
 
     Args:
-        share: a scalar, this rank's.
-        sequence: the ranks; None: the active group, or one rank without one.
+        share: scalar, this rank's share.
+        sequence: the ranks; None: the active group, or this rank alone.
 
     Raises:
         RuntimeError: as `loss_share`.
@@ -80,13 +79,13 @@ def _group(sequence: SequenceGroup | None) -> SequenceGroup | None:
 
 
 def _add(x: Tensor, ranks: dist.ProcessGroup) -> None:
-    """The sum over the ranks of a process group, in place; one rank has it."""
+    """Sum over the ranks of a process group, in place; one rank alone has nothing to do."""
     if dist.get_world_size(ranks) > 1:
         dist.all_reduce(x, group=ranks)
 
 
 def _all_reduce(x: Tensor, group: SequenceGroup) -> Tensor:
-    """The sum over ranks, taken in fp32 (fp64 for float64, int64 for integers)."""
+    """Return the sum over ranks, computed in fp32 (fp64 for float64, int64 for integers)."""
     wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() or x.is_complex() else torch.int64)
     total = x.to(wide, copy=True, memory_format=torch.contiguous_format)
     _add(total, group.group)
@@ -107,7 +106,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """(L, ...) rows of every rank, rank after rank; backward sums the ranks' gradients of a row."""
+    """Gathers the (L, ...) rows of every rank, rank after rank; the backward sums the ranks' gradients of a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup, lengths: tuple[int, ...], number: int) -> Tensor:
@@ -132,11 +131,11 @@ class _Gather(torch.autograd.Function):
 
 
 def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
-    """The sum of x over the ranks of the sequence, on every rank.
+    """Return the sum of x over the ranks of the sequence, on every rank.
 
     Args:
         x: any shape, equal on all ranks.
-        sequence: the ranks; None: the active group, or x itself without one.
+        sequence: the ranks; None: the active group. Without one, x itself is returned.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
@@ -145,7 +144,7 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     if group is None:
         return x
     if group.ranks == 1:
-        return x.clone()  # which the caller may change, as on several ranks
+        return x.clone()  # the caller may change it, as on several ranks
     agreed = group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype, "requires grad": _grad(x)})
     return _Sum.apply(x, group, agreed.number)
 
@@ -155,13 +154,13 @@ def _grad(x: Tensor) -> bool:
 
 
 def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence: SequenceGroup | None = None) -> Tensor:
-    """The mean of x over the tokens of the whole sequence, each counted once, also with unequal shards.
+    """Return the mean of x over the tokens of the whole sequence. Each token counts once, also with unequal shards.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        mask: of x's shape up to and including `dim`, (B, L) for dim=1: True (or a weight) where a token counts; a sample
-            where none counts gives 0.
-        sequence: the ranks; None: the active group, or one rank without one.
+        mask: shape of x up to and including `dim`, (B, L) for dim=1: True, or a weight, for each token that counts. The
+            mean of a sample without such tokens is 0.
+        sequence: the ranks; None: the active group, or this rank alone.
 
     Returns:
         x's shape without `dim`, equal on all ranks.
@@ -173,26 +172,26 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
     dim, mask = _guarded(group, _mean_arguments, x, dim, mask)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = mask.to(wide).view(*mask.shape, *[1] * (x.ndim - dim - 1))
-    # not x * weight alone: what does not count may be NaN
+    # x * weight alone would keep the NaN of a token that does not count
     counted = torch.where(weight == 0, torch.zeros((), dtype=wide, device=x.device), x * weight)
     total, count = sequence_sum(counted.sum(dim), sequence), sequence_sum(weight.sum(dim), sequence)
     return (total / torch.where(count == 0, 1.0, count)).to(x.dtype)
 
 
 def _guarded(group: SequenceGroup | None, check: Any, *arguments: Any) -> Any:
-    """check(*arguments); where it raises on one rank of a group, all raise."""
+    """Return check(*arguments); if it raises on one rank of a group, all ranks raise."""
     return check(*arguments) if group is None else group.guard(check, *arguments)
 
 
 def axis(x: Tensor, dim: int) -> int:
-    """`dim` counted from 0."""
+    """Return `dim` counted from 0."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} lies outside the {x.ndim} dimensions of x, {tuple(x.shape)}.")
     return dim % x.ndim
 
 
 def _mean_arguments(x: Tensor, dim: int, mask: Tensor | None) -> tuple[int, Tensor]:
-    """(dim from 0, mask)."""
+    """Return (`dim` counted from 0, mask)."""
     dim = axis(x, dim)
     if not x.is_floating_point():
         raise TypeError(f"sequence_mean takes floating tensors, got {x.dtype}; convert it first: x.float().")
@@ -206,17 +205,17 @@ def _mean_arguments(x: Tensor, dim: int, mask: Tensor | None) -> tuple[int, Tens
 
 
 def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = None) -> Tensor:
-    """All tokens of the sequence in their order, on every rank.
+    """Return all tokens of the sequence in their order, on every rank.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        sequence: the ranks; None: the active group, or x itself without one.
+        sequence: the ranks; None: the active group. Without one, x itself is returned.
 
     Returns:
         x's shape with N along `dim`.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ or a rank's tokens are not those of its shard.
+        ValueError: on every rank, if shapes or dtypes differ or a rank does not hold the tokens of its shard.
     """
     group = active_sequence() if sequence is None else sequence
     if group is None:

@@ -1,7 +1,7 @@
-"""Consensus: how the ranks of a group learn, by control messages between their CPUs, that all make the same call.
+"""Consensus: the ranks of a group check, by control messages between their CPUs, that all make the same call.
 
-Each rank sends a digest of its call and compares everybody's. The check of a call may be deferred: its digest is sent, and
-the others' are compared later, so that no host waits for another. Control messages never wait for a GPU.
+Each rank sends a digest of its call and compares the digests of all ranks. A check may be deferred: the digest is sent
+now, and the digests are compared later, so that no host waits for another. Control messages never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from lightning_dilated._compat.torch import gloo_backend
 # -- control messages --------------------------------------------------------------------------------------------------
 @dataclass
 class PendingGather:
-    """A tensor of every rank, in transit; `posted` holds torch's `Work`, and is None where there is nothing to wait for."""
+    """A tensor of every rank, in transit; `posted` holds torch's `Work`, or None if there is nothing to wait for."""
 
     tensors: list[Tensor]
     posted: Future[Any] | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return True if `wait` would return at once."""
         if self.posted is None:
             return True
         return self.posted.done() and (self.posted.exception() is not None or self.posted.result().is_completed())
 
     def wait(self) -> list[Tensor]:
-        """Every rank's tensor, in the order of ranks."""
+        """Return every rank's tensor, in the order of ranks."""
         if self.posted is not None:
             self.posted.result().wait()
         return self.tensors
 
 
 class ThreadedGloo:
-    """A gloo backend whose collectives another thread starts, in the order of the calls.
+    """A gloo backend that starts its collectives in another thread, in the order of the calls.
 
-    torch's `Work` keeps the state of the thread that started it, autograd's current hooks among it. Where activations are
-    recomputed these hold a block's input, so deferred checks would keep as many inputs alive.
+    torch's `Work` keeps the state of the thread that started it, including autograd's current hooks. In a recomputed
+    block these hooks hold the block's input, so each deferred check would keep an input alive.
     """
 
     def __init__(self, backend: dist.ProcessGroupGloo, name: str) -> None:
@@ -57,33 +57,33 @@ class ThreadedGloo:
         self.name = name
 
     def allgather(self, tensors: list[Tensor], own: Tensor) -> Future[Any]:
-        """Start to gather; the future of torch's `Work`."""
+        """Start to gather; return the future of torch's `Work`."""
         if self.backend is None:
             raise RuntimeError(f"the connection {self.name} ended with the run of its Trainer.")
         return _thread(os.getpid()).submit(self.backend.allgather, [tensors], [own])
 
     def close(self) -> None:
-        """End the connection; it waits for gathers that other ranks have not joined."""
+        """End the connection, which waits for gathers that other ranks have not joined."""
         self.backend = None
 
 
 @functools.cache
 def _thread(process: int) -> ThreadPoolExecutor:
-    """The thread of a process: a forked process needs a new one."""
+    """Return the thread for control messages of a process: a forked process needs a new one."""
     return ThreadPoolExecutor(1, "control-messages")
 
 
 Connection: TypeAlias = tuple[dist.ProcessGroup, timedelta | None, str]
-#: by process group, timeout and channel; kept, since one that ends waits for what other ranks have not joined
+#: open connections; they are kept, because closing one waits for gathers that other ranks have not joined
 _connections: dict[Connection, ThreadedGloo] = {}
-#: how often each was made, so that no rank reads the addresses of an earlier one
+#: number of times that each connection was made, so that no rank reads the addresses of an earlier one
 _times: Counter[tuple[str, timedelta | None, str]] = Counter()
-#: channels of a sequence's group; others belong to a run
+#: channels of a sequence's group; other channels belong to a run
 OF_SEQUENCE = ("", "differences")
 
 
 def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> ThreadedGloo:
-    """One backend for each channel of a group, however often it is asked for."""
+    """Return the one backend of a channel of a group."""
     key = group, timeout, channel
     if key not in _connections:
         times = group.group_name, timeout, channel
@@ -94,14 +94,14 @@ def _threaded_gloo(group: dist.ProcessGroup, timeout: timedelta | None, channel:
 
 
 def connections() -> set[Connection]:
-    """The connections that there are now."""
+    """Return the connections that are open now."""
     return set(_connections)
 
 
 def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGroup]) -> list[ThreadedGloo]:
-    """Connections of a run, which its next one makes anew: those of these groups, and those of a run made since `before`.
+    """Forget a run's connections, of `groups` and of channels of runs since `before`; the caller closes the result.
 
-    The caller closes them. The thread of control messages ends with the last.
+    The next run makes new ones. The thread for control messages ends with the last connection.
     """
     ended = set(groups)
     ending = [k for k in _connections if k[0] in ended or (k not in before and k[2] not in OF_SEQUENCE)]
@@ -113,11 +113,7 @@ def forget_connections(before: set[Connection], groups: Iterable[dist.ProcessGro
 
 
 class ControlGroup:
-    """The ranks of a process group over gloo; `channel` names a connection of its own where several are in use.
-
-    Attributes:
-        backend: the connection of its own; None where the group itself serves.
-    """
+    """The ranks of a process group, connected by gloo; `backend` is a separate connection, None for the group's own."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
@@ -126,7 +122,7 @@ class ControlGroup:
             self.backend = _threaded_gloo(group, timeout, channel)
 
     def start_gather(self, own: Tensor) -> PendingGather:
-        """Start to gather every rank's tensor; equal shapes and dtypes, on the CPU."""
+        """Start to gather every rank's tensor; all are on the CPU, with equal shapes and dtypes."""
         if self.ranks == 1:
             return PendingGather([own])
         with torch.inference_mode(False):  # as in the thread that writes to them
@@ -138,11 +134,11 @@ class ControlGroup:
         return PendingGather(tensors, posted)
 
     def gather(self, own: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in the order of ranks."""
+        """Return every rank's tensor, in the order of ranks."""
         return self.start_gather(own).wait()
 
     def gather_text(self, own: dict[str, str]) -> list[dict[str, Any]]:
-        """Every rank's mapping of strings."""
+        """Return every rank's mapping of strings."""
         text = json.dumps(own).encode()
         sizes = [int(x) for x in self.gather(torch.tensor([len(text)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -151,7 +147,7 @@ class ControlGroup:
 
 
 def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """{name: which rank has which value} of the values that are not equal on all ranks; a mapping of each rank."""
+    """Compare the mappings of all ranks; return {name: which rank has which value} for unequal values."""
     lines = {}
     for name in dict.fromkeys(name for each in everyone for name in each):
         values = [each.get(name) for each in everyone]
@@ -165,9 +161,9 @@ def differing(everyone: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
 _REFUSED = -1
-#: calls whose agreements are remembered, and most deferred checks
+#: most remembered agreements, and most deferred checks
 REMEMBERED, DEFERRED = 64, 256
-#: the remedy where ranks would choose exchanges by different link speeds
+#: the remedy if ranks would choose exchanges by different link speeds
 ONE_FILE = (
     "Measure them once with `lightning-dilated bench links --output FILE` and give every rank that file by links= or "
     "LIGHTNING_DILATED_LINKS, or all of them links=Links()"
@@ -176,8 +172,7 @@ ONE_FILE = (
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of a call agreed on: each rank's tokens, rank 0's seed of the dropout masks, and the number of the
-    call, which tells calls of equal shapes apart."""
+    """Facts that all ranks agreed on: each rank's tokens, rank 0's dropout seed, a number that tells calls apart."""
 
     lengths: tuple[int, ...]
     seed: int
@@ -190,7 +185,7 @@ class Agreement:
 
 @dataclass
 class DeferredCheck:
-    """A call whose digests are compared later."""
+    """A call with digests to compare later."""
 
     facts: dict[str, Any]
     digests: PendingGather
@@ -201,9 +196,9 @@ class Consensus:
     """The agreement of a process group's ranks on their calls.
 
     Attributes:
-        may_defer: whether checks may be deferred; equal on all ranks. False where collectives wait on the host: there a rank
-            could wait in one for good before it heard that another rank makes a different call.
-        deferred: the checks still to come.
+        may_defer: True if checks may be deferred; equal on all ranks. False if collectives wait on the host: a rank
+            could then wait in one forever before it learns that another rank makes a different call.
+        deferred: the checks that are still to be done.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
@@ -211,20 +206,14 @@ class Consensus:
         self.rank, self.may_defer = dist.get_rank(group), dist.get_backend(group) != "gloo"
         self.deferred: deque[DeferredCheck] = deque()
         self._calls = 0
-        # tokens of each rank, as last compared: a rank's own tokens say nothing of the others'
+        # tokens of each rank at the last comparison: a rank cannot infer them from its own tokens
         self._latest: tuple[int, ...] = ()
         self._agreed: OrderedDict[tuple, tuple[int, ...]] = OrderedDict()
 
     def agree(
-        self,
-        facts: dict[str, Any],
-        length: int,
-        seed: int,
-        turn: Any,
-        later: bool,
-        check: Callable[[Agreement], None],
+        self, facts: dict[str, Any], length: int, seed: int, turn: Any, later: bool, check: Callable[[Agreement], None]
     ) -> Agreement:
-        """The agreement, or the expected one if its check is deferred; `check` raises for lengths that cannot be."""
+        """Return the agreement, or the expected one if its check is deferred; `check` raises for impossible lengths."""
         if self.control.ranks == 1:
             agreed = Agreement((length,), seed, self._next_number())
             check(agreed)
@@ -250,12 +239,12 @@ class Consensus:
         return agreed
 
     def flush(self) -> None:
-        """Do the deferred checks; the next call's is not deferred, since other ranks may hold other tokens by then."""
+        """Do the deferred checks; the next call is checked at once, since other ranks may hold other tokens by then."""
         self._latest = ()
         self._check_all()
 
     def refuse(self, error: BaseException) -> None:
-        """Report to the other ranks that this one cannot go on."""
+        """Report to the other ranks that this one cannot continue."""
         self._check_all()
         self._send(_REFUSED, 0, 0).wait()
         self._difference({"error": f"{type(error).__name__}: {error}"})
@@ -272,7 +261,7 @@ class Consensus:
         deferred = self.deferred.popleft()
         expected = deferred.expected.lengths
         lengths = tuple(row[1] for row in self._compare(deferred.facts, deferred.digests, "used"))
-        if lengths != expected:  # the same call with other tokens elsewhere
+        if lengths != expected:  # the same call, with other numbers of tokens on other ranks
             raise ValueError(
                 f"the ranks of the sequence hold {list(lengths)} tokens in a call, but {list(expected)} in the "
                 "one before it in the same step. Give all calls of a step sequences of one length, or leave `trusting`."
@@ -282,7 +271,7 @@ class Consensus:
         return self.control.start_gather(torch.tensor(numbers, dtype=torch.int64))
 
     def _compare(self, facts: Mapping[str, Any], digests: PendingGather, done: str = "computed") -> list[list[int]]:
-        """Every rank's digest, tokens and seed."""
+        """Return every rank's [digest, tokens, seed], or raise if digests differ."""
         try:
             rows = [x.tolist() for x in digests.wait()]
         except RuntimeError as error:
@@ -293,15 +282,15 @@ class Consensus:
 
     def _timed_out(self, facts: Mapping[str, Any]) -> str:
         job = dist.get_process_group_ranks(self.group)
-        others = [r for r in job if r != job[self.rank]]
+        peers = [r for r in job if r != job[self.rank]]
         return (
             f"rank {self.rank} of the sequence (rank {job[self.rank]} of the job) waited in vain for the others, ranks "
-            f"{others} of the job, to agree on {dict(facts)}. One of them died, raised, or made fewer calls: every rank has "
-            "to run every forward and every backward, also where its own tokens have no loss (add 0 * out.sum())."
+            f"{peers} of the job, to agree on {dict(facts)}. One of them died, raised, or made fewer calls: every rank "
+            "has to run every forward and every backward, also where its own tokens have no loss (add 0 * out.sum())."
         )
 
     def _difference(self, facts: dict[str, str], done: str = "computed") -> str:
-        """Which rank differs in what; a collective call."""
+        """Return a message that says which ranks differ, and in which facts; a collective call."""
         # a rank that deferred checks may have sent digests of later calls on the usual connection
         control = ControlGroup(self.group, self.timeout, "differences") if self.may_defer else self.control
         everyone = control.gather_text(facts)

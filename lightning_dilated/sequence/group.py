@@ -1,4 +1,4 @@
-"""SequenceGroup: the ranks that hold one sequence, their agreement on each call, and the group that is active.
+"""SequenceGroup: the ranks that hold one sequence, their agreement on each call, and the active group.
 
 Shape letters: N tokens of the sequence, R ranks, L tokens of a rank.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _groups: dict[str, SequenceGroup] = {}
 _active = ThreadStack("active sequences")
 _numbers = itertools.count()
-#: latest calls whose routes a group keeps: several layers' of a step, forward and backward
+#: most calls with cached routes in a group: several layers of a step, forward and backward
 REMEMBERED = 32
 
 
@@ -50,23 +50,23 @@ class SequenceGroup:
     Args:
         group: a torch.distributed process group; None is the world.
         layout: "contiguous", "zigzag", "strided" or "chunked": which positions a rank holds (see `Shard`).
-        stream: tokens of a chunk of the chunked layout, whose ranks share every chunk of a stream (`MemorySettings.stream`).
+        stream: in the chunked layout, the tokens of a chunk; all ranks share each chunk (`MemorySettings.stream`).
         exchange: "auto", or one of `sequence.exchange.EXCHANGES`.
-        head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
-            "auto": what costs each call least (see `sequence.head_size`), 1 in the chunked layout.
+        head_size: ranks of a head-parallel group; its ranks trade tokens for heads, and the exchange runs between
+            groups. "auto": the cheapest size for each call (see `sequence.head_size`), 1 in the chunked layout.
         ranks_per_node: ranks that share fast links; None: all of them.
-        loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
-        timeout: of control messages between ranks; None: torch's default.
-        links: the link speeds behind "auto", equal on all ranks; None: `Links.of_this_machine()`.
+        loss_group: the ranks that add their losses, including data-parallel ranks; None: the ranks of the sequence.
+        timeout: timeout of control messages between ranks; None: torch's default.
+        links: the link speeds that "auto" uses, equal on all ranks; None: `Links.of_this_machine()`.
         exchange_memory_gib: the most GiB of other ranks' rows, and of fp32 sums of their gradients, that the exchange of a
-            call may hold on a rank at once: "auto" takes an exchange that keeps to it. None: not bounded.
+            call may hold on a rank at once. "auto" takes an exchange within this limit. None: no limit.
 
     Attributes:
-        forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
-        agreed, plan: the latest call's agreement and exchange; `print(group.plan)` lists the others with reasons.
+        forward_traffic, backward_traffic: bytes and messages of this rank since their last `clear()`.
+        agreed, plan: the latest call's agreement and plan; `print(group.plan)` lists all exchanges with reasons.
 
     Raises:
-        RuntimeError: without torch.distributed, or where this process is not in the group.
+        RuntimeError: without torch.distributed, or if this process is not in the group.
         TypeError, ValueError: naming the argument.
         OSError, ValueError: for this machine's file of links, see `Links.of_this_machine`.
     """
@@ -101,7 +101,7 @@ class SequenceGroup:
         if links is not None and not isinstance(links, Links):
             raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
         self.links = Links.of_this_machine() if links is None else links
-        # link speeds do not matter where nothing is chosen by them
+        # link speeds matter only if "auto" chooses by them
         self._link_speeds = self.links.numbers if "auto" in (self.exchange, self.head_size) else None
         self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
@@ -118,21 +118,21 @@ class SequenceGroup:
         _groups[self.name] = self
 
     def shard(self, seq_len: int, members: int = 1) -> Shard:
-        """Where the positions of a sequence of N tokens lie; `members`: see `Shard`."""
+        """Return the shard of a sequence of N tokens; `members`: see `Shard`."""
         if self.stream is not None and seq_len <= self.stream:  # one chunk
             return Shard(seq_len, self.ranks // members, members=members)
         return Shard(seq_len, self.ranks // members, self.layout, members, self.stream)
 
     @property
     def place(self) -> Place:
-        """This rank's among those of the sequence."""
+        """This rank's place among the ranks of the sequence."""
         return Place(self.ranks, self.rank, self.layout, self.stream)
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """(L,) int64: the global positions of this rank's `length` tokens, on the CPU by default; a collective call.
+        """Return global positions of this rank's `length` tokens, (L,) int64, on the CPU by default; all ranks call.
 
         Raises:
-            ValueError: on every rank, if some rank's tokens are not those of its shard.
+            ValueError: on every rank, if some rank does not hold the tokens of its shard.
         """
         agreed = self.agree({"call": "positions"}, length)
         ranges = self.shard(agreed.seq_len).ranges(self.rank)
@@ -141,16 +141,16 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:
-        """Let `dilated_attention` without `sequence=` compute over this group within the context, in this thread alone.
+        """Let `dilated_attention` without `sequence=` compute over this group inside the context, in this thread only.
 
-        With recomputation the backward has to run within, too, since it calls `dilated_attention` again.
+        With recomputation, run the backward inside the context, too, since it calls `dilated_attention` again.
         """
         self.was_active = True
         with _active.with_top(self):
             yield self
 
     def close(self) -> None:
-        """Forget the group and all that it holds: the op, and backwards still to come, no longer know its name."""
+        """Forget the group and all that it holds. The op and later backwards can no longer find it by name."""
         _groups.pop(self.name, None)
         self.forget()
         self._consensus = None  # with it the process groups
@@ -165,13 +165,13 @@ class SequenceGroup:
         return self._consensus
 
     def forget(self) -> None:
-        """Free the routes of earlier calls, which hold device memory; later calls compute theirs again."""
+        """Free the routes of earlier calls, which hold device memory; later calls compute their routes again."""
         self._remembered.clear()
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), cached by `key` while it is among the latest `REMEMBERED`; key None is not cached.
+        """Return make(), cached by `key` while it is among the latest `REMEMBERED`; key None is not cached.
 
-        The cache is small because values hold device memory, and documents of one batch may never come back.
+        The cache is small because values hold device memory, and documents of one batch may never occur again.
         """
         if key is None:
             return make()
@@ -195,17 +195,16 @@ class SequenceGroup:
         """Compare a call on all ranks; every rank raises if one differs.
 
         Args:
-            what: the call, by names; equal on all ranks.
+            what: facts of the call by name; they must be equal on all ranks.
             length: this rank's tokens; None for a call without tokens.
-            seed: of dropout; rank 0's is taken.
-            turn: what also has to be equal, but changes with every call.
-            chunk: the tokens are those of a chunk of the sequence, which has so many on all ranks together; `agreed` stays
-                that of the whole.
-            later: within `trusting`, defer the check of a call that was agreed on before (but for its turn) to `settle`.
+            seed: dropout seed; rank 0's is taken.
+            turn: another fact that must be equal, but changes with every call.
+            later: inside `trusting`, defer the check to `settle` if an equal call (except for `turn`) was agreed on.
+            chunk: tokens of a chunk on all ranks together, if the call is on one chunk; `agreed` is then not updated.
 
         Raises:
-            ValueError: on every rank, naming the rank and what differs; or the rank whose shard has the wrong length.
-            RuntimeError: where a CUDA graph is recorded; where other ranks do not answer.
+            ValueError: on every rank, naming the rank and the fact that differs, or the rank and its wrong length.
+            RuntimeError: if a CUDA graph is being recorded, or if other ranks do not answer.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -216,7 +215,7 @@ class SequenceGroup:
         facts = {**what, "layout": self.layout, "stream": self.stream, "exchange": self.exchange}
         facts |= {"head_size": self.head_size, "ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
         facts["exchange_memory"] = self.exchange_memory
-        if chunk is not None:  # a short last chunk may leave some ranks as many tokens as a full one
+        if chunk is not None:  # a short last chunk may give some ranks the same number of tokens as a full one
             facts["tokens of the chunk"] = chunk
         check = functools.partial(self._checked, length is not None)
         agreed = self._open().agree(facts, length or 0, seed, turn, later and self._trusted, check)
@@ -228,9 +227,9 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def trusting(self) -> Iterator[None]:
-        """Within, checks of calls that equal earlier ones are deferred on GPUs; call `settle` before using results.
+        """Defer, on GPUs, the checks of calls that equal earlier ones; call `settle` before using results.
 
-        Otherwise a rank waits in each call for the hosts of all others.
+        Without this context a rank waits in each call for the hosts of all other ranks.
         """
         before, self._trusted = self._trusted, True
         try:
@@ -250,11 +249,11 @@ class SequenceGroup:
             self.forward_traffic.log.agreeing += time.perf_counter() - begin
 
     def refuse(self, error: BaseException) -> None:
-        """Report to the other ranks, which wait to agree, that this one cannot go on; the caller then raises `error`."""
+        """Report to the ranks that wait to agree that this one cannot continue; the caller then raises `error`."""
         self._open().refuse(error)
 
     def guard(self, check: Callable[..., Any], *args: Any) -> Any:
-        """check(*args); if it raises on this rank, the other ranks raise too instead of waiting."""
+        """Return check(*args); if it raises on this rank, the other ranks raise, too, instead of waiting."""
         try:
             return check(*args)
         except Exception as error:
@@ -262,7 +261,7 @@ class SequenceGroup:
             raise
 
     def watch(self, log: TrafficLog | None) -> None:
-        """Have a log record when rows are in transit and when ranks wait for them; None: nothing does."""
+        """Let `log` record when rows are in transit and when ranks wait for them; None: no record."""
         self.forward_traffic.log = self.backward_traffic.log = log
 
     def _checked(self, with_tokens: bool, agreed: Agreement) -> None:
@@ -286,7 +285,7 @@ class SequenceGroup:
 
 
 def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The process group, the world for None."""
+    """Return the process group, the world for None."""
     outside = dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and not isinstance(group, dist.ProcessGroup) and group is not outside:
         raise TypeError(f"group must be a torch.distributed process group or None (the world), got {group!r}.")
@@ -299,11 +298,11 @@ def _checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def active_sequence() -> SequenceGroup | None:
-    """The innermost `SequenceGroup.active()` of this thread (in a backward, of the thread that called it), None outside.
+    """Return this thread's innermost `SequenceGroup.active()`, or None; in a backward, the calling thread's.
 
     Raises:
         RuntimeError: in a backward (that recomputes activations) outside of `active()`, while a group that was active is
-            still open: the forward may have been that group's.
+            still open: the forward may have used that group.
     """
     stack = _active.values
     if not stack and not torch.compiler.is_compiling() and in_backward():
@@ -320,24 +319,20 @@ def active_sequence() -> SequenceGroup | None:
 
 
 def present_sequence() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which the sequence that is active now is active, in whichever thread."""
+    """Return a context that makes the currently active sequence active again, in any thread."""
     values = _active.values if torch.compiler.is_compiling() else _active.of_backward()
     return functools.partial(_active.set_to, values)
 
 
 @contextlib.contextmanager
 def no_sequence() -> Iterator[None]:
-    """Let no sequence be active in this thread within the context: a rank then computes alone."""
+    """Let no sequence be active in this thread inside the context: a rank then computes alone."""
     with _active.with_top(None):
         yield
 
 
 def find_sequence(name: str) -> SequenceGroup:
-    """The group of a name.
-
-    Raises:
-        ValueError: if it was closed, or never was.
-    """
+    """Return the group with this name; raise ValueError if no open group has it."""
     if name not in _groups:
         raise ValueError(
             f"sequence={name!r} names no group of this process (known: {', '.join(_groups) or 'none'}). Close a "

@@ -1,7 +1,7 @@
-"""The size of head-parallel groups: what each size would cost a call, and the cheapest, for `head_size="auto"`.
+"""The size of head-parallel groups: the cost of a call with each size, and the cheapest, for `head_size="auto"`.
 
-Integers and stated link speeds only. Neighbours of a group trade tokens for heads, so that the exchange of rows runs
-between groups only. A rank's tokens are the same with every size, so each call may take its own.
+Integers and stated link speeds only. The ranks of a group trade tokens for heads, so that the exchange of rows runs
+between groups only. A rank holds the same tokens with every size, so each call may choose its size.
 Shape letters: N tokens, L tokens of a rank, H query heads, K kv heads, D head dim, R ranks, M ranks of a group.
 """
 
@@ -28,8 +28,8 @@ from lightning_dilated.sequence.planner import (
 )
 from lightning_dilated.sequence.requirements import Problem, crosses, straddling
 
-#: bytes of a GPU's memory that a trade of tokens for heads reads and writes, forward and backward: for each number of q
-#: (with its output and their gradients), and for each number of k and of v; counted from the copies that it makes in bf16
+#: bytes of GPU memory that a trade of tokens for heads reads and writes in both passes, for each number of q (with its
+#: output and their gradients), and for each number of k and of v; counted from the copies in bf16
 TRADED_Q, TRADED_KV = 90, 50
 #: collectives of a trade, forward and backward
 ROUNDS = 3, 5
@@ -44,9 +44,9 @@ class Traded:
 
 
 def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
-    """The problem of a call, given for single ranks, of the ranks with number `member` in groups of `size`."""
-    one = problem.shard
-    shard = replace(one, ranks=one.ranks // size, members=size)
+    """Return the problem of the ranks with number `member` in groups of `size`; `problem` is given for single ranks."""
+    single = problem.shard
+    shard = replace(single, ranks=single.ranks // size, members=size)
     first, stop = problem.heads
     count = stop - first
     low, high = windows(count, count * problem.num_kv_heads // problem.num_heads, size)[member]
@@ -55,21 +55,21 @@ def in_groups(problem: Problem, size: int, member: int = 0) -> Problem:
 
 
 def traded(problem: Problem, size: int, rank: int, samples: int, head_dim: int, element_size: int) -> Traded:
-    """Exactly what the trade of a call, given for single ranks, brings to a rank; `Wire.traffic` shows the same numbers."""
+    """Return the exact bytes that a rank receives in a trade (as in `Wire.traffic`); `problem` is for single ranks."""
     first, stop = problem.heads
     cuts = windows(stop - first, (stop - first) * problem.num_kv_heads // problem.num_heads, size)
     group, me = range(rank // size * size, (rank // size + 1) * size), rank % size
     tokens = [problem.shard.length(r) for r in group]
-    others = sum(tokens) - tokens[me]
+    other_tokens = sum(tokens) - tokens[me]
     heads = [b - a for a, b in cuts]
     kv = [-(-b // problem.group) - a // problem.group for a, b in cuts]
     own, own_kv = heads[me], kv[me]
     elsewhere, kv_elsewhere = sum(heads) - own, sum(kv) - own_kv
     wide, unit = max(4, element_size), head_dim * element_size
-    # q, k and v of others' tokens come, and the outputs and log-sum-exp of own tokens come back
-    forward = others * (own + 2 * own_kv) * unit + tokens[me] * elsewhere * (unit + wide)
-    # the outputs, their gradients and log-sum-exp come, and the gradients of q, k and v come back in fp32
-    backward = others * own * (2 * unit + wide) + tokens[me] * (elsewhere + 2 * kv_elsewhere) * head_dim * wide
+    # q, k and v of other ranks' tokens arrive; outputs and log-sum-exp of own tokens return
+    forward = other_tokens * (own + 2 * own_kv) * unit + tokens[me] * elsewhere * (unit + wide)
+    # outputs, their gradients and log-sum-exp arrive; gradients of q, k and v return in fp32
+    backward = other_tokens * own * (2 * unit + wide) + tokens[me] * (elsewhere + 2 * kv_elsewhere) * head_dim * wide
     return Traded(samples * forward, samples * backward)
 
 
@@ -84,12 +84,12 @@ def head_prices(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> tuple[tuple[HeadPrice, ...], tuple[tuple[int, str], ...]]:
-    """(prices of the sizes that serve a call, why the others do not); arguments as those of `planner.plan`.
+    """Return (prices of the sizes that serve a call, reasons against the others); arguments as in `planner.plan`.
 
-    `problem` is that of single ranks. Groups lie inside a node, and have no more ranks than the call has heads.
+    `problem` is given for single ranks. A group is inside a node, and has no more ranks than the call has heads.
 
     Raises:
-        ValueError: if the named exchange serves with no size.
+        ValueError: if no size serves the call.
     """
     ranks, (first, stop) = problem.shard.ranks, problem.heads
     per_node = ranks if ranks_per_node is None else ranks_per_node
@@ -142,23 +142,20 @@ def _price(
 def trade_price(
     problem: Problem, size: int, head_dim: int, element_size: int, links: Links = DEFAULTS
 ) -> tuple[int, float]:
-    """(bytes that a rank receives, seconds) of trading tokens for heads and back, in both passes.
-
-    `problem` is given for single ranks.
-    """
+    """Return (bytes that a rank receives, seconds) of a trade and back, both passes; `problem` is for single ranks."""
     samples = sum(d.samples for d in problem.documents)
     ranks = problem.shard.ranks
     # the first group and the last two; one of the last two may be short or empty
     priced = [rank for rank in range(ranks) if rank < size or rank >= ranks - 2 * size]
-    every = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
-    most = max(x.forward + x.backward for x in every)
+    trades = [traded(problem, size, rank, samples, head_dim, element_size) for rank in priced]
+    most = max(x.forward + x.backward for x in trades)
     numbers = samples * problem.shard.longest * head_dim
     copied = numbers * (problem.num_heads * TRADED_Q + 2 * problem.num_kv_heads * TRADED_KV) / MEMORY
     return most, most / links.near + sum(ROUNDS) * (links.round + (size - 1) * links.message) + copied
 
 
 def _uneven(problem: Problem, size: int, head_dim: int) -> float:
-    """Seconds that ranks wait for the one whose heads have most pairs, of the whole sequence."""
+    """Return the seconds that ranks wait for the rank that has the heads with most pairs, over the whole sequence."""
     length = problem.shard.seq_len
     cuts = windows(problem.num_heads, problem.num_kv_heads, size)
     kinds = problem.num_heads, problem.num_kv_heads, problem.causal
@@ -169,7 +166,7 @@ def _uneven(problem: Problem, size: int, head_dim: int) -> float:
 
 
 def _joined(problem: Problem, grouped: Problem, head_dim: int) -> float:
-    """Seconds that causal attention takes longer over segments that single ranks would compute in pieces."""
+    """Return the extra seconds of causal attention over whole segments that single ranks would compute in pieces."""
     if not problem.causal or crosses(grouped):
         return 0.0
     chosen = priced_ranks(problem.shard.ranks)
@@ -188,10 +185,10 @@ def plan_in_groups(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> Plan:
-    """The plan of a rank of a call, given for single ranks, with the cheapest size of head-parallel groups.
+    """Return a rank's plan with the cheapest size of head-parallel groups; `problem` is given for single ranks.
 
-    Every rank of the sequence takes the same size. Where nothing crosses ranks it is 1; of documents that differ from batch
-    to batch, too, as no batch is priced by itself.
+    Every rank of the sequence takes the same size. It is 1 if nothing crosses ranks, or if documents differ from batch
+    to batch, because batches are not priced one by one.
 
     Raises:
         ValueError: as `planner.plan`.
@@ -208,7 +205,7 @@ def plan_in_groups(
 
 
 def _not_priced(problem: Problem) -> str | None:
-    """Why a call takes no groups whatever they cost."""
+    """Return why a call takes no groups at any price, or None."""
     if not crosses(problem):
         return "no segment crosses a shard"
     if any((d.start, d.stop) != (0, problem.shard.seq_len) for d in problem.documents):

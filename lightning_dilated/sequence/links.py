@@ -1,4 +1,4 @@
-"""Links: how fast ranks reach each other, for the planner's estimates, and the file of speeds measured on this machine."""
+"""Links: speeds between ranks, for the planner's estimates, and the file of speeds measured on this machine."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 from lightning_dilated._validation import real, text_of
 
-#: names a file of links that is read instead of the cached one; "defaults" reads none
+#: environment variable: a file of links to read instead of the cached one; "defaults" reads none
 VARIABLE = "LIGHTNING_DILATED_LINKS"
 NUMBERS = ("near", "far", "round", "message")
 
 
 @dataclass(frozen=True)
 class Links:
-    """Link speeds behind prices: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
+    """Link speeds for prices: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
 
-    The defaults are those of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
-    adapter a GPU; a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures a machine's own.
+    The defaults are speeds of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
+    adapter a GPU; a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures the links here.
 
     Attributes:
         near, far: bytes/s that a GPU receives from its own node, and from other nodes.
-        round, message: seconds of an all-to-all, and of each message in it, on top of those of the bytes.
-        source: where the numbers come from; ignored in comparisons.
+        round, message: seconds of an all-to-all, and of each message in it, in addition to the time of the bytes.
+        source: origin of the numbers; ignored in comparisons.
 
     Raises:
-        TypeError, ValueError: naming the field that is no positive finite number.
+        TypeError, ValueError: naming the field that is not a positive finite number.
     """
 
     near: float = 259e9
@@ -52,17 +52,17 @@ class Links:
 
     @property
     def numbers(self) -> str:
-        """The numbers to the last digit: they have to be equal on all ranks."""
+        """The numbers with all digits, because they must be equal on all ranks."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in NUMBERS)
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
-        """The links of a file that `save` wrote; without a source in it, the file is the source.
+        """Read a file that `save` wrote; if it names no source, the file is the source.
 
         Raises:
             TypeError: if `path` is not a path.
-            OSError: if there is no such file, or it cannot be read.
-            ValueError: naming the file, and the field that is missing, unknown or no positive number.
+            OSError: if the file does not exist or cannot be read.
+            ValueError: naming the file, and the field that is missing, unknown or not a positive number.
         """
         if not isinstance(path, (str, Path)):
             raise TypeError(
@@ -73,7 +73,7 @@ class Links:
             values = json.loads(text_of(path, "utf-8"))
         except OSError as error:
             raise type(error)(f"{path}: {error.strerror}. {remedy}") from None
-        except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
+        except (ValueError, RecursionError) as error:  # RecursionError: values nested too deeply
             raise ValueError(f"{path} is no JSON ({error}). {remedy}") from None
         try:
             return cls(**{"source": str(path), **_checked(values)})
@@ -81,21 +81,21 @@ class Links:
             raise ValueError(f"{path}: {error} {remedy}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write a small JSON file atomically; creates the folder."""
+        """Write a small JSON file atomically; create its folder."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         part.unlink(missing_ok=True)
-        with part.open("x", encoding="utf-8") as file:  # which follows no link
+        with part.open("x", encoding="utf-8") as file:  # mode "x" follows no link
             file.write(json.dumps(asdict(self), indent=2) + "\n")
         part.replace(path)
 
     @classmethod
     def of_this_machine(cls) -> Links:
-        """The file that LIGHTNING_DILATED_LINKS names, else the cached one (`cached`), else the defaults.
+        """Read the file that LIGHTNING_DILATED_LINKS names, else the cached file (`cached`), else take the defaults.
 
         Raises:
-            OSError, ValueError: as `load`; a file that the variable names has to exist.
+            OSError, ValueError: as `load`; a file that the variable names must exist.
         """
         named = os.environ.get(VARIABLE)
         if named == "defaults":
@@ -109,13 +109,13 @@ class Links:
 
 
 def cached() -> Path:
-    """Where `bench links` writes, and `of_this_machine` looks: $XDG_CACHE_HOME, or ~/.cache."""
+    """Return the file that `bench links` writes and `of_this_machine` reads, in $XDG_CACHE_HOME or ~/.cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "lightning-dilated" / "links.json"
 
 
 def _checked(values: Any) -> dict[str, Any]:
-    """The values of a file, or an error unless these are all the numbers and nothing unknown."""
+    """Return the values of a file; raise unless they are all the numbers and nothing unknown."""
     if not isinstance(values, dict):
         raise ValueError(f"not a mapping of {', '.join(NUMBERS)}.")
     missing = [name for name in NUMBERS if name not in values]

@@ -34,38 +34,39 @@ from lightning_dilated.sequence.requirements import (
 )
 from lightning_dilated.sequence.shard import GIB, Shard, check_exchange
 
-#: up to this many ranks are priced; of more ranks, as many evenly spread ones
+#: most ranks that are priced, evenly spread if there are more
 PRICED = 8
-#: FLOP/s of attention, forward and backward, and bytes/s of memory of an H200: they convert waiting for a busier rank, and
-#: the fp32 copies of a switch (bytes a number of q), to the time scale of rows in transit
+#: attention FLOP/s (both passes) and memory bytes/s of an H200, and bytes of a switch's fp32 copies a number of q: they
+#: convert waiting for a busier rank, and these copies, to the time scale of rows in transit
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
-#: how much longer causal attention takes over a whole long sequence, as the owners of a switch compute it, than in the
-#: pieces of zigzag ranks; 931 and 867 ms for 524,288 tokens on four H200
+#: slowdown of causal attention over a whole long sequence (owners of a switch) relative to the pieces of zigzag ranks;
+#: 931 and 867 ms for 524,288 tokens on four H200
 WHOLE = 1.08
-#: "auto" leaves out exchanges that would save more than this many times the rank's own rows of K and V
+#: "auto" leaves out exchanges that save more than this many times the rank's own rows of K and V
 KEPT = 4
-#: link speeds of prices unless others are given
+#: default link speeds of prices
 DEFAULTS = Links()
-#: up to this many ranks' programs are listed to see what an exchange holds; of more ranks, those of `PRICED`
+#: up to this many ranks, all are listed to count the memory of an exchange; of more ranks, only the priced ones
 LISTED = 64
 
 
 class ExchangeMemoryError(ValueError):
-    """No exchange of a call holds as little as it may."""
+    """The named exchange of a call, or every exchange, holds more memory than allowed."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """The most that a priced rank receives with one exchange, forward and backward, and what that costs.
+    """The price of one exchange: bytes that the most expensive priced rank receives in both passes, and their time.
 
     Attributes:
-        forward, backward: bytes received; `far` are those of both passes that came from other nodes.
+        forward, backward: bytes received.
+        far: bytes of both passes received from other nodes.
         rounds, messages: collectives of both passes, and messages received in them.
         kept: bytes of received rows that are saved for the backward.
-        seconds: both passes, nothing hidden behind computation.
-        waiting: seconds that the ranks wait for the busiest of them (causal attention over contiguous shards), and of the
-            switch's copies of whole tensors.
-        held: the most that a rank holds at once, see `held`; counted where it is bounded.
+        seconds: time of both passes with nothing hidden behind computation.
+        waiting: seconds that ranks wait for the busiest rank (causal attention over contiguous shards), and seconds of
+            the switch's copies of whole tensors.
+        held: the most bytes that a rank holds at once, see `held`; None without a limit.
     """
 
     exchange: str
@@ -82,14 +83,14 @@ class Price:
 
 @dataclass(frozen=True)
 class HeadPrice:
-    """What a call costs with head-parallel groups of `head_size` ranks.
+    """The price of a call with head-parallel groups of `head_size` ranks.
 
     Attributes:
-        exchange: between groups; None where no segment crosses one.
-        traded: bytes that a rank receives with tokens for heads, forward and backward.
-        exchanged: bytes that it receives with the exchange between groups.
-        seconds: of both, nothing hidden behind computation, with the copies of a trade.
-        waiting: for ranks with more to compute.
+        exchange: exchange between groups; None if no segment crosses groups.
+        traded: bytes that a rank receives in trades of tokens for heads, in both passes.
+        exchanged: bytes that it receives in the exchange between groups.
+        seconds: time of the trade, its copies and the exchange, with nothing hidden behind computation.
+        waiting: seconds of waiting for ranks with more to compute.
     """
 
     head_size: int
@@ -101,7 +102,7 @@ class HeadPrice:
 
     @property
     def total(self) -> float:
-        """Seconds of all."""
+        """Seconds with waiting."""
         return self.seconds + self.waiting
 
     def __str__(self) -> str:
@@ -112,16 +113,16 @@ class HeadPrice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` decides for a call, and why; printed, it is a table.
+    """The exchange that `plan` chose for a call, with reasons; printed, it is a table.
 
     Attributes:
         problem: the call.
-        exchange: its name; None where no segment crosses a shard.
-        prices: of the exchanges that serve the call.
-        rejected: (exchange, why) of the others.
-        links: the link speeds behind the prices; None without prices.
-        head_prices, head_reasons: with `head_size="auto"`, the prices of sizes of head-parallel groups, and (size, why) of
-            those that were not taken.
+        exchange: name of the exchange; None if no segment crosses a shard.
+        prices: prices of the exchanges that serve the call.
+        rejected: (exchange, reason) of the others.
+        links: the link speeds of the prices; None without prices.
+        head_prices, head_reasons: with `head_size="auto"`, prices of sizes of head-parallel groups, and (size, reason)
+            of sizes that were not taken.
     """
 
     problem: Problem
@@ -141,7 +142,7 @@ class Plan:
         return "\n".join([self._exchange_lines(), *self.head_lines()])
 
     def head_lines(self) -> list[str]:
-        """The sizes of head-parallel groups, where they were chosen."""
+        """Return lines about sizes of head-parallel groups; none without head_size="auto"."""
         if not self.head_prices and not self.head_reasons:
             return []
         lines = [f"head_size: {self.head_size}"]
@@ -164,7 +165,7 @@ class Plan:
         lines += [f"links: {self.links}"] if self.links else []
         lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
         waits = max((p.waiting for p in self.prices if p.exchange != "switch"), default=0.0)
-        # windows and global tokens give every query as many keys
+        # with windows and global tokens, every query has the same number of keys
         grows = any(b.width is None and b.tokens is None for b in self.problem.pattern.branches)
         late = grows and self.problem.causal and self.problem.shard.layout == "contiguous"
         if late and self.prices and waits > min(p.seconds for p in self.prices):
@@ -190,15 +191,15 @@ def make_problem(
     head_size: int = 1,
     head_rank: int = 0,
 ) -> Problem:
-    """The problem of a call on `ranks` ranks; with head-parallel groups, that of the ranks with one `head_rank`.
+    """Return the problem of a call on `ranks` ranks; with head-parallel groups, of the ranks with number `head_rank`.
 
     Args:
-        pattern, num_heads, num_kv_heads, causal: of the call.
+        pattern, num_heads, num_kv_heads, causal: as in the call.
         seq_len: N.
-        layout: how ranks share the positions: "contiguous", "zigzag" or "strided".
+        layout: layout of the positions: "contiguous", "zigzag" or "strided".
         cu_seqlens: bounds of packed documents; in place of `lengths`.
         lengths: tokens of each sample.
-        batch: samples of N tokens, where neither is given.
+        batch: samples of N tokens, if neither is given.
         head_size: ranks of a head-parallel group, a divisor of `ranks`.
 
     Raises:
@@ -220,7 +221,7 @@ def make_problem(
 
 # -- work --------------------------------------------------------------------------------------------------------------
 def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
-    """The (query, key) pairs that a rank computes, without those of narrow segments, which no exchange changes."""
+    """Count the (query, key) pairs that a rank computes, without narrow segments, which no exchange changes."""
     if exchange != "switch":
         return joint_pairs(problem, rank) + local_pairs(problem, rank)
     if problem.shard.interleaved:
@@ -243,14 +244,14 @@ def mean_pairs(problem: Problem, exchange: str, ranks: Sequence[int]) -> float:
 
 
 def joint_pairs(problem: Problem, rank: int) -> int:
-    """The pairs of a rank's requests: those with rows beyond one run of its own consecutive positions."""
+    """Count the pairs of a rank's requests: pairs with rows beyond one run of its own consecutive positions."""
     if problem.shard.interleaved:
         return strided.query_pairs(problem, rank)
     return sum(request.pairs for request in row_requests(problem, rank))
 
 
 def local_pairs(problem: Problem, rank: int) -> int:
-    """Pairs of a rank's own rows with each other in wide segments; requests hold them where rows interleave."""
+    """Count the pairs among a rank's own rows in wide segments; if rows interleave, requests hold these pairs."""
     pairs = 0
     for piece in problem.shard.ranges(rank):
         for segment in wide_segments(problem, piece) if piece.step == 1 else ():
@@ -259,8 +260,8 @@ def local_pairs(problem: Problem, rank: int) -> int:
                 rows, width = intersect(rows, piece), branch.width
                 n = len(rows)
                 if branch.tokens is not None:
-                    others = len(clip(rows, max(piece.start, segment.start + branch.tokens), piece.stop))
-                    n, crossing = n - others, (n - others) * others
+                    later = len(clip(rows, max(piece.start, segment.start + branch.tokens), piece.stop))
+                    n, crossing = n - later, (n - later) * later
                     pairs += segment.document.samples * (crossing if problem.causal else 2 * crossing)
                 pairs += segment.document.samples * row_pairs(n, width, problem.causal)
     return pairs
@@ -268,9 +269,9 @@ def local_pairs(problem: Problem, rank: int) -> int:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int) -> int:
-    """The most bytes of received rows, and of fp32 sums of their gradients, that a rank holds at once in a call.
+    """Return the most bytes of received rows, and of fp32 sums of their gradients, that a rank holds at once in a call.
 
-    It is that of the backward. Rows of the rank's own that the exchange copies are among them; what leaves is not.
+    The peak is in the backward. Own rows that the exchange copies are counted; send buffers are not.
     """
     wide = max(4, element_size)
     program = EXCHANGES[exchange].program(problem, rank, per_node)
@@ -289,14 +290,14 @@ def held(problem: Problem, exchange: str, rank: int, per_node: int, head_dim: in
 
 
 def most_held(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int) -> int:
-    """The most of all ranks, and of all windows of a head-parallel group."""
+    """Return the most that any rank, and any window of a head-parallel group, holds."""
     ranks = problem.shard.ranks
     listed = range(ranks) if ranks <= LISTED else priced_ranks(ranks)
     return max(held(x, exchange, r, per_node, head_dim, element_size) for x in members_of(problem) for r in listed)
 
 
 def _too_much(holds: dict[str, int], bound: int, named: str | None = None) -> ExchangeMemoryError:
-    """What to change where an exchange that was named, or every one, holds more than it may."""
+    """Return the error, with its remedy, for the named exchange, or every exchange, that holds more than the limit."""
     least = min(holds, key=lambda name: holds[name])
     sizes = ", ".join(f"{name} {_gib(n)}" for name, n in sorted(holds.items(), key=lambda x: x[1]))
     first = "no exchange of this call holds" if named is None else f"exchange={named!r} does not hold"
@@ -309,14 +310,14 @@ def _too_much(holds: dict[str, int], bound: int, named: str | None = None) -> Ex
 
 
 def _gib(size: int) -> str:
-    """Rounded up, so that the number is enough."""
+    """Return a size in GiB, rounded up so that it is enough as a limit."""
     digits = 6
     return f"{-(-size * 10**digits // GIB) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------
 def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
-    """The price of an exchange: that of the most expensive priced rank and window of a head-parallel group."""
+    """Return the price of an exchange for the most expensive priced rank and window of a head-parallel group."""
     priced = priced_ranks(problem.shard.ranks)
     sizes = per_node, head_dim, element_size, links
     highest = max((_price(x, exchange, r, *sizes) for x in members_of(problem) for r in priced), key=_seconds)
@@ -331,7 +332,7 @@ def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element
 
 
 def priced_ranks(ranks: int) -> Sequence[int]:
-    """The ranks that stand for all."""
+    """Return the ranks that are priced."""
     return range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
 
 
@@ -353,7 +354,7 @@ def _seconds(x: Price) -> float:
 
 
 def _few_rows(problem: Problem) -> bool:
-    """Whether at most `FEW` of a rank's rows belong to wide segments (of all branches together)."""
+    """Return True if at most `FEW` of a rank's rows belong to wide segments (of all branches together)."""
     length = problem.shard.longest
     branches = enumerate(problem.pattern.branches)
     wide = [i for i, b in branches if b.segment_length is None or b.segment_length > length or b.shift]
@@ -362,7 +363,7 @@ def _few_rows(problem: Problem) -> bool:
 
 
 def members_of(problem: Problem) -> list[Problem]:
-    """The problem of every member of a head-parallel group: they have to choose one exchange, whatever their own heads."""
+    """Return the problem of every member of a head-parallel group; all members must choose one exchange."""
     cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
     return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
 
@@ -387,7 +388,7 @@ def plan(
     links: Links = DEFAULTS,
     exchange_memory: int | None = None,
 ) -> Plan:
-    """The exchange of a problem: the one named, or the cheapest.
+    """Return the plan of a problem, with the named or the cheapest exchange.
 
     Args:
         problem: see `make_problem`.
@@ -395,11 +396,11 @@ def plan(
         ranks_per_node: ranks that share fast links; None: all of them.
         head_dim, element_size: D, and bytes of an element of q, k and v.
         links: the link speeds of this machine.
-        exchange_memory: the most bytes that a rank may hold at once, see `held`; None: not bounded.
+        exchange_memory: the most bytes that a rank may hold at once, see `held`; None: no limit.
 
     Raises:
-        ValueError: if the named exchange cannot serve the problem, with the condition that fails; if it, or every exchange,
-            holds more than `exchange_memory`, with what each holds.
+        ValueError: if the named exchange cannot serve the problem, with the condition that fails; if the named
+            exchange, or every exchange, holds more than `exchange_memory`, with the amounts.
     """
     check_exchange(exchange)
     if not crosses(problem):
@@ -439,7 +440,7 @@ def plan(
 def _cheapest(
     problem: Problem, per_node: int, head_dim: int, element_size: int, links: Links, over: Mapping[str, str]
 ) -> Plan:
-    """`over`: exchanges that hold too much, and how much."""
+    """Return the plan with the cheapest exchange; `over`: {exchange that holds too much: reason}."""
     prices, rejected = [], dict(over)
     for exchange in EXCHANGES.values():
         reason = _why_not(problem, exchange.name, per_node)
@@ -449,11 +450,11 @@ def _cheapest(
             rejected[exchange.name] = reason
     samples = max(d.samples for d in problem.documents)
     kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in members_of(problem))
-    own = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
-    within = [p for p in prices if p.exchange not in over]
-    fits = [p for p in within if p.kept <= KEPT * own] or within
+    own_bytes = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
+    allowed = [p for p in prices if p.exchange not in over]
+    fits = [p for p in allowed if p.kept <= KEPT * own_bytes] or allowed
     best = min(fits, key=_seconds)
-    for p in within:
+    for p in allowed:
         if p not in fits:
             rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
         elif p is not best:

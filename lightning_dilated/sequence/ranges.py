@@ -1,6 +1,6 @@
 """Sets of positions as ranges of integers: intersection, difference and disjoint union, exact for any steps.
 
-Rows of dilated attention are arithmetic progressions; as ranges, a billion of them cost what ten do.
+Rows of dilated attention are arithmetic progressions; as a range, a billion rows cost no more than ten.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def _inverse(a: int, modulus: int) -> int:
 
 
 def clip(a: range, start: int, stop: int) -> range:
-    """The elements of `a` in [start, stop)."""
+    """Return the elements of `a` in [start, stop)."""
     low = a.start if a.start >= start else a.start + -((a.start - start) // a.step) * a.step
     return range(low, min(a.stop, stop), a.step)
 
 
 def intersect(a: range, b: range) -> range:
-    """The common elements, by the Chinese remainder theorem; empty where residues differ."""
+    """Return the common elements, by the Chinese remainder theorem; empty if residues differ."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     if start >= stop:
         return range(0)
@@ -44,15 +44,15 @@ def intersect(a: range, b: range) -> range:
 
 
 def subtract(a: range, b: range) -> list[range]:
-    """`a` without `b`, as disjoint ranges: before, after, and the residues of `a` that `b` does not take."""
-    both = intersect(a, b)
-    if not both:
+    """Return `a` without `b`, as disjoint ranges: before, after, and the residues of `a` that `b` does not take."""
+    taken = intersect(a, b)
+    if not taken:
         return [a] if a else []
-    out = [clip(a, a.start, both[0]), clip(a, both[-1] + 1, a.stop)]
-    period = both.step // a.step
-    if len(both) > 1:
-        inner = range(both[0], both[-1], a.step)
-        if period <= len(both):
+    out = [clip(a, a.start, taken[0]), clip(a, taken[-1] + 1, a.stop)]
+    period = taken.step // a.step
+    if len(taken) > 1:
+        inner = range(taken[0], taken[-1], a.step)
+        if period <= len(taken):
             out += [inner[i::period] for i in range(1, period)]
         else:  # few elements are taken: the runs between them
             out += [inner[i + 1 : i + period] for i in range(0, len(inner), period)]
@@ -60,40 +60,40 @@ def subtract(a: range, b: range) -> list[range]:
 
 
 def remove(pieces: Iterable[range], taken: Iterable[range]) -> list[range]:
-    """Disjoint `pieces` without everything in `taken`."""
+    """Return disjoint `pieces` without the elements of `taken`."""
     waiting = sorted((x for x in pieces if x), key=lambda x: x.start, reverse=True)
     done: list[range] = []
-    rest: list[range] = []
+    active: list[range] = []
     for b in sorted((x for x in taken if x), key=lambda x: x.start):
         while waiting and waiting[-1].start < b.stop:
-            rest.append(waiting.pop())
-        left: list[range] = []
-        for a in rest:
-            if a[-1] < b.start:  # everything taken later starts further on
+            active.append(waiting.pop())
+        remaining: list[range] = []
+        for a in active:
+            if a[-1] < b.start:  # later ranges of `taken` start further on
                 done.append(a)
             else:
-                left += subtract(a, b)
-        rest = left
-    return done + rest + waiting[::-1]
+                remaining += subtract(a, b)
+        active = remaining
+    return done + active + waiting[::-1]
 
 
 def union(pieces: Iterable[range]) -> list[range]:
-    """Disjoint ranges with the same elements; dense pieces come first, so that they absorb sparse ones.
+    """Return disjoint ranges with the same elements; dense pieces come first, so that they absorb sparse ones.
 
-    The result depends on the elements only, not on the order of the pieces or on how equal ranges are written: sender and
-    receiver of a message compute its rows independently.
+    The result depends only on the elements, not on the order or form of the pieces, because sender and receiver of a
+    message compute its rows independently.
     """
     out: list[range] = []
     by_step = sorted(_merged({_plain(x) for x in pieces if x}), key=lambda x: x.step)
     for _, same in itertools.groupby(by_step, key=lambda x: x.step):
         placed = _RangesByExtent(out)
-        # ranges of one step that are left by then share no element
+        # the merged ranges of one step share no element
         out += [x for piece in same for x in remove([piece], placed.overlapping(piece))]
     return out
 
 
 def _merged(pieces: Iterable[range]) -> list[range]:
-    """Ranges of one step and residue joined where they overlap or continue each other, by their starts."""
+    """Join ranges of one step and residue that overlap or continue each other; sort the result by step and start."""
     out: list[range] = []
     for piece in sorted(pieces, key=lambda x: (x.step, x.start % x.step, x.start, x.stop)):
         last = out[-1] if out else piece
@@ -106,10 +106,10 @@ def _merged(pieces: Iterable[range]) -> list[range]:
 
 
 class _RangesByExtent:
-    """Ranges sorted so that those overlapping another are found without a scan of all."""
+    """Ranges sorted so that a search for overlapping ranges need not scan all of them."""
 
     def __init__(self, pieces: Iterable[range]) -> None:
-        # by length, within a factor of two: few of a length reach into one place unless they interleave
+        # grouped by length within a factor of two: few ranges of a group span one position unless they interleave
         self._sorted: dict[int, tuple[list[int], list[range], int]] = {}
         for piece in sorted(pieces, key=lambda x: x.start):
             extent = piece[-1] - piece.start
@@ -119,7 +119,7 @@ class _RangesByExtent:
             self._sorted[extent.bit_length()] = starts, alike, max(longest, extent)
 
     def overlapping(self, piece: range) -> list[range]:
-        """All that span some position of [piece.start, piece.stop)."""
+        """Return all ranges that span some position of [piece.start, piece.stop)."""
         out: list[range] = []
         for starts, alike, longest in self._sorted.values():
             low, high = bisect.bisect_left(starts, piece.start - longest), bisect.bisect_left(starts, piece.stop)
@@ -129,7 +129,7 @@ class _RangesByExtent:
 
 @dataclass
 class Holed:
-    """The elements of disjoint `pieces` without those of disjoint `holes`, which lie within the pieces."""
+    """The elements of disjoint `pieces` without disjoint `holes`, which are inside the pieces."""
 
     pieces: list[range]
     holes: list[range] = field(default_factory=list)
@@ -138,31 +138,31 @@ class Holed:
         return size(self.pieces) - size(self.holes)
 
     def add(self, rows: range, without: list[range]) -> None:
-        """Add `rows` without the disjoint ranges `without`, which lie within it."""
+        """Add `rows` without the disjoint ranges `without`, which are inside `rows`."""
         if not rows:
             return
-        both = [intersect(a, b) for a in self.holes for b in without]
+        shared = [intersect(a, b) for a in self.holes for b in without]
         fresh = remove(without, self.pieces)
-        self.holes = [*remove(self.holes, [rows]), *(x for x in both if x), *fresh]
+        self.holes = [*remove(self.holes, [rows]), *(x for x in shared if x), *fresh]
         self.pieces = [*self.pieces, *remove([rows], self.pieces)]
 
     def ranges(self) -> list[range]:
-        """The elements as disjoint ranges."""
+        """Return the elements as disjoint ranges."""
         holes = [x for hole in self.holes for x in ([range(p, p + 1) for p in hole] if len(hole) <= SPLIT else [hole])]
         return remove(self.pieces, holes)
 
 
-#: a hole of up to this many elements splits ranges before and after each element, a longer one into residues
+#: a hole of up to this many elements splits ranges before and after each element; a longer hole splits them by residue
 SPLIT = 8192
 
 
 def _plain(a: range) -> range:
-    """The canonical form of a range that is not empty: range(5, 6, 3) and range(5, 9, 4) are equal, written differently."""
+    """Return the canonical form of a non-empty range: range(5, 6, 3) and range(5, 9, 4) are equal ranges."""
     return range(a.start, a[-1] + 1, a.step if len(a) > 1 else 1)
 
 
 def join(pieces: Iterable[range]) -> tuple[range, ...]:
-    """The same elements in the same order, with neighbours that continue each other joined; empty ranges left out."""
+    """Join neighbouring ranges that continue each other, in their order; drop empty ranges."""
     out: list[range] = []
     for piece in pieces:
         if out and piece and out[-1].step == piece.step and out[-1][-1] + piece.step == piece.start:
@@ -177,5 +177,5 @@ def size(pieces: Iterable[range]) -> int:
 
 
 def common(pieces: Iterable[range], others: Sequence[range]) -> int:
-    """How many elements of disjoint `pieces` lie in disjoint `others`."""
+    """Return the number of elements that disjoint `pieces` and disjoint `others` share."""
     return sum(len(intersect(a, b)) for a in pieces for b in others)

@@ -1,6 +1,6 @@
-"""What attention over a sharded sequence requires of its ranks: the call as a `Problem`, and each rank's row requests.
+"""Requirements of attention over a sharded sequence: the call as a `Problem`, and each rank's row requests.
 
-A row request names query rows of a rank and the key rows on other shards that they see. All of it is integers.
+A row request names query rows of a rank and the key rows on other shards that they see. All numbers are integers.
 
 Shape letters: N tokens, H query heads, R ranks, w segment length, r dilation rate, o offset.
 """
@@ -36,8 +36,8 @@ class Document:
 class Problem:
     """One call of attention over a sharded sequence; equal on all ranks.
 
-    `documents` are those that no rank holds alone; `heads` = (first, stop) are the query heads computed here (all of them,
-    or the window of a head-parallel group). Of a sequence computed chunk by chunk the pieces of chunks stand for ranks.
+    `documents` are the documents that no rank holds alone; `heads` = (first, stop) are the query heads computed here
+    (all, or the window of a head-parallel group). For a stream of chunks, pieces of chunks replace ranks.
     """
 
     pattern: DilatedPattern
@@ -60,7 +60,7 @@ class Problem:
         return first // self.group, -(-stop // self.group)
 
     def offset(self, branch: int, head: int) -> int:
-        """The residue that a head uses in a branch."""
+        """Return the residue that a head uses in a branch."""
         return self.pattern.offset(self.pattern.branches[branch], head, self.num_heads, self.num_kv_heads)
 
 
@@ -81,10 +81,10 @@ class BranchSegment:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Query rows of one head and branch, and the key rows that they see: all of them, or (causal) those not after them.
+    """Query rows of one head and branch, and the key rows that they see: all, or (causal) keys not after the query.
 
-    Within one `slot` of a branch no query row occurs twice. `pads` zero keys are attended next to the keys. With a `band` =
-    (lower, upper) query i sees key j where lower <= j - i <= upper, and every query sees a key.
+    No query row occurs twice in one `slot` of a branch. Queries also attend to `pads` zero keys. With `band` = (lower,
+    upper), query i sees key j if lower <= j - i <= upper, and every query sees a key.
     """
 
     document: Document
@@ -106,8 +106,8 @@ class RowRequest:
         return self.document.samples * (n * (n + 1) // 2 if self.causal else n * m)
 
     def cut(self, held: Sequence[range]) -> Iterator[RowRequest]:
-        """The request for those of its keys that lie at the positions `held`: none, one, or in a band one for each run."""
-        parts = [both for keys in self.keys for piece in held if (both := intersect(keys, piece))]
+        """Yield the request for its keys at the positions `held`: no request, one or, with a band, one for each run."""
+        parts = [part for keys in self.keys for piece in held if (part := intersect(keys, piece))]
         if self.band is None:
             if parts:
                 yield replace(self, keys=tuple(parts))
@@ -116,24 +116,23 @@ class RowRequest:
         for number, part in enumerate(parts):
             at = keys.index(part[0])
             lower, upper = self.band[0] - at, self.band[1] - at  # for key j of the part
-            first, stop = max(0, -upper), min(len(self.queries), len(part) - lower)  # queries that see one of them
+            first, stop = max(0, -upper), min(len(self.queries), len(part) - lower)  # queries that see a key of it
             if first < stop:
                 band, slot = (lower + first, upper + first), self.slot + 2 * number
                 yield replace(self, queries=self.queries[first:stop], keys=(part,), band=band, slot=slot)
 
 
 def _below(n: int, m: int, upper: int) -> int:
-    """Pairs (i, j) of i < n and j < m with j - i <= upper: row i has i + upper + 1 of them, at least 0 and at most m."""
-    first = min(n, max(0, -upper))  # the rows before have none
+    """Count pairs (i, j) of i < n and j < m with j - i <= upper: row i has i + upper + 1, at least 0 and at most m."""
+    first = min(n, max(0, -upper))  # earlier rows have no pairs
     full = min(n, max(first, m - upper - 1))  # the rows from here on have all m
     return (full - first) * (first + full + 1 + 2 * upper) // 2 + (n - full) * m
 
 
 def straddling(documents: Sequence[Document], shard: Any) -> tuple[Document, ...]:
-    """The documents of a call that do not lie in one run of consecutive positions of one rank.
+    """Return the documents of a call that are not inside one run of consecutive positions of one rank.
 
-    Documents must be in rising order of their bounds (packed, or one of each sample): then only cuts between shards are
-    looked at.
+    Documents must be in rising order of bounds (packed, or one a sample): only cuts between shards are looked up.
     """
     if shard.interleaved:
         return tuple(d for d in documents if d.stop > d.start)
@@ -147,23 +146,23 @@ def straddling(documents: Sequence[Document], shard: Any) -> tuple[Document, ...
 
 @functools.lru_cache(maxsize=64)
 def _cuts(shard: Any) -> list[int]:
-    """Positions above 0 at which a new run of consecutive positions starts."""
+    """Return the positions above 0 at which a new run of consecutive positions starts."""
     return sorted({piece.start for rank in range(shard.ranks) for piece in shard.ranges(rank)} - {0})
 
 
 def segment_rows(problem: Problem, segment: BranchSegment, head: int) -> range:
-    """The positions of a segment that a head uses."""
+    """Return the positions of a segment that a head uses."""
     rate = problem.pattern.branches[segment.branch].dilation_rate
     return head_rows(segment.start, segment.stop, segment.first, rate, problem.offset(segment.branch, head))
 
 
 def served(problem: Problem, branch: int) -> list[int]:
-    """The query heads of `problem.heads` that a branch serves."""
+    """Return the query heads of `problem.heads` that a branch serves."""
     return [h for h in range(*problem.heads) if problem.pattern.branches[branch].serves(h)]
 
 
 def segment_padding(problem: Problem, segment: BranchSegment, rows: range) -> int:
-    """n_pad of a segment for a head with these rows."""
+    """Return n_pad of a segment for a head with these rows."""
     if problem.causal:
         return 0
     branch = problem.pattern.branches[segment.branch]
@@ -171,7 +170,7 @@ def segment_padding(problem: Problem, segment: BranchSegment, rows: range) -> in
 
 
 def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
-    """The segments that hold positions of a piece of a rank and reach beyond it."""
+    """Yield the segments that hold positions of a piece of a rank and reach beyond it."""
     for document in problem.documents:
         low, high = max(piece.start, document.start) - document.start, min(piece.stop, document.stop) - document.start
         if low >= high:
@@ -179,23 +178,23 @@ def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
         for i, branch in enumerate(problem.pattern.branches):
             interleaved = piece.step > 1  # every segment reaches beyond such a piece
             starts = range(low, high, segment_width(branch, document.length)) if interleaved else (low,)
-            seen = set()
+            listed = set()
             for position in (*starts, high - 1):
                 segment = segment_at(branch, document.length, position)
-                if segment not in seen and (interleaved or segment.start < low or segment.stop > high):
-                    seen.add(segment)
+                if segment not in listed and (interleaved or segment.start < low or segment.stop > high):
+                    listed.add(segment)
                     yield BranchSegment(document, i, *(x + document.start for x in segment))
 
 
 # -- row requests ------------------------------------------------------------------------------------------------------
 def row_requests(problem: Problem, rank: int) -> Iterator[RowRequest]:
-    """Everything that a rank computes with rows beyond one run of its own consecutive positions."""
+    """Yield a rank's requests for rows beyond one run of its own consecutive positions."""
     for piece in problem.shard.ranges(rank):
         yield from piece_requests(problem, piece)
 
 
 def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
-    """Everything that the queries at these positions compute with rows at others."""
+    """Yield the requests of the queries at these positions for rows at other positions."""
     for segment in wide_segments(problem, piece):
         for head in served(problem, segment.branch):
             rows = segment_rows(problem, segment, head)
@@ -204,7 +203,7 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
                 continue
             branch = problem.pattern.branches[segment.branch]
             if branch.width is not None:
-                yield from _window_requests(problem, segment, head, (rows, queries), branch.width)
+                yield from _window_requests(problem, segment, head, rows, queries, branch.width)
             elif branch.tokens is not None:
                 yield from _global_requests(problem, segment, head, queries, branch.tokens)
             elif piece.step == 1:
@@ -220,62 +219,60 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
 
 
 def _window_requests(
-    problem: Problem, segment: BranchSegment, head: int, of: tuple[range, range], width: int
+    problem: Problem, segment: BranchSegment, head: int, rows: range, queries: range, width: int
 ) -> Iterator[RowRequest]:
-    """What the queries of a run of a rank's positions see of a window's rows outside of it; `of` = (rows, queries).
-
-    The rows within `width` of the run's ends, and the queries that see any of them.
-    """
-    rows, queries = of
+    """Yield requests for a window's rows outside of a run of queries: rows near its ends, and queries that see any."""
     request = functools.partial(RowRequest, segment.document, segment.branch, head)
     at = rows.index(queries[0])
     before = rows[max(0, at - width + 1) : at]
-    some = queries[: width - 1]
-    if before and some:  # query i lies len(before) - j + i rows after key j
+    near = queries[: width - 1]
+    if before and near:  # query i is len(before) - j + i rows after key j
         lower = len(before) - width + 1
-        yield request(some, (before,), band=(lower, len(before)) if lower > 1 - len(some) else None)
+        yield request(near, (before,), band=(lower, len(before)) if lower > 1 - len(near) else None)
     after = range(0) if problem.causal else rows[at + len(queries) : at + len(queries) + width - 1]
-    some = queries[max(0, len(queries) - width + 1) :]
-    if after and some:  # key j lies len(some) - i + j rows after query i
-        upper = width - 1 - len(some)
-        yield request(some, (after,), band=(-len(some), upper) if upper < len(after) - 1 else None, slot=1)
+    near = queries[max(0, len(queries) - width + 1) :]
+    if after and near:  # key j is len(near) - i + j rows after query i
+        upper = width - 1 - len(near)
+        yield request(near, (after,), band=(-len(near), upper) if upper < len(after) - 1 else None, slot=1)
 
 
 def _global_requests(
     problem: Problem, segment: BranchSegment, head: int, queries: range, tokens: int
 ) -> Iterator[RowRequest]:
-    """What the queries of a run of a rank's positions see outside of it: the first `tokens` of a document all of it, causal
-    what stands before; the others these tokens."""
+    """Yield requests of a run of queries for rows outside of it.
+
+    The document's first `tokens` queries see all rows (causal: earlier rows); later queries see these tokens.
+    """
     edge = min(segment.start + tokens, segment.stop)
     before, after = range(segment.start, queries.start), range(queries.stop, 0 if problem.causal else segment.stop)
-    first, others = clip(queries, queries.start, edge), clip(queries, max(edge, queries.start), queries.stop)
-    for slot, (some, seen) in enumerate(((first, (before, after)), (others, (clip(before, segment.start, edge),)))):
-        keys = tuple(x for x in seen if x)
-        if some and keys:
-            yield RowRequest(segment.document, segment.branch, head, some, keys, slot=slot)
+    first, later = clip(queries, queries.start, edge), clip(queries, max(edge, queries.start), queries.stop)
+    for slot, (subset, rows) in enumerate(((first, (before, after)), (later, (clip(before, segment.start, edge),)))):
+        keys = tuple(x for x in rows if x)
+        if subset and keys:
+            yield RowRequest(segment.document, segment.branch, head, subset, keys, slot=slot)
 
 
 def _triangles(segment: BranchSegment, head: int, rows: range, queries: range) -> Iterator[RowRequest]:
-    """Causal requests where queries and keys interleave: keys as progressions with the queries' step, each a triangle."""
+    """Yield causal requests of interleaved queries and keys: a triangle for each residue of keys mod the query step."""
     ratio = queries.step // rows.step
     request = functools.partial(RowRequest, segment.document, segment.branch, head)
     for i in range(min(ratio, len(rows))):
         keys = rows[i::ratio]
         ahead = (queries.start - keys.start) // queries.step  # keys up to index ahead + i are not after query i
-        rest = queries[max(0, -ahead) :]
-        if rest and ahead > 0:
-            yield request(rest, (keys[:ahead],), slot=2 * i)
+        seeing = queries[max(0, -ahead) :]
+        if seeing and ahead > 0:
+            yield request(seeing, (keys[:ahead],), slot=2 * i)
         keys = keys[max(0, ahead) :]
-        n = min(len(rest), len(keys))
+        n = min(len(seeing), len(keys))
         if n:
-            yield request(rest[:n], (keys[:n],), causal=True, slot=2 * i + 1)
-        if n and len(rest) > n:
-            yield request(rest[n:], (keys,), slot=2 * i + 1)
+            yield request(seeing[:n], (keys[:n],), causal=True, slot=2 * i + 1)
+        if n and len(seeing) > n:
+            yield request(seeing[n:], (keys,), slot=2 * i + 1)
 
 
 @functools.lru_cache(maxsize=4096)
 def needed_rows(problem: Problem, rank: int) -> RowsByHead:
-    """The rows that a rank's requests read, its own rows among them where they interleave."""
+    """Return the rows that a rank's requests read, including its own rows if rows interleave."""
     keys: dict[tuple[Document, int], set[range]] = {}
     for request in row_requests(problem, rank):
         keys.setdefault((request.document, request.head // problem.group), set()).update(request.keys)
@@ -283,9 +280,9 @@ def needed_rows(problem: Problem, rank: int) -> RowsByHead:
 
 
 def partners(problem: Problem, rank: int) -> list[int]:
-    """The ranks that hold tokens of a rank's documents, itself among them: only these can exchange rows with it.
+    """Return the ranks, including `rank`, that hold tokens of its documents; only these can exchange rows with it.
 
-    Of a piece of a chunk: the other pieces of the chunk, whose ranks also hold earlier rows; its own rank's it has.
+    For a piece of a chunk, return the other pieces of the chunk; their ranks also hold earlier rows.
     """
     if (peers := problem.shard.peers(rank)) is not None:
         return [peer for peer in peers if peer != rank]
@@ -300,7 +297,7 @@ def partners(problem: Problem, rank: int) -> list[int]:
 
 @functools.lru_cache(maxsize=1024)
 def crosses(problem: Problem) -> bool:
-    """Whether any segment reaches over a cut between shards; if not, no rank needs another."""
+    """Return True if any segment crosses a cut between shards; if not, no rank needs another."""
     if problem.shard.interleaved:
         return bool(problem.documents)
     for document in problem.documents:

@@ -1,6 +1,6 @@
-"""How a sequence is sharded: global position <-> (rank, local index) as ranges, and the cut of a batch to a rank.
+"""Shards of a sequence: global position <-> (rank, local index) as ranges, and the cut of a batch to a rank.
 
-Shape letters: N tokens of the sequence, R ranks, L the most tokens a rank holds, B batch.
+Shape letters: N tokens of the sequence, R ranks, L the most tokens of a rank, B batch.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ GIB = 1 << 30
 
 
 def cut(start: int, stop: int, part: int, parts: int) -> range:
-    """One of several pieces of [start, stop), each but the last ones of ceil((stop - start) / parts) positions."""
+    """Return one of the pieces of [start, stop); all but the last ones have ceil((stop - start) / parts) positions."""
     size = -(-(stop - start) // parts)
     return range(min(start + part * size, stop), min(start + (part + 1) * size, stop))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How `seq_len` positions are sharded over `ranks` ranks.
+    """The assignment of `seq_len` positions to `ranks` ranks.
 
     Args:
-        seq_len: N; it need not be a multiple of anything, and ranks may be left empty (N = 9 on 4 ranks: 3, 3, 3, 0).
+        seq_len: N, any number; ranks may be left empty (N = 9 on 4 ranks: 3, 3, 3, 0).
         ranks: R.
         layout: "contiguous": rank s holds [s L, (s + 1) L), L = ceil(N / R);
-            "zigzag": of 2 R chunks of C = ceil(N / 2R), rank s holds the chunks s and 2 R - 1 - s;
+            "zigzag": of 2 R chunks of C = ceil(N / 2R), rank s holds chunks s and 2 R - 1 - s;
             "strided": rank s holds the positions p with p mod R = s;
-            "chunked": of each chunk of `stream` positions (the last one may be shorter), cut into R pieces, rank s holds
-            piece s.
-        members: with head-parallel groups, `members` neighbouring ranks hold their positions together; `ranks` then counts
-            the groups, and a group's positions are those of its members one after another.
-        stream: C, of the chunked layout.
+            "chunked": each chunk of `stream` positions (the last may be shorter) is cut into R pieces, and rank s holds
+            piece s of each.
+        members: ranks of a head-parallel group, which are neighbours and hold their positions together; `ranks` then
+            counts groups, and a group has the positions of its members, one member after another.
+        stream: C, in the chunked layout.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -69,7 +69,7 @@ class Shard:
 
     @functools.cached_property
     def interleaved(self) -> bool:
-        """Whether neighbouring positions lie on different ranks or members everywhere (strided)."""
+        """True if neighbouring positions are on different ranks or members everywhere (strided)."""
         return self.layout == "strided" and self.total > 1
 
     @functools.cached_property
@@ -80,18 +80,18 @@ class Shard:
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - shards are small values, equal ones share their entries
     def ranges(self, rank: int) -> tuple[range, ...]:
-        """The positions of a rank, in local order; empty ranges are left out."""
+        """Return the positions of a rank in local order, without empty ranges."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} lies outside the {self.ranks} ranks of the sequence.")
         members = range(rank * self.members, (rank + 1) * self.members)
         return join(x for member in members for x in self._member_ranges(member))
 
     def peers(self, rank: int) -> range | None:
-        """The only ranks that a rank exchanges rows with; None: they follow from the documents."""
+        """Return the only ranks that exchange rows with a rank; None: they follow from the documents."""
         return None
 
     def held(self, rank: int) -> tuple[range, ...]:
-        """The positions whose rows a rank can send: its own."""
+        """Return the positions of the rows that a rank can send: its own positions."""
         return self.ranges(rank)
 
     def _member_ranges(self, member: int) -> list[range]:
@@ -117,16 +117,16 @@ class Shard:
         return min(chunk, 2 * self.total - 1 - chunk)
 
     def length(self, rank: int) -> int:
-        """L, the number of a rank's tokens."""
+        """Return the number of a rank's tokens."""
         return sum(map(len, self.ranges(rank)))
 
     @property
     def longest(self) -> int:
-        """L, the most tokens a rank holds: rank 0's, or in zigzag (where rank 0 has the short last chunk) rank R - 1's."""
+        """L, the most tokens of a rank: rank 0, or rank R - 1 in zigzag, where rank 0 has the short last chunk."""
         return max(self.length(0), self.length(self.ranks - 1))
 
     def owner(self, position: int) -> tuple[int, int]:
-        """(rank, local index) of a global position.
+        """Return (rank, local index) of a global position.
 
         Raises:
             IndexError: for a position outside the sequence.
@@ -141,10 +141,10 @@ class Shard:
         raise AssertionError(f"{self} lost position {position}")
 
     def local(self, rank: int, position: int) -> int:
-        """The local index of a position on the rank that holds it.
+        """Return the local index of a position on the rank that holds it.
 
         Raises:
-            IndexError: if that rank does not hold it.
+            IndexError: if `rank` does not hold it.
         """
         owner, index = self.owner(position)
         if owner != rank:
@@ -152,7 +152,7 @@ class Shard:
         return index
 
     def holders(self, start: int, stop: int) -> list[int]:
-        """The ranks that hold some position of [start, stop), rising."""
+        """Return the ranks that hold some position of [start, stop), in rising order."""
         start, stop = max(start, 0), min(stop, self.seq_len)
         if self.layout == "strided":
             if stop - start >= self.total:
@@ -161,28 +161,28 @@ class Shard:
         if self.stream is not None:
             overlaps = lambda x: x.start < stop and start < x.stop  # noqa: E731
             return [rank for rank in range(self.ranks) if start < stop and any(map(overlaps, self.ranges(rank)))]
-        # one position of every chunk stands for it
-        seen = {self._member(p) // self.members for p in range(start, stop, max(self.chunk, 1))}
-        return sorted(seen | {self._member(stop - 1) // self.members} if start < stop else seen)
+        # one position of every chunk is enough
+        ranks = {self._member(p) // self.members for p in range(start, stop, max(self.chunk, 1))}
+        return sorted(ranks | {self._member(stop - 1) // self.members} if start < stop else ranks)
 
 
 def check_layout(layout: str) -> str:
-    """`layout`, or an error that lists them."""
+    """Return `layout`, or raise an error that lists the layouts."""
     return one_of(layout, "layout", LAYOUTS)
 
 
 def check_exchange(name: str) -> str:
-    """`name`, or an error that lists the exchanges."""
+    """Return `name`, or raise an error that lists the exchanges."""
     return one_of(name, "exchange", ("auto", *EXCHANGE_NAMES))
 
 
 def check_exchange_memory(gib: float | None) -> int | None:
-    """Bytes of a bound in GiB."""
+    """Return a limit in GiB as bytes."""
     return None if gib is None else int(real(gib, "exchange_memory_gib", above=0, hint=" It is in GiB.") * GIB)
 
 
 def check_stream(layout: str, stream: int | None) -> None:
-    """Raise unless the chunked layout, and no other, has the size of a chunk."""
+    """Raise unless `stream` is set for the chunked layout, and for no other."""
     if layout == "chunked":
         hint = " layout='chunked' cuts a sequence in chunks of so many tokens."
         integer(0 if stream is None else stream, "stream", 1, hint)
@@ -191,7 +191,7 @@ def check_stream(layout: str, stream: int | None) -> None:
 
 
 def check_head_size(size: int | str) -> int | Literal["auto"]:
-    """`size`, or an error that says what is allowed."""
+    """Return `size`, or raise an error that says which sizes are allowed."""
     if isinstance(size, str):
         if size != "auto":
             raise ValueError(f'head_size must be "auto" or a number of ranks, got {size!r}.')
@@ -218,10 +218,10 @@ def check_chunked(layout: str, exchange: str, head_size: int | str, exchange_mem
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's position among the ranks of a sequence, and their layout: picklable, for loaders and their workers.
+    """One rank's place among the ranks of a sequence, and their layout: picklable, for loaders and their workers.
 
     Attributes:
-        ranks, rank: how many share the sequence, and which this one is.
+        ranks, rank: number of ranks that share the sequence, and number of this rank.
         layout: "contiguous", "zigzag", "strided" or "chunked".
         stream: tokens of a chunk in the layout "chunked", otherwise None.
 
@@ -239,20 +239,20 @@ class Place:
         check_stream(self.layout, self.stream)
 
     def ranges(self, seq_len: int) -> tuple[range, ...]:
-        """The global positions of this rank's tokens, in local order."""
+        """Return the global positions of this rank's tokens, in local order."""
         return Shard(seq_len, self.ranks, self.layout, stream=self.stream).ranges(self.rank)
 
 
 @dataclass(frozen=True)
 class SequenceSpec:
-    """Which entries of a batch are sequences: declared by name (or by number, for batches that are tuples), never guessed.
+    """Declares which entries of a batch are sequences, by name (or by number, for batches that are tuples).
 
     Args:
-        dims: {entry: its dimension that runs over the tokens}; these are cut.
+        dims: {entry: dimension of its tokens}; these entries are cut.
         whole: entries that every rank gets whole: `lengths`, `cu_seqlens`, an index, a label of the sequence.
-        shift: {entry: fill}: entries that hold the tokens themselves; before the cut each position gets the next token,
-            and the last position of the sequence, of each length and of each document gets `fill` (the loss ignores
-            -100). An entry that is not named here is already shifted.
+        shift: {entry: fill} for labels that hold the tokens themselves: before the cut, each position gets the next
+            token, and the last position of the sequence, of each length and of each document gets `fill` (the loss
+            ignores -100). An entry that is not named here is already shifted.
 
     Raises:
         TypeError, ValueError: naming the entry.
@@ -270,15 +270,15 @@ class SequenceSpec:
             raise ValueError("SequenceSpec.dims names no entry: say which entries of a batch run over the tokens.")
         for name, dim in self.dims.items():
             integer(dim, f"SequenceSpec.dims[{name!r}]")
-        both = [name for name in self.whole if name in self.dims]
-        if both:
-            raise ValueError(f"SequenceSpec names {both} both in dims and in whole; an entry is either cut or whole.")
+        twice = [name for name in self.whole if name in self.dims]
+        if twice:
+            raise ValueError(f"SequenceSpec names {twice} both in dims and in whole; an entry is either cut or whole.")
         lost = [name for name in self.shift if name not in self.dims]
         if lost:
             raise ValueError(f"SequenceSpec.shift names {lost}, which dims does not: only sequences can be shifted.")
 
     def cut(self, batch: Any, place: Place) -> Any:
-        """This rank's part of a batch; a batch of the same kind.
+        """Return this rank's part of a batch, as a batch of the same kind.
 
         Raises:
             ValueError: for an entry that was not declared or is missing, or sequences of different lengths.
@@ -337,7 +337,7 @@ class SequenceSpec:
         return next(iter(sizes.values()))
 
     def _shifted(self, name: Any, entries: Mapping[Any, Any]) -> Tensor:
-        """The next token of each position, over the whole sequence."""
+        """Return the next token of each position, over the whole sequence."""
         x, dim, fill = entries[name], self.dims[name] % entries[name].ndim, self.shift[name]
         out = torch.full_like(x, fill)
         if x.shape[dim] > 1:
@@ -354,10 +354,10 @@ class SequenceSpec:
 
 
 def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
-    """The positions along a dimension, in storage of their own, so that a worker hands over only these bytes.
+    """Copy the positions along a dimension to new storage, so that a worker sends only these bytes.
 
-    What is page-locked already, and whole, goes on as it is: a copy would lie in ordinary memory, from which a GPU copies
-    slowly while the host waits.
+    A page-locked tensor that is taken whole is not copied: from ordinary memory a GPU copies slowly while the host
+    waits.
     """
     if ranges == (range(x.shape[dim]),) and _page_locked(x):
         return x
@@ -368,7 +368,7 @@ def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
 
 
 def _page_locked(x: Tensor) -> bool:
-    """Whether x is a plain tensor that fills its page-locked memory; False in a worker, which does not ask the GPU."""
+    """Return True if x is a plain tensor that fills its page-locked memory; False in a worker, which asks no GPU."""
     if get_worker_info() is not None or type(x) is not Tensor or x.device.type != "cpu" or x.layout != torch.strided:
         return False
     plain = x.is_contiguous() and not x.is_conj() and not x.is_neg()

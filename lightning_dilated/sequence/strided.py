@@ -1,9 +1,9 @@
-"""Closed forms of the strided layout: which rows of a rank others read, and how many pairs a rank computes.
+"""Closed forms of the strided layout: the rows of a rank that other ranks read, and the pairs that a rank computes.
 
-A rank holds every T-th position, so every segment reaches over all ranks, and a rank has as many pieces as a branch has
-segments. Segments whose starts are equal modulo T look the same to the ranks, so one stands for all of them. The rows of a
-branch whose rate divides its segment length are one progression over the whole document, and the causal rows that nobody
-reads, at the end of each segment, are progressions whose step is the segment length.
+A rank holds every T-th position, so every segment extends over all ranks, and a rank has a piece of each segment.
+Segments with equal starts modulo T look the same to the ranks, so that one represents all. If the rate of a branch
+divides its segment length, its rows form one progression over the whole document. Causal rows at the end of each
+segment that no rank reads then form progressions with the segment length as step.
 
 Shape letters: N tokens, R ranks, T = R * members, w segment length, r dilation rate, o offset.
 """
@@ -21,13 +21,13 @@ from lightning_dilated.sequence.requirements import BranchSegment, Document, Pro
 
 #: rows of one rank by (document, head or kv head)
 HeldRows = dict[tuple[Document, int], list[Holed]]
-#: the last row of a segment (with the rows of a head in it) that is taken; None takes none
+#: (segment, head, the head's rows in it) -> the last row to take, or None to take no row
 LastRow = Callable[[BranchSegment, int, range], "int | None"]
 
 
 @dataclass(frozen=True)
 class SegmentClass:
-    """`number` segments that look the same to the ranks, each `period` positions after the one before."""
+    """`number` segments that look the same to the ranks, `period` positions apart."""
 
     segment: BranchSegment
     number: int
@@ -43,7 +43,7 @@ class Repeated:
     period: int
 
     def within(self, held: range) -> Iterator[range]:
-        """The elements that lie in `held`, whose step divides the period."""
+        """Yield the elements in `held`; the step of `held` must divide the period."""
         rows = intersect(self.rows, held)
         if self.number <= len(rows):
             yield from (range(rows.start + x, rows.stop + x, rows.step) for x in self._shifts)
@@ -57,7 +57,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class BranchRows:
-    """Rows of one branch and offset: `whole` without `skipped`, and `loose` ones."""
+    """Rows of one branch and offset: `whole` without `skipped`, and also `loose`."""
 
     whole: range
     skipped: tuple[Repeated, ...]
@@ -65,7 +65,7 @@ class BranchRows:
 
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
-    """The segments of a branch in a document: a short first one, whole ones by their starts modulo T, a short last one."""
+    """Return a branch's segments in a document: a short first one, whole ones by start modulo T, a short last one."""
     spec, total = problem.pattern.branches[branch], problem.shard.total
     width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
@@ -79,16 +79,16 @@ def classes(problem: Problem, document: Document, branch: int) -> list[SegmentCl
 
 
 def query_pairs(problem: Problem, rank: int) -> int:
-    """(query, key) pairs of a rank's queries."""
+    """Return the number of (query, key) pairs of a rank's queries."""
     total = 0
     for group, rows, heads in _classes_by_heads(problem):
-        each = sum(_pairs(rows, intersect(rows, piece), problem.causal) for piece in problem.shard.ranges(rank))
-        total += group.segment.document.samples * group.number * len(heads) * each
+        per_head = sum(_pairs(rows, intersect(rows, piece), problem.causal) for piece in problem.shard.ranges(rank))
+        total += group.segment.document.samples * group.number * len(heads) * per_head
     return total
 
 
 def owner_pairs(problem: Problem, rank: int) -> int:
-    """(query, key) pairs of the segments and heads that a switch has a rank compute."""
+    """Return the number of (query, key) pairs of the segments and heads that a rank owns in a switch."""
     total = 0
     for group, rows, heads in _classes_by_heads(problem):
         number = sum(owner_of(problem, group.segment, h) == rank for h in heads)
@@ -97,7 +97,7 @@ def owner_pairs(problem: Problem, rank: int) -> int:
 
 
 def _classes_by_heads(problem: Problem) -> Iterator[tuple[SegmentClass, range, list[int]]]:
-    """(segments, the rows of the first of them, the heads that use these rows)."""
+    """Yield (class of segments, the rows of its first segment, the heads that use these rows)."""
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):
             offsets = _heads_by_offset(problem, branch).values()
@@ -107,7 +107,7 @@ def _classes_by_heads(problem: Problem) -> Iterator[tuple[SegmentClass, range, l
 
 
 def _heads_by_offset(problem: Problem, branch: int) -> dict[int, list[int]]:
-    """{offset: heads that a branch serves with it}."""
+    """Return {offset: heads that a branch serves with it}."""
     out: dict[int, list[int]] = {}
     for head in served(problem, branch):
         out.setdefault(problem.offset(branch, head), []).append(head)
@@ -115,7 +115,7 @@ def _heads_by_offset(problem: Problem, branch: int) -> dict[int, list[int]]:
 
 
 def _pairs(rows: range, queries: range, causal: bool) -> int:
-    """Pairs of queries, a subset of the rows, with the rows (causal: those not after the query)."""
+    """Count pairs of queries, a subset of the rows, with the rows (causal: with rows not after the query)."""
     n = len(queries)
     if not n or not causal:
         return n * len(rows)
@@ -124,7 +124,7 @@ def _pairs(rows: range, queries: range, causal: bool) -> int:
 
 
 def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
-    """The rank that a switch has compute a segment and head: the ranks that hold the segment take turns."""
+    """Return the rank that owns a segment and head in a switch; the ranks that hold the segment take turns."""
     number = segment.branch * problem.num_heads + head
     if segment.stop - segment.start >= problem.shard.total:
         return number % problem.shard.ranks
@@ -134,13 +134,13 @@ def owner_of(problem: Problem, segment: BranchSegment, head: int) -> int:
 
 @functools.lru_cache(maxsize=16384)
 def rows_read(problem: Problem, readers: frozenset[int], source: int) -> HeldRows:
-    """{(document, kv head): rows} that `source` holds and any of the ranks `readers` needs, `source` itself among them."""
+    """Return {(document, kv head): rows} that `source` holds and a rank of `readers` needs; `source` may be one."""
     return _held(problem, source, _read_by(problem, readers))
 
 
 @functools.lru_cache(maxsize=16384)
 def rows_owned(problem: Problem, owner: int, group: int, source: int) -> HeldRows:
-    """{(document, head // group): rows} that `source` holds of what a switch has `owner` compute."""
+    """Return {(document, head // group): rows} that `source` holds of the segments that `owner` owns in a switch."""
     return _held(problem, source, _owned_by(problem, owner, group))
 
 
@@ -164,10 +164,10 @@ def _owned_by(problem: Problem, owner: int, group: int) -> dict[tuple[Document, 
 
 
 def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | None:
-    """The last of the rows that one of the members holds."""
+    """Return the last of the rows that some member holds, or None."""
     if len(members) == 1:
-        both = intersect(rows, range(next(iter(members)), rows.stop, total))
-        return both[-1] if both else None
+        held = intersect(rows, range(next(iter(members)), rows.stop, total))
+        return held[-1] if held else None
     turns = total // math.gcd(rows.step, total)
     return next((p for p in rows[::-1][:turns] if p % total in members), None)
 
@@ -175,7 +175,7 @@ def _last_of_members(rows: range, members: frozenset[int], total: int) -> int | 
 def _branch_rows(
     problem: Problem, last_row: LastRow, group: int, by_offset: bool
 ) -> dict[tuple[Document, int], list[BranchRows]]:
-    """The rows taken for every document and `group` of heads; `by_offset`: they are equal for heads of one offset."""
+    """Return the taken rows by document and `group` of heads; `by_offset`: rows are equal for heads of one offset."""
     out: dict[tuple[Document, int], list[BranchRows]] = {}
     for document in problem.documents:
         for branch in range(len(problem.pattern.branches)):
@@ -200,7 +200,7 @@ def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int
         taken = range(0) if last is None else clip(rows, rows.start, last + 1)
         if not joins or group.segment.stop - group.segment.start < width:
             loose.append(Repeated(taken, group.number, group.period))
-        elif taken:  # then something is taken of each whole segment
+        elif taken:  # then rows of each whole segment are taken
             end = group.segment.stop + (group.number - 1) * group.period
             whole = range(min(rows.start, whole.start) if whole else rows.start, max(end, whole.stop), rate)
             skipped.append(Repeated(clip(rows, last + 1, rows.stop), group.number, group.period))
@@ -219,7 +219,7 @@ def _held(problem: Problem, source: int, rows: dict[tuple[Document, int], list[B
 
 
 def _join_branches(branches: list[BranchRows], held: range) -> Holed:
-    """The rows of all branches within one progression."""
+    """Join the rows of all branches inside one progression."""
     joined = Holed(union(x for rows in branches for part in rows.loose for x in part.within(held)))
     wholes = [(intersect(x.whole, held), x) for x in branches]
     for whole, rows in sorted(wholes, key=lambda x: (x[0].step, x[0].start, x[0].stop)):
@@ -228,5 +228,5 @@ def _join_branches(branches: list[BranchRows], held: range) -> Holed:
 
 
 def row_count(rows: HeldRows) -> int:
-    """How many rows these are, in all samples."""
+    """Return the number of rows in all samples."""
     return sum(document.samples * len(x) for (document, _), parts in rows.items() for x in parts)

@@ -1,4 +1,4 @@
-"""The exchanges: each brings other ranks' rows to where they are needed, exactly, or says why it cannot."""
+"""Exchanges: each moves rows to the ranks that need them, exactly, or says why it cannot serve a problem."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["EXCHANGES", "Exchange"]
 
 
 def serves_everything(problem: Problem, per_node: int) -> str | None:
-    """None: no condition fails."""
+    """Return None: no condition can fail."""
     return None
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange; all functions take (problem, rank, ranks per node), `why_not` without the rank.
+    """One exchange. Its functions take (problem, rank, ranks per node); `why_not` takes no rank.
 
     Attributes:
-        program: what a rank sends and receives.
-        volume: how much a rank receives, without listing messages.
-        why_not: None, or the condition that fails.
+        program: returns the messages that a rank sends and receives.
+        volume: returns the amount that a rank receives, without listing messages.
+        why_not: returns the condition that fails, or None.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Exchange:
     why_not: Callable[[Problem, int], str | None] = serves_everything
 
 
-#: every exchange by its name; "auto" takes the first of equally cheap ones
+#: exchanges by name; "auto" takes the first of equally cheap ones
 EXCHANGES: dict[str, Exchange] = {
     x.name: x
     for x in (
@@ -42,10 +42,7 @@ EXCHANGES: dict[str, Exchange] = {
         Exchange("switch", switch.program, switch.volume),
         Exchange("ring", ring.program, ring.volume),
         Exchange(
-            "hierarchical_gather",
-            gather.hierarchical_program,
-            gather.hierarchical_volume,
-            gather.hierarchical_why_not,
+            "hierarchical_gather", gather.hierarchical_program, gather.hierarchical_volume, gather.hierarchical_why_not
         ),
         Exchange(
             "hierarchical_butterfly",

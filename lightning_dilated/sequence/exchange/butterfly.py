@@ -1,9 +1,9 @@
-"""butterfly: log2 R pairwise steps; after step j a rank holds the rows of every branch that are 2^j shards wide.
+"""butterfly: log2 R pairwise steps; after step j a rank holds the rows that branches 2^j shards wide read.
 
-Step j pairs a rank with rank XOR 2^(j-1): each sends the rows it holds of its half of the segment that the next wider branch
-uses, so that (S/2) log2 R rows a head suffice (S = w/r rows of a segment). It needs offsets that nest: each wide branch's
-rows lie among those of the one before. In the hierarchical form each rank of a node carries its share of the rows that its
-node needs, and the ranks of the node spread them over their faster links.
+Step j pairs a rank with rank XOR 2^(j-1). Each sends the rows of its half of their 2^j shards that branches at least as
+wide read, so that a head moves (S/2) log2 R rows (S = w/r rows of a segment). Offsets must nest: a wide branch reads
+a subset of the rows of the next narrower one. In the hierarchical form each rank of a node carries its share of the
+rows that the node needs, and the ranks of the node spread them over their faster links.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def _unfit_branch(problem: Problem, number: int) -> str | None:
-    """Why the segments of a branch do not fit shards and their doublings."""
+    """Return why the segments of a branch do not fit shards and their doublings, or None."""
     branch = problem.pattern.branches[number]
     place, entry = problem.pattern.listed(number)
     local = problem.shard.seq_len // problem.shard.ranks
@@ -65,7 +65,7 @@ def _not_nested(problem: Problem) -> str | None:
 
 
 def wide_branches(problem: Problem, head: int) -> list[tuple[int, int, int, int]]:
-    """(w, r, o, number) of a head's branches that are wider than a shard, narrowest first."""
+    """Return (w, r, o, number) of a head's branches that are wider than a shard, narrowest first."""
     length = problem.shard.seq_len
     local = length // problem.shard.ranks
     wide = []
@@ -77,7 +77,7 @@ def wide_branches(problem: Problem, head: int) -> list[tuple[int, int, int, int]
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
-    """log2 R rounds."""
+    """Return log2 R rounds."""
     levels = range(1, problem.shard.ranks.bit_length())
     return Program([_swap(problem, rank, rank ^ (1 << (level - 1)), level) for level in levels])
 
@@ -90,10 +90,7 @@ def _swap(problem: Problem, rank: int, partner: int, level: int, share: tuple[in
 
 
 def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1)) -> Message:
-    """The rows of a rank's half of its segment of 2^level shards that any branch that wide uses.
-
-    `share` = (i, m) takes every m-th of them from the i-th on.
-    """
+    """Return rows of a rank's half of its 2^level shards for branches as wide; `share` = (i, m): rows i, i + m, ..."""
     local = problem.shard.seq_len // problem.shard.ranks
     start = (rank >> (level - 1) << (level - 1)) * local
     stop = start + (local << (level - 1))
@@ -111,7 +108,7 @@ def _query_heads(problem: Problem, kv_head: int) -> list[int]:
 
 
 def _rows(problem: Problem, head: int, level: int, start: int, stop: int) -> range:
-    """The rows in [start, stop) of a head's narrowest branch that is at least 2^level shards wide; wider ones nest in it."""
+    """Return rows in [start, stop) of a head's narrowest branch of at least 2^level shards; wider ones nest in it."""
     local = problem.shard.seq_len // problem.shard.ranks
     for width, rate, offset, _ in wide_branches(problem, head):
         if width >= local << level:
@@ -138,7 +135,7 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Inside a node as `program`; above it, each rank carries one in `per_node` rows and the node spreads them."""
+    """As `program` inside a node; across nodes each rank carries one in `per_node` rows, and the node spreads them."""
     rounds, inside = [], per_node.bit_length() - 1
     node, number = divmod(rank, per_node)
     for level in range(1, problem.shard.ranks.bit_length()):
@@ -150,7 +147,7 @@ def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
 
 
 def _spread(problem: Problem, rank: int, partner: int, level: int, mates: range) -> Round:
-    """Every rank of a node passes the rows that it just received to the others."""
+    """Pass the rows that each rank of a node just received to the other ranks of the node."""
     step = Round()
     for mate in mates:
         if mate != rank:
@@ -166,7 +163,7 @@ def hierarchical_volume(problem: Problem, rank: int, per_node: int) -> Volume:
     for level in range(1, levels + 1):
         partner = rank ^ (1 << (level - 1))
         everything = count(half(problem, partner, level))
-        own = count(half(problem, partner, level, (rank % per_node, per_node))) if level > inside else everything
-        total.add_rows(level > inside, own)
-        total.add_rows(False, everything - own)
+        carried = count(half(problem, partner, level, (rank % per_node, per_node))) if level > inside else everything
+        total.add_rows(level > inside, carried)
+        total.add_rows(False, everything - carried)
     return total

@@ -1,7 +1,7 @@
-"""gather: each row goes from its owner to every rank that needs it; any pattern, any layout.
+"""gather: each owner sends a row to every rank that needs it. It serves any pattern and layout.
 
-The flat form is one all-to-all. In the hierarchical form a row enters each other node once, and the ranks of a node spread
-it over their faster links.
+The flat form is one all-to-all. In the hierarchical form a row enters each other node once; the ranks of the node then
+spread it over their faster links.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
 def volume(problem: Problem, rank: int, per_node: int) -> Volume:
     needs = origins(problem, [rank])
     total = Volume(rounds=2, messages=2 * len(needs.ranks - {rank}))
-    own = needs.held_by([rank])
-    near = needs.held_by(node_of(rank, per_node, problem.shard.ranks)) - own
+    own_rows = needs.held_by([rank])
+    near = needs.held_by(node_of(rank, per_node, problem.shard.ranks)) - own_rows
     total.add_rows(False, near)
-    total.add_rows(True, needs.total - near - own)
+    total.add_rows(True, needs.total - near - own_rows)
     return total
 
 
 def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
-    """None, or why the ranks do not form several whole nodes."""
+    """Return why the ranks do not form several whole nodes, or None."""
     ranks = problem.shard.ranks
     if per_node == 1:
         return "needs several ranks a node"
@@ -41,15 +41,15 @@ def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
 
 
 def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Two rounds: rows enter each other node at the rank that has their owner's number there; then they are spread."""
+    """Two rounds: a row enters each other node at the rank with its owner's number; then the node spreads it."""
     ranks = problem.shard.ranks
     node, number = divmod(rank, per_node)
     mates = range(node * per_node, (node + 1) * per_node)
     between, within = Round(), Round()
-    for other in range(ranks // per_node):
-        twin = other * per_node + number
-        there = range(other * per_node, (other + 1) * per_node)
-        if other != node:
+    for other_node in range(ranks // per_node):
+        twin = other_node * per_node + number
+        there = range(other_node * per_node, (other_node + 1) * per_node)
+        if other_node != node:
             between.send(twin, rows_for(problem, there, rank))
             between.receive(twin, rows_for(problem, mates, twin))
     for mate in mates:
@@ -59,20 +59,20 @@ def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
 
 
 def _relayed(problem: Problem, carrier: int, receiver: int, per_node: int) -> Message:
-    """What a rank passes to a rank of its node: its own rows, and those that entered the node with it."""
+    """Return the rows that `carrier` passes to a rank of its node: its own, and rows that it received for the node."""
     twins = range(carrier % per_node, problem.shard.ranks, per_node)
     owners = [carrier] if carrier == receiver else [carrier, *(x for x in twins if x != carrier)]
     return [rows for owner in owners for rows in rows_for(problem, [receiver], owner)]
 
 
 def hierarchical_volume(problem: Problem, rank: int, per_node: int) -> Volume:
-    """What a rank of the node receives, on average over the node."""
+    """Return what a rank receives on average over its node."""
     mates = node_of(rank, per_node, problem.shard.ranks)
     joint = origins(problem, mates)
     nodes = {x // per_node for x in joint.ranks} - {rank // per_node}
     total = Volume(rounds=4, messages=2 * (len(nodes) + per_node - 1))
     total.add_rows(True, (joint.total - joint.held_by(mates)) / per_node)
     needs = origins(problem, [rank])
-    inside, own = needs.held_by(mates), needs.held_by([rank])
-    total.add_rows(False, inside - own + (needs.total - inside) * (per_node - 1) / per_node)
+    inside, own_rows = needs.held_by(mates), needs.held_by([rank])
+    total.add_rows(False, inside - own_rows + (needs.total - inside) * (per_node - 1) / per_node)
     return total

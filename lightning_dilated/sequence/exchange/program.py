@@ -1,9 +1,9 @@
-"""Programs: a rank's part of an exchange as integers, rounds of messages listed row by row, and their volume.
+"""Programs: a rank's part of an exchange as integers, in rounds of messages that list rows; and their volume.
 
-Sender and receiver compute a message independently, by the same function of the same problem, so both know its rows without
-a control message. Volumes are counted without listing messages; `near` is inside a rank's node, `far` outside.
+Sender and receiver compute each message with the same function of the same problem, so both know its rows without a
+control message. Volumes are counted without listing messages; `near` is inside a rank's node, `far` outside.
 
-Shape letters: D head dim. A unit is the D numbers of one head at one position: a row of K and V is two, a query one.
+Shape letters: D head dim. A unit is the D numbers of one head at one position: a row of K and V has two, a query one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lightning_dilated.sequence.requirements import Document, Problem, RowsByHea
 
 @dataclass(frozen=True)
 class RowSet:
-    """The rows of one head (a kv head, or a query head where queries travel) at some positions of one document, in each of
-    its samples."""
+    """Rows of a kv head (or query head, if queries travel) at some positions of a document, in each of its samples."""
 
     document: Document
     head: int
@@ -35,7 +34,7 @@ Message = list[RowSet]
 
 @dataclass
 class Round:
-    """Messages that a rank sends and receives at once, by peer. A message to itself is a local copy."""
+    """Messages that a rank sends and receives in one collective, by peer. A message to itself is a local copy."""
 
     sends: dict[int, Message] = field(default_factory=dict)
     receives: dict[int, Message] = field(default_factory=dict)
@@ -58,8 +57,8 @@ class Round:
 class Program:
     """The rounds of one rank.
 
-    Without `returns` the rows are saved for the backward, and their gradients travel back through the same rounds. With
-    `returns` a round's rows are freed after use, the backward moves them again, and these rounds bring their gradients to
+    Without `returns`, rows are saved for the backward, and their gradients travel back through the same rounds. With
+    `returns`, a round's rows are freed after use, the backward moves them again, and `returns` sends the gradients to
     the owners.
     """
 
@@ -76,7 +75,7 @@ def count(message: Iterable[RowSet]) -> int:
 
 
 def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
-    """The rows that a source rank holds and some rank of `readers` needs, none twice; the source may be a reader."""
+    """Return the rows that rank `source` holds and a rank of `readers` needs, none twice; `source` may be a reader."""
     if problem.shard.interleaved:
         return strided_message(strided.rows_read(problem, frozenset(readers), source))
     messages = [rows_held_by(problem, needed_rows(problem, x), source) for x in readers]
@@ -84,19 +83,19 @@ def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
 
 
 def strided_message(rows: strided.HeldRows) -> Message:
-    """Rows of the strided layout as a message."""
+    """Return rows of the strided layout as a message."""
     return [RowSet(*key, x) for key, parts in rows.items() for part in parts for x in part.ranges()]
 
 
 def rows_held_by(problem: Problem, needs: RowsByHead, source: int) -> Message:
-    """Those of `needs` that a source rank holds."""
+    """Return the rows of `needs` that rank `source` holds."""
     held = problem.shard.held(source)
-    both = ((key, intersect(rows, piece)) for key, pieces in needs.items() for rows in pieces for piece in held)
-    return [RowSet(*key, rows) for key, rows in both if rows]
+    parts = ((key, intersect(rows, piece)) for key, pieces in needs.items() for rows in pieces for piece in held)
+    return [RowSet(*key, rows) for key, rows in parts if rows]
 
 
 def merge(messages: Iterable[Message]) -> Message:
-    """One message with the rows of several, none twice."""
+    """Merge messages into one that has each row once."""
     rows: RowsByHead = {}
     for message in messages:
         for part in message:
@@ -107,7 +106,7 @@ def merge(messages: Iterable[Message]) -> Message:
 # -- volume ------------------------------------------------------------------------------------------------------------
 @dataclass
 class Units:
-    """Units received: in the tensors' own dtype, in fp32 (gradients, partial outputs), and single fp32 numbers (lse)."""
+    """Units in the tensors' dtype (`own`) and in fp32 (`wide`: gradients, partial outputs); fp32 `numbers` (lse)."""
 
     own: float = 0
     wide: float = 0
@@ -120,7 +119,7 @@ class Units:
 
 @dataclass
 class Volume:
-    """What one rank receives: units by (pass, "near" | "far"), rounds and messages of both passes, units saved between."""
+    """Units that a rank receives by (pass, "near" | "far"), rounds and messages of both passes, and units saved."""
 
     rounds: int
     messages: int
@@ -132,7 +131,7 @@ class Volume:
         units.own, units.wide, units.numbers = units.own + own, units.wide + wide, units.numbers + numbers
 
     def add_rows(self, far: bool, rows: float) -> None:
-        """Add rows of K and V that arrive in the forward, are saved, and whose gradients arrive in fp32."""
+        """Add rows of K and V that arrive in the forward and are saved; their gradients arrive in fp32."""
         self.add("forward", far, own=2 * rows)
         self.add("backward", far, wide=2 * rows)
         self.kept += 2 * rows
@@ -140,12 +139,12 @@ class Volume:
 
 @dataclass(frozen=True)
 class Origins:
-    """How many rows some ranks need, by the ranks that hold them.
+    """Counts of the rows that some ranks need, by the ranks that hold them.
 
     Attributes:
-        total: of all ranks.
-        ranks: those that hold any.
-        held_by: how many of the rows given ranks hold together.
+        total: number of rows.
+        ranks: ranks that hold any of the rows.
+        held_by: returns the number of the rows that some ranks hold together.
     """
 
     total: int
@@ -154,7 +153,7 @@ class Origins:
 
     @classmethod
     def counted(cls, rows: Sequence[int]) -> Origins:
-        """From the number of rows that each rank holds."""
+        """Build from the number of rows that each rank holds."""
         return cls(sum(rows), {rank for rank, n in enumerate(rows) if n}, lambda ranks: sum(rows[r] for r in ranks))
 
     @classmethod
@@ -164,7 +163,7 @@ class Origins:
 
 
 def origins(problem: Problem, readers: Sequence[int]) -> Origins:
-    """Of the rows that any of the readers needs, the readers' own rows among them."""
+    """Count the rows that any of the readers needs, including rows that the readers hold."""
     if problem.shard.interleaved:
         return Origins.counted(_strided_origins(problem, frozenset(readers)))
     if len(readers) == 1:
@@ -183,7 +182,7 @@ def _strided_origins(problem: Problem, readers: frozenset[int]) -> tuple[int, ..
 
 
 def _held_count(problem: Problem, needs: RowsByHead, ranks: Iterable[int]) -> int:
-    """How many rows of `needs` the given ranks hold."""
+    """Return the number of rows of `needs` that the ranks hold."""
     held = [piece for rank in ranks for piece in problem.shard.held(rank)]
     return sum(
         document.samples * len(intersect(rows, piece))
@@ -194,7 +193,7 @@ def _held_count(problem: Problem, needs: RowsByHead, ranks: Iterable[int]) -> in
 
 
 def _sources(problem: Problem, needs: RowsByHead) -> set[int]:
-    """The ranks that hold rows of `needs`; where rows lie closer than shards are long, all ranks between the ends."""
+    """Return the ranks that hold rows of `needs`; every rank of a range's span, if its step is at most a chunk."""
     shard, ranks = problem.shard, set()
     for pieces in needs.values():
         for rows in pieces:

@@ -1,6 +1,6 @@
-"""ring: rows travel from rank to rank until no later rank needs them; only one round is held at a time.
+"""ring: rows travel from rank to rank until no later rank needs them; a rank holds the rows of one round at a time.
 
-In the backward the rows travel again, and each rank sends its share of their gradient straight to their owner.
+In the backward the rows travel again, and each rank sends its share of a row's gradient directly to the owner.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lightning_dilated.sequence.requirements import Problem
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Round 0 is a local copy (of rows that interleave with the queries); round t brings rows from t ranks back."""
+    """Round 0 copies own rows that interleave with the queries; round t brings rows of the rank t places before."""
     ranks = problem.shard.ranks
-    own = rows_for(problem, [rank], rank)
-    rounds = [Round({rank: own}, {rank: own})] if own else [Round()]
+    own_rows = rows_for(problem, [rank], rank)
+    rounds = [Round({rank: own_rows}, {rank: own_rows})] if own_rows else [Round()]
     for t in range(1, ranks):
         step = Round()
         step.send((rank + 1) % ranks, travelling(problem, (rank - t + 1) % ranks, t))
@@ -33,21 +33,21 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
 
 
 def travelling(problem: Problem, source: int, hops: int) -> Message:
-    """The rows of `source` that arrive `hops` ranks further on: those that this rank or a later one needs."""
+    """Return the rows of `source` that arrive after `hops` hops: the receiving rank or a later one needs them."""
     ranks = problem.shard.ranks
     return rows_for(problem, [(source + x) % ranks for x in range(hops, ranks)], source)
 
 
 def _arriving(problem: Problem, source: int, hops: int) -> int:
-    """How many rows those are."""
+    """Return the number of rows in `travelling`."""
     if not problem.shard.interleaved:
         return count(travelling(problem, source, hops))
-    after = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
-    return strided.row_count(strided.rows_read(problem, after, source))
+    readers = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
+    return strided.row_count(strided.rows_read(problem, readers, source))
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:
-    """The gradients of round `hops`: each rank sends them to the owner of the rows it used."""
+    """Return the round of gradients for round `hops`: each rank sends them to the owner of the rows it used."""
     ranks = problem.shard.ranks
     owner, user = (rank - hops) % ranks, (rank + hops) % ranks
     step = Round()
@@ -56,12 +56,12 @@ def returning(problem: Problem, rank: int, hops: int) -> Round:
     return step
 
 
-#: up to this many ranks travelling rows are counted; beyond, only those that a rank needs itself
+#: up to this many ranks `volume` counts all travelling rows; with more ranks, only rows that the rank itself needs
 COUNTED = 16
 
 
 def volume(problem: Problem, rank: int, per_node: int) -> Volume:
-    """What a rank receives; with more than `COUNTED` ranks this is a lower bound."""
+    """Return what a rank receives; with more than `COUNTED` ranks this is a lower bound."""
     ranks = problem.shard.ranks
     needs, mates = origins(problem, [rank]), node_of(rank, per_node, ranks)
     used = needs.total - needs.held_by([rank])

@@ -1,4 +1,4 @@
-"""Rows of (B, L, heads, D) tensors by number: index tensors of messages and of batches of requests, and moving rows by them.
+"""Rows of (B, L, heads, D) tensors by number: index tensors for messages and batches of requests, and moves by index.
 
 A row's flat number is its index in a contiguous (B, L, heads) tensor.
 
@@ -40,7 +40,7 @@ class CarriedRange(Protocol):
 
 
 def expand(runs: Iterable[Progression]) -> Tensor:
-    """All numbers of the runs, one after another, int64."""
+    """Return all numbers of the runs, one after another, int64."""
     start, step, count = np.array(list(runs), dtype=np.int64).reshape(-1, 3).T
     numbers = np.repeat(start - step * (count.cumsum() - count), count)
     numbers += np.repeat(step, count) * np.arange(len(numbers))
@@ -48,22 +48,22 @@ def expand(runs: Iterable[Progression]) -> Tensor:
 
 
 def _overlap(rows: range, other: range) -> tuple[Progression, Progression] | None:
-    """Where the elements of both lie in `rows` and in `other`."""
+    """Return the indices of the common elements in `rows` and in `other`; None if there are none."""
     step, first, begin = rows.step, rows.start, other.start
-    if step == other.step and (first - begin) % step == 0:  # the usual case, and thousands of them
+    if step == other.step and (first - begin) % step == 0:  # a fast path for the usual case
         start = max(first, begin)
         count = (min(rows.stop, other.stop) - start + step - 1) // step
         return (((start - first) // step, 1, count), ((start - begin) // step, 1, count)) if count > 0 else None
-    both = intersect(rows, other)
-    if not both:
+    common = intersect(rows, other)
+    if not common:
         return None
-    index = lambda x: ((both.start - x.start) // x.step, both.step // x.step, len(both))  # noqa: E731
+    index = lambda x: ((common.start - x.start) // x.step, common.step // x.step, len(common))  # noqa: E731
     return index(rows), index(other)
 
 
 @dataclass
 class LocalRows:
-    """The rows of a rank's own (B, L, heads, D) tensor, of the heads [first, stop)."""
+    """The rows of a rank's (B, L, heads, D) tensor, for the heads [first, stop)."""
 
     pieces: tuple[range, ...]
     heads: tuple[int, int]
@@ -75,7 +75,7 @@ class LocalRows:
     def find(
         self, document: Document, head: int, rows: range, sample: int
     ) -> Iterator[tuple[Progression, Progression]]:
-        """(indices in `rows`, flat numbers) of those of `rows` that the rank holds."""
+        """Yield (indices in `rows`, flat numbers) of the elements of `rows` that the rank holds."""
         count, start = self.heads[1] - self.heads[0], 0
         for piece in self.pieces:
             overlap = _overlap(rows, piece)
@@ -87,8 +87,10 @@ class LocalRows:
 
 
 class RangeIndex:
-    """Disjoint ranges of rows, each with the number of its first row in a store, found by steps and residues: a look-up does
-    not visit ranges that cannot share rows with the one asked for."""
+    """Disjoint ranges of rows, each with the number of its first row in a store.
+
+    Ranges are indexed by step and residue, so that a look-up skips ranges that cannot share rows with the query.
+    """
 
     def __init__(self) -> None:
         self._of_step: dict[int, dict[int, list[tuple[range, int]]]] = {}
@@ -101,7 +103,7 @@ class RangeIndex:
         self._sorted = False
 
     def sharing(self, rows: range) -> Iterator[tuple[range, int]]:
-        """Those that may share elements with `rows`."""
+        """Yield (range, number) of ranges that may share elements with `rows`."""
         if not self._sorted:
             for residues in self._of_step.values():
                 for entries in residues.values():
@@ -126,18 +128,14 @@ def _start(entry: tuple[range, int]) -> int:
 
 
 class ManyRanges:
-    """Disjoint ranges of rows, thousands of a few rows each, stored one after another from number 0 on; a range holds its
-    samples one after another.
+    """Thousands of disjoint ranges of a few rows each, stored one after another from number 0 on, sample by sample.
 
-    A look-up goes through rows, not through ranges: as arrays these are many times faster than so many Python objects.
-
-    Args:
-        ranges: with `document`, `head` and `rows` each.
+    A look-up searches arrays of rows, which is many times faster than a loop over the ranges.
     """
 
     def __init__(self, ranges: Sequence[CarriedRange]) -> None:
-        of: dict[tuple[Document, int], int] = {}
-        groups = [of.setdefault((x.document, x.head), len(of)) for x in ranges]
+        group_of: dict[tuple[Document, int], int] = {}
+        groups = [group_of.setdefault((x.document, x.head), len(group_of)) for x in ranges]
         table = [
             (group, x.rows.start, x.rows.step, len(x.rows), x.document.samples)
             for group, x in zip(groups, ranges, strict=True)
@@ -145,16 +143,17 @@ class ManyRanges:
         group, start, step, count, samples = np.array(table, dtype=np.int64).reshape(-1, 5).T
         first = (samples * count).cumsum() - samples * count
         within = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
-        positions, of_row = np.repeat(start, count) + within * np.repeat(step, count), np.repeat(group, count)
-        order = np.lexsort((positions, of_row))
+        positions, row_groups = np.repeat(start, count) + within * np.repeat(step, count), np.repeat(group, count)
+        order = np.lexsort((positions, row_groups))
         self.size = int((samples * count).sum())
-        self._of, self._ends = of, of_row[order].searchsorted(np.arange(len(of) + 1))
+        self._group_of = group_of
+        self._ends = row_groups[order].searchsorted(np.arange(len(group_of) + 1))
         self._positions = positions[order]
         self._numbers, self._each = (np.repeat(first, count) + within)[order], np.repeat(count, count)[order]
 
     def find(self, document: Document, head: int, rows: range, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """(indices in `rows`, numbers in the store) of those of `rows` that are here, int64."""
-        group = self._of.get((document, head))
+        """Return (indices in `rows`, numbers in the store) of the elements of `rows` in the store, int64."""
+        group = self._group_of.get((document, head))
         if group is None or not rows:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         begin, end = self._ends[group], self._ends[group + 1]
@@ -168,12 +167,7 @@ class ManyRanges:
 
 @dataclass
 class ReceivedRows:
-    """A store of rows: those that a rank carries, then received ones, set after set; a set holds its samples one after
-    another.
-
-    Attributes:
-        carried: rows that the store begins with; None: none.
-    """
+    """A store of rows: carried rows (or None), then received rows, set after set; a set is stored sample by sample."""
 
     size: int = 0
     ranges: dict[tuple[Document, int], RangeIndex] = field(default_factory=dict)
@@ -181,12 +175,12 @@ class ReceivedRows:
 
     @classmethod
     def after(cls, carried: Sequence[CarriedRange]) -> ReceivedRows:
-        """A store that begins with these."""
-        held = ManyRanges(carried) if carried else None
-        return cls(held.size if held else 0, carried=held)
+        """Return a store that begins with the carried rows."""
+        ranges = ManyRanges(carried) if carried else None
+        return cls(ranges.size if ranges else 0, carried=ranges)
 
     def add(self, message: Message) -> None:
-        """Append room for a message."""
+        """Reserve room for a message at the end."""
         for rows in message:
             self.ranges.setdefault((rows.document, rows.head), RangeIndex()).add(rows.rows, self.size)
             self.size += len(rows)
@@ -194,7 +188,7 @@ class ReceivedRows:
     def find(
         self, document: Document, head: int, rows: range, sample: int
     ) -> Iterator[tuple[Progression, Progression]]:
-        """(indices in `rows`, numbers in the store) of those of `rows` that are there."""
+        """Yield (indices in `rows`, numbers in the store) of the elements of `rows` in the store."""
         if self.carried is not None:
             for at, number in zip(*(x.tolist() for x in self.carried.find(document, head, rows, sample)), strict=True):
                 yield (at, 1, 1), (number, 1, 1)
@@ -203,7 +197,7 @@ class ReceivedRows:
     def find_received(
         self, document: Document, head: int, rows: range, sample: int
     ) -> Iterator[tuple[Progression, Progression]]:
-        """The same of received rows alone."""
+        """Find received rows only, as `find` does."""
         index = self.ranges.get((document, head))
         for received, start in index.sharing(rows) if index else ():
             overlap = _overlap(rows, received)
@@ -214,9 +208,9 @@ class ReceivedRows:
 
 @dataclass
 class Packing:
-    """How a send buffer is filled: buffer[own_at] = own rows [own], buffer[store_at] = received rows [store].
+    """Indices that fill a send buffer: buffer[own_at] = own rows [own], buffer[store_at] = received rows [store].
 
-    Without `own_at` it is filled row after row.
+    If `own_at` is None, own rows fill the whole buffer in order.
     """
 
     own: Tensor
@@ -226,7 +220,7 @@ class Packing:
 
     @classmethod
     def of(cls, sets: Iterable[RowSet], own: LocalRows, store: ReceivedRows) -> Packing:
-        """For the rows of all messages of a round, in the order of the peers."""
+        """Build from the rows of all messages of a round, in the order of the peers."""
         runs: dict[str, list[Progression]] = {"own": [], "own_at": [], "store": [], "store_at": []}
         base, located = 0, {}
         for rows in sets:
@@ -249,27 +243,29 @@ class Packing:
 def _located(
     rows: RowSet, own: LocalRows, store: ReceivedRows
 ) -> list[tuple[Literal["own", "store"], Progression, Progression]]:
-    """[(where rows lie, their indices in the set, numbers there)]: among a rank's own rows, else among received ones."""
-    found, at, relayed = [], 0, remove([rows.rows], own.pieces)
+    """Return [("own" or "store", indices in the set, numbers there)]; rows of other ranks are in the store."""
+    located, at, relayed = [], 0, remove([rows.rows], own.pieces)
     for sample in range(rows.document.samples):
         missing = len(rows.rows)
         for name, source, parts in (("own", own, [rows.rows]), ("store", store, relayed)):
             for part in parts:
                 begin, stride = (part.start - rows.rows.start) // rows.rows.step, part.step // rows.rows.step
                 for (first, step, n), numbers in source.find(rows.document, rows.head, part, sample):
-                    found.append((name, (at + begin + stride * first, stride * step, n), numbers))
+                    located.append((name, (at + begin + stride * first, stride * step, n), numbers))
                     missing -= n
         assert missing == 0, f"{missing} rows of {rows} are not held where they are sent from"
         at += len(rows.rows)
-    return found
+    return located
 
 
 @dataclass
 class Batch:
-    """Requests of one branch with equally many queries and keys: one call of a backend.
+    """Requests of one branch with equal numbers of queries and keys: one call of a backend.
 
-    queries (G, n) are numbers in the queries' tensor (flat, or among some of its rows), keys (G, m) numbers in the store; no
-    query row occurs twice, and no row of the store where the keys are `distinct`. `band`: see `RowRequest`.
+    Attributes:
+        queries: (G, n) rows of q, flat numbers or numbers among selected rows; no row occurs twice.
+        keys: (G, m) numbers in the store; if `distinct`, no row occurs twice.
+        band: as in `RowRequest`.
     """
 
     branch: int
@@ -285,19 +281,19 @@ class Batch:
         return replace(self, queries=send(self.queries, device), keys=send(self.keys, device))
 
     def positions(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(sample (G,), head (G,), query position (G, n), key position (G, m)), global, for dropout."""
-        each = [(x, sample) for x in self.requests for sample in range(x.document.samples)]
-        sample = torch.tensor([x.document.sample + i for x, i in each])
-        head = torch.tensor([x.head for x, _ in each])
-        queries = expand((x.queries.start, x.queries.step, len(x.queries)) for x, _ in each)
-        keys = expand((rows.start, rows.step, len(rows)) for x, _ in each for rows in x.keys)
-        return sample, head, queries.view(len(each), -1), keys.view(len(each), -1)
+        """Return global (sample (G,), head (G,), query position (G, n), key position (G, m)), for dropout."""
+        pairs = [(x, sample) for x in self.requests for sample in range(x.document.samples)]
+        sample = torch.tensor([x.document.sample + i for x, i in pairs])
+        head = torch.tensor([x.head for x, _ in pairs])
+        queries = expand((x.queries.start, x.queries.step, len(x.queries)) for x, _ in pairs)
+        keys = expand((rows.start, rows.step, len(rows)) for x, _ in pairs for rows in x.keys)
+        return sample, head, queries.view(len(pairs), -1), keys.view(len(pairs), -1)
 
 
 def batches(
     problem: Problem, requests: Iterable[RowRequest], queries: LocalRows | ReceivedRows, store: ReceivedRows
 ) -> list[Batch]:
-    """The requests, joined where one call of a backend serves several."""
+    """Group requests into batches, one call of a backend each."""
     groups: dict[tuple[object, ...], list[RowRequest]] = {}
     for x in requests:
         shape = (x.branch, x.slot, x.causal, x.pads, x.band, len(x.queries), sum(map(len, x.keys)))
@@ -323,16 +319,16 @@ def _batch(problem: Problem, group: list[RowRequest], queries: LocalRows | Recei
 
 
 def _distinct(numbers: Tensor, size: int) -> bool:
-    """Whether none of the numbers below `size` occurs twice."""
+    """Return True if no number occurs twice; all numbers are below `size`."""
     named = np.zeros(size, dtype=bool)
     named[numbers.numpy()] = True
     return int(np.count_nonzero(named)) == len(numbers)
 
 
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
-    """The numbers in `source` of the rows of (request, head, ranges), in order; each row has to be there exactly once."""
+    """Return the numbers in `source` of the requested rows, in order; each row must be there exactly once."""
     runs: tuple[list[Progression], list[Progression]] = [], []
-    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and numbers of rows that are found one by one
+    single: tuple[list[np.ndarray], list[np.ndarray]] = [], []  # indices and numbers of single carried rows
     find, carried = source.find, None
     if isinstance(source, ReceivedRows):
         find, carried = source.find_received, source.carried
@@ -358,11 +354,11 @@ def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequ
 # -- moving rows -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Rows:
-    """A selection of rows of a rank's (B, L, J, D) tensors, none twice, as (n,) int64 tensors.
+    """A selection of n distinct rows of a rank's (B, L, J, D) tensors, as (n,) int64 tensors.
 
     Attributes:
-        at: their sample, token and head.
-        flat, turned: their numbers where memory is in the order (B, L, J), and (B, J, L). Indexing by one tensor launches
+        at: sample, token and head of each row.
+        flat, turned: row numbers in memory order (B, L, J), and in order (B, J, L). Indexing by one tensor launches
             faster than by three.
     """
 
@@ -380,7 +376,7 @@ class Rows:
         return Rows((sample, token, head), send(self.flat, device), send(self.turned, device))
 
     def take(self, x: Tensor) -> Tensor:
-        """(n, ...) of a (B, L, J, ...) tensor of any strides."""
+        """Return the rows (n, ...) of a (B, L, J, ...) tensor of any strides."""
         flat = self._flattened(x)
         return x[self.at] if flat is None else flat[0].index_select(0, flat[1])
 
@@ -393,7 +389,7 @@ class Rows:
             flat[0].index_copy_(0, flat[1], values)
 
     def _flattened(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(x with its rows in one dimension, their numbers there); None where strides do not allow that."""
+        """Return (x with its rows in one dimension, row numbers in it), or None if strides do not allow this view."""
         if x.is_contiguous():
             return x.flatten(0, 2), self.flat
         turned = x.transpose(1, 2)
@@ -401,21 +397,21 @@ class Rows:
 
 
 def add_rows(rows: Rows | None, x: Tensor, values: Tensor) -> None:
-    """Add (n, D) values in their dtype to rows of a (B, L, J, D) tensor, None for all of them; x is rounded once."""
+    """Add values (n, D) to rows of x (B, L, J, D), None for all, in the dtype of `values`; round to x's dtype once."""
     if rows is None:
         x.copy_(x.to(values.dtype) + values.view(x.shape))
     else:
         rows.put(x, rows.take(x).to(values.dtype) + values)
 
 
-#: a selection of rows is used up to this share of a tensor's rows
+#: largest selection of rows, as a share of a tensor's rows; above it all rows are used
 FEW = 0.25
 
 
 def select_rows(numbers: Sequence[Tensor], total: int, length: int, heads: int) -> tuple[Rows | None, list[Tensor]]:
-    """(the rows that flat numbers name, the numbers among these), or (None, `numbers`) for more than `FEW` of all rows.
+    """Return (the rows with these flat numbers, numbers within this selection), or (None, `numbers`) above `FEW` rows.
 
-    Work on few rows of a tensor then needs no fp32 copy of all of it.
+    With a selection, only these rows need an fp32 copy, not the whole tensor.
     """
     flat, inverse = torch.unique(
         torch.cat([x.flatten() for x in numbers] or [torch.empty(0, dtype=torch.int64)]), return_inverse=True
@@ -427,7 +423,7 @@ def select_rows(numbers: Sequence[Tensor], total: int, length: int, heads: int) 
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows (..., D) of a (B, L, heads, D) tensor of any strides, by their flat numbers."""
+    """Return rows (..., D) of a (B, L, heads, D) tensor of any strides, by flat numbers."""
     if _use_kernel(x, rows):
         out = x.new_empty(*rows.shape, x.shape[3])
         _kernel().pick([x], rows.contiguous(), None, [out.view(-1, x.shape[3])])
@@ -439,9 +435,9 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and second halves, (..., D) each, of rows of a (n, 2, D) store.
+    """Return the first and second halves, (..., D) each, of rows of an (n, 2, D) store.
 
-    On a GPU many rows are copied apart: causal cuDNN is a third slower over K and V that interleave in memory.
+    On a GPU many rows are copied to separate memory: causal cuDNN is a third slower if K and V interleave.
     """
     if not _use_kernel(store, rows):
         return store[rows].unbind(-2)
@@ -452,7 +448,7 @@ def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair(a: Tensor, b: Tensor, rows: Tensor) -> Tensor:
-    """(n, 2, D): rows of two tensors side by side."""
+    """Return rows of two tensors side by side, (n, 2, D)."""
     if not _kernel_takes_both(a, b):
         return torch.stack([take(a, rows), take(b, rows)], 1)
     buffer = a.new_empty(len(rows), 2, a.shape[3])
@@ -461,7 +457,7 @@ def pair(a: Tensor, b: Tensor, rows: Tensor) -> Tensor:
 
 
 def pack_rows(a: Tensor, b: Tensor, rows: Tensor, at: Tensor | None, buffer: Tensor) -> None:
-    """buffer[at] = (a[rows], b[rows]), side by side; buffer (n, 2, D), filled from its first row on without `at`."""
+    """Write (a[rows], b[rows]) to buffer[at], or to its first rows if `at` is None; buffer is (n, 2, D)."""
     if _kernel_takes_both(a, b):
         return _kernel().pick([a, b], rows, at, buffer.unbind(1))
     for i, x in enumerate((a, b)):
@@ -469,13 +465,13 @@ def pack_rows(a: Tensor, b: Tensor, rows: Tensor, at: Tensor | None, buffer: Ten
 
 
 def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool = False) -> None:
-    """Add parts (G, n, D), rounded to its dtype, to rows of a total: one part to (m, D), two to (m, 2, D).
+    """Add parts (G, n, D), rounded to the dtype of `total`, to its rows: one part to (m, D), two parts to (m, 2, D).
 
     Args:
-        rows: (G, n) numbers.
-        distinct: no number occurs twice.
+        rows: (G, n) row numbers.
+        distinct: True if no row number occurs twice.
     """
-    # the kernel sums equal numbers in any order
+    # the kernel adds to a repeated row in any order
     ordered = not distinct and torch.are_deterministic_algorithms_enabled()
     if not ordered and total.is_contiguous() and _use_kernel(total, rows) and all(x.stride(-1) == 1 for x in parts):
         return _kernel().add(total.unbind(1) if len(parts) == 2 else [total], rows.contiguous(), parts, distinct)
@@ -483,7 +479,7 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
     total.index_add_(0, rows.flatten(), torch.stack(flat, 1) if len(parts) == 2 else flat[0])
 
 
-#: from this many rows on our kernels move them; below, torch's take less host time to launch
+#: number of rows from which our kernels move them; with fewer, torch's kernels take less host time to launch
 MANY = 2**17
 
 
@@ -496,7 +492,6 @@ def _kernel_takes(x: Tensor) -> bool:
 
 
 def _kernel_takes_both(a: Tensor, b: Tensor) -> bool:
-    """Whether one launch moves the rows of both."""
     return a.shape == b.shape and a.dtype == b.dtype and _kernel_takes(a) and _kernel_takes(b)
 
 

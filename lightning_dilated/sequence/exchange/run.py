@@ -1,10 +1,10 @@
-"""Running a program: rows leave and arrive, and their gradients travel back the same way.
+"""Running a program: rows leave and arrive, and their gradients return by the same route.
 
-A rank may hold rows besides those of its k and v: those of earlier chunks, which it carries. Requests and messages take
-them from the beginning of the store of rows.
+Besides the rows of its k and v, a rank may carry rows of earlier chunks. They are the first rows of its store; requests
+and messages read them there.
 
-The attention op drives a run: it starts it, computes what needs no other rank, then takes arrivals in turn. An arrival holds
-the batches of requests that have become computable and the rows they read; no backend is imported here.
+The attention op starts a run, computes what needs no other rank, then takes one arrival after another. An arrival holds
+the batches of requests that can now be computed, and the rows that they read. This module imports no backend.
 
 Shape letters: B samples, L local tokens, K kv heads, D head dim; a row is (2, D): K and V.
 """
@@ -39,7 +39,7 @@ from lightning_dilated.sequence.requirements import Problem, RowRequest, row_req
 
 @dataclass
 class GradientReturn:
-    """How the gradients of a round's rows travel back: those of the rows `leaving`, added where `packing` took them from."""
+    """The return of a round's gradients: rows `leaving` are sent back, and added to the rows that `packing` read."""
 
     leaving: Tensor | slice
     sends: dict[int, int]
@@ -53,7 +53,7 @@ class GradientReturn:
 
 @dataclass
 class CompiledRound:
-    """One round with its indices: its rows lie at [start, stop) of the store, or of the round's own buffer (ring)."""
+    """One round with its indices; its rows are at [start, stop) of the store, or of the round's buffer (ring)."""
 
     packing: Packing
     sends: dict[int, int]
@@ -70,14 +70,15 @@ class CompiledRound:
 
 @dataclass
 class Compiled:
-    """A program with its indices on a device; its store has `size` rows, of which those that arrive are saved for the
-    backward.
+    """A program with its indices on a device.
 
     Attributes:
-        carried: rows that the store begins with.
-        ready: batches that read no others; of a program without rounds.
-        queries: the rows of q that batches number; None: all, by their flat numbers.
-        keys: the rank's own rows of K and V that receive gradients, likewise.
+        size: rows of the store; 0 without `keep`.
+        keep: the rows that arrive are saved for the backward.
+        queries: rows of q that batches refer to; None: all rows, by flat number.
+        keys: own rows of K and V that receive gradients; None: all rows, by flat number.
+        carried: number of carried rows, with which the store begins.
+        ready: batches of a program without rounds; they read carried rows only.
     """
 
     rounds: list[CompiledRound]
@@ -92,14 +93,11 @@ class Compiled:
 def compile_program(
     problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[CarriedRange] = ()
 ) -> Compiled:
-    """The indices of a rank's program, with its requests assigned to the rounds after which they can be computed.
-
-    `carried`: rows that the rank holds besides its own.
-    """
+    """Compile a program to indices; assign requests to rounds. `carried`: rows held besides the rows of k and v."""
     pieces = problem.shard.ranges(rank)
     queries, own = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads)
     store = ReceivedRows.after(carried)
-    held, waiting, rounds = store.size, list(row_requests(problem, rank)), []
+    num_carried, waiting, rounds = store.size, list(row_requests(problem, rank)), []
     first = [] if program.rounds else batches(problem, waiting, queries, store)
     for number, step in enumerate(program.rounds):
         packing = Packing.of([rows for message in step.sends.values() for rows in message], own, store)
@@ -117,18 +115,18 @@ def compile_program(
             gradients = _direct_return(program.returns[number], own, store)
         joined = batches(problem, ready, queries, store)
         rounds.append(CompiledRound(packing, *step.counts, start, store.size, joined, gradients))
-    compiled = Compiled(rounds, store.size if program.keep else 0, program.keep, carried=held, ready=first)
+    compiled = Compiled(rounds, store.size if program.keep else 0, program.keep, carried=num_carried, ready=first)
     return _renumbered(compiled, problem, queries, own, device)
 
 
 def _renumbered(
     compiled: Compiled, problem: Problem, queries: LocalRows, own: LocalRows, device: torch.device
 ) -> Compiled:
-    """The same on a device, with rows numbered among those that are used, where these are few."""
+    """Copy to a device, with rows renumbered among the rows in use if these are few."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
-    every = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
-    query_rows, numbers = select_rows([b.queries for b in every], *sizes(queries))
+    all_batches = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
+    query_rows, numbers = select_rows([b.queries for b in all_batches], *sizes(queries))
     key_rows, key_numbers = select_rows([x.gradients.packing.own for x in compiled.rounds], *sizes(own))
     query_numbers, rounds = iter(numbers), []
     ready = [replace(batch, queries=next(query_numbers)).to(device) for batch in compiled.ready]
@@ -141,7 +139,7 @@ def _renumbered(
 
 
 def _direct_return(step: Round, own: LocalRows, store: ReceivedRows) -> GradientReturn:
-    """Gradients in a round of their own: out go those of rows that this rank used, in come those of its rows."""
+    """Compile one backward round: send gradients of rows that this rank used, receive gradients of its own rows."""
     leaving = Packing.of([x for message in step.sends.values() for x in message], LocalRows((), own.heads), store)
     arriving = Packing.of([x for message in step.receives.values() for x in message], own, ReceivedRows())
     rows = torch.empty_like(leaving.store)
@@ -156,34 +154,33 @@ def _covered(problem: Problem, request: RowRequest, store: ReceivedRows) -> bool
 
 
 def _from_source(problem: Problem, requests: list[RowRequest], rank: int, hops: int) -> list[RowRequest]:
-    """The requests cut down to the rows of the rank `hops` back; zero pads are attended once, with the rank's own rows."""
+    """Cut requests down to the rows of the rank `hops` places before; zero pads count once, with this rank's rows."""
     held = problem.shard.ranges((rank - hops) % problem.shard.ranks)
     return [replace(part, pads=0 if hops else part.pads) for request in requests for part in request.cut(held)]
 
 
 @dataclass
 class Arrival:
-    """Batches that can be computed now, the rows (n, 2, D) they read, and (backward) the fp32 sum for their gradients."""
+    """Batches that can be computed now, the rows (n, 2, D) that they read and, in the backward, sums for gradients."""
 
     batches: list[Batch]
     rows: Tensor | None
     grads: Tensor | None = None
 
     def free(self) -> None:
-        """Let go of the tensors, whoever holds the arrival."""
+        """Release the tensors even if a caller still holds the arrival."""
         self.rows = self.grads = None
 
 
 class Run:
-    """One call's rows in transit, forward or backward: created before the local work, asked for arrivals after it.
+    """Rows of one call in transit. Create it before the local work, and take its arrivals after that.
 
-    On a GPU all rounds of rows that are saved are posted at once, on a stream of their own, so that later rounds overlap
-    with the local work, too.
+    On a GPU a program that saves rows posts all rounds at once on a separate stream, to overlap with the local work.
 
     Args:
-        k, v: (B, L, K, D), whose rows the other ranks need.
         wire: None for a program without rounds.
-        kept: the rows that the forward saved, in the backward of a program that saves them; nothing is then moved again.
+        k, v: (B, L, K, D), the rows of this rank.
+        kept: for the backward, the rows that the forward saved; they are not moved again.
         carried: (n, 2, D), the rows that the store begins with.
     """
 
@@ -205,7 +202,7 @@ class Run:
             self._begin()
 
     def _store(self, make: Callable[..., Tensor], carried: Tensor | None, arrived: Tensor | None = None) -> Tensor:
-        """(size, 2, D): carried rows, or their gradients, and room for what arrives, or what did; of one alone no copy."""
+        """Return (size, 2, D): carried rows, then arrived rows or room for them; no copy if there is only one kind."""
         if carried is None:
             return make((self.compiled.size, 2, self.k.shape[3])) if arrived is None else arrived
         if self.compiled.size == len(carried):
@@ -218,7 +215,7 @@ class Run:
 
     @property
     def received(self) -> Tensor | None:
-        """(n, D): the rows that arrived, for the backward; None without rounds."""
+        """The rows that arrived, (n, D), for the backward; None without rounds."""
         if not self.compiled.rounds:
             return None
         rows = self.rows[self.compiled.carried :]
@@ -235,7 +232,7 @@ class Run:
         return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
-        """Post the first round, or all; also the second where the first is a copy of own rows (of a ring), or empty."""
+        """Post the first round, or all; also the second if the first receives nothing from other ranks (ring)."""
         rounds = self.compiled.rounds
         copied = (
             len(rounds) > 1 and not (rounds[0].receives.keys() - {self.wire.rank}) and not len(rounds[1].packing.store)
@@ -252,7 +249,7 @@ class Run:
         return self.k.new_empty(sum(self.compiled.rounds[number].sends.values()), 2, self.k.shape[3])
 
     def _post(self, number: int, before: Tensor, buffer: Tensor) -> None:
-        """Send the rows of a round; `before` holds the rows of earlier ones."""
+        """Send the rows of a round; `before` holds the rows of earlier rounds."""
         step = self.compiled.rounds[number]
         pack = step.packing
         pack_rows(self.k, self.v, pack.own, pack.own_at, buffer)
@@ -262,7 +259,7 @@ class Run:
         self._posted.append(self.wire.post(buffer, step.sends, step.receives, into))
 
     def arrivals(self) -> Iterator[Arrival]:
-        """What needs no arrival, then the rounds in order; while the caller computes with one, the next is in transit."""
+        """Yield batches that need no arrival, then the rounds in order; the next round is in transit meanwhile."""
         if self.compiled.ready:
             yield Arrival(self.compiled.ready, self.rows)
         for number, step in enumerate(self.compiled.rounds):
@@ -279,7 +276,7 @@ class Run:
 
 
 class BackwardRun(Run):
-    """The backward: arrivals with room for gradients, then `finish` adds the gradients of this rank's rows to dk and dv.
+    """The backward of a call: arrivals have room for gradients, and `finish` adds gradients of own rows to dk and dv.
 
     Args:
         wide: the dtype of gradients in transit and of their sums.
@@ -305,7 +302,7 @@ class BackwardRun(Run):
         self._sum = torch.zeros(rows, 2, k.shape[3], dtype=wide, device=k.device)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """All batches at once where the rows were saved; else (ring) round by round as the rows pass again."""
+        """Yield all batches at once if the rows were saved, else (ring) round by round as the rows pass again."""
         if self.compiled.keep:
             self._grads = self._store(self._sum.new_zeros, self._carried)
             later = (batch for step in self.compiled.rounds for batch in step.batches)
@@ -326,11 +323,11 @@ class BackwardRun(Run):
         return torch.zeros(rows.shape, dtype=self._wide, device=rows.device)
 
     def _receive_buffer(self, number: int) -> Tensor:
-        """Room for the gradients that arrive in a round."""
+        """Allocate room for the gradients that arrive in a round."""
         return self._sum.new_empty(sum(self.compiled.rounds[number].gradients.receives.values()), *self._sum.shape[1:])
 
     def _return_all(self) -> None:
-        """Return the gradients of all rounds, last first; on a GPU concurrently with what is computed from now on."""
+        """Send back the gradients of all rounds, last first; on a GPU this overlaps with later computation."""
         rounds = range(len(self.compiled.rounds))
         self._buffers = [self._receive_buffer(number) for number in (rounds if self._ahead else rounds[-1:])]
         with side_stream(self.k.device):
@@ -344,8 +341,7 @@ class BackwardRun(Run):
         self._returning.append((number, posted))
 
     def _collect(self, leave: int = 0) -> None:
-        """Sum the gradients that arrive, of all rounds but the last `leave`; those of relayed rows travel on to where the
-        rows came from."""
+        """Sum arriving gradients, except of the last `leave` rounds; send gradients of relayed rows further back."""
         while len(self._returning) > leave:
             number, posted = self._returning.pop(0)
             arrived = (posted.follow if self._ahead else posted.wait)()
@@ -359,8 +355,8 @@ class BackwardRun(Run):
                 self._return(number - 1, self._grads, buffer)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients of this rank's rows to dk and dv, and those of carried rows to theirs."""
-        if not self.compiled.rounds:  # then carried rows alone were read
+        """Add the gradients of this rank's rows to dk and dv, and gradients of carried rows to their sum."""
+        if not self.compiled.rounds:  # only carried rows were read
             return
         self._collect()
         rejoin(self.k.device, self.wire.traffic, "gradients")
@@ -371,5 +367,5 @@ class BackwardRun(Run):
 
 
 def _halves(rows: Tensor) -> tuple[Tensor, ...]:
-    """(1, n, D) each of (n, 2, D) rows."""
+    """Split rows (n, 2, D) into halves (1, n, D)."""
     return rows[None].unbind(2)

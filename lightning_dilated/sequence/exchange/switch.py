@@ -1,10 +1,11 @@
 """All-to-all exchanges that trade tokens for heads: `switch`, by (segment, head), and head-parallel groups of neighbours.
 
-switch: the rows of q, k and v of a (segment, head) move to one rank, which computes it whole; the outputs move back. The
-ranks that hold a segment take turns as its owner by head and branch, which balances causal work; heads need not divide the
-ranks. With one segment over everything this is Ulysses (arXiv 2309.14509). Segments inside a shard stay where they are.
-Head-parallel groups: each rank gets all tokens of the group for its own window of heads. Windows may be uneven; where one
-cuts a group of query heads that share a kv head, the kv head goes to both ranks and its gradients are summed.
+switch: one rank receives the rows of q, k and v of a (segment, head) and computes it whole; the outputs move back. The
+ranks that hold a segment take turns as owner by head and branch, which balances causal work; any number of heads works
+with any number of ranks. With one segment for all tokens this is Ulysses (arXiv 2309.14509). Segments inside a shard do
+not move.
+Head-parallel groups: each rank gets all tokens of the group for its window of heads. Windows may be uneven; if a window
+cuts a group of query heads that share a kv head, both ranks get the kv head and its gradients are summed.
 Shape letters: B samples, L tokens of a rank, G tokens of the group, H heads, D head dim, M ranks of the group; an owner
 holds m query rows (m, D) and n key rows (n, 2, D).
 """
@@ -49,22 +50,22 @@ Windows = Sequence[tuple[int, int]]
 
 
 def windows(num_heads: int, num_kv_heads: int, members: int) -> list[tuple[int, int]]:
-    """(first, stop) query heads of each member, as equal as possible; whole kv groups where there are enough of them."""
+    """Return (first, stop) query heads of each member, as equal as possible; whole kv groups if there are enough."""
     unit = num_heads // num_kv_heads if num_kv_heads >= members else 1
-    share, more = divmod(num_heads // unit, members)
-    cuts = itertools.accumulate((share + (i < more) for i in range(members)), initial=0)
+    share, remainder = divmod(num_heads // unit, members)
+    cuts = itertools.accumulate((share + (i < remainder) for i in range(members)), initial=0)
     return [(a * unit, b * unit) for a, b in itertools.pairwise(cuts)]
 
 
 @dataclass
 class HeadGroup:
-    """The ranks that trade tokens for heads, this one among them; `lengths` are the tokens of each."""
+    """Ranks, including this one, that trade tokens for heads; `lengths` holds the tokens of each."""
 
     wire: Wire
     lengths: tuple[int, ...]
 
     def to_heads(self, tensors: Sequence[Tensor], cuts: Sequence[Windows]) -> list[Tensor]:
-        """(B, L, H, D) tensors of one dtype and D, cut at their windows, as (B, G, own window, D)."""
+        """Return (B, L, H, D) tensors of one dtype and D, each cut at its windows, as (B, G, own window, D)."""
         batch, length, _, dim = tensors[0].shape
         rank, widths = self.wire.rank, [[b - a for a, b in cut] for cut in cuts]
         parts = [
@@ -85,7 +86,7 @@ class HeadGroup:
         ]
 
     def to_tokens(self, x: Tensor, cut: Windows, heads: int) -> Tensor:
-        """(B, G, own window, D) back to (B, L, heads, D); heads that several ranks hold are summed."""
+        """Return (B, G, own window, D) as (B, L, heads, D); heads that several ranks hold are summed."""
         batch, _, width, dim = x.shape
         parts = [part.reshape(-1, dim) for part in x.split(list(self.lengths), 1)]
         length, widths = self.lengths[self.wire.rank], [b - a for a, b in cut]
@@ -100,7 +101,7 @@ class HeadGroup:
 
 @dataclass
 class Switched:
-    """A rank's part: kv rows and query rows that move, and the tasks it owns; outputs travel back as the queries came."""
+    """A rank's part: kv rows and query rows that move, and its tasks; outputs return on the queries' routes."""
 
     keys: Round
     queries: Round
@@ -108,7 +109,7 @@ class Switched:
 
 
 def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
-    """{owner: tasks}: every wide segment and head that holds positions of a rank."""
+    """Return {owner: tasks} for each wide segment that holds positions of `rank`, and each head."""
     segments = dict.fromkeys(s for piece in problem.shard.ranges(rank) for s in wide_segments(problem, piece))
     tasks: dict[int, list[RowRequest]] = {}
     for segment in segments:
@@ -122,21 +123,21 @@ def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
 
 
 def _segment_tasks(problem: Problem, segment: BranchSegment, head: int, rows: range) -> Iterator[RowRequest]:
-    """What an owner computes of a segment: its rows among themselves, or those pairs that have a global token."""
+    """Yield an owner's tasks for a segment: all its rows among themselves, or the pairs with a global token."""
     branch = problem.pattern.branches[segment.branch]
     request = partial(RowRequest, segment.document, segment.branch, head)
     if branch.tokens is None:
         pads, band = segment_padding(problem, segment, rows), window_band(branch, problem.causal)
         yield request(rows, (rows,), causal=problem.causal, pads=pads, band=band)
         return
-    first, others = rows[: branch.tokens], rows[branch.tokens :]
+    first, later = rows[: branch.tokens], rows[branch.tokens :]
     yield request(first, (first if problem.causal else rows,), causal=problem.causal)
-    if others:
-        yield request(others, (first,))
+    if later:
+        yield request(later, (first,))
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Switched:
-    """Who sends which rows of k, v and q to whom, and what this rank then computes."""
+    """Return the rows of k, v and q that this rank sends and receives, and the tasks that it computes."""
     tasks = tasks_by_owner(problem, rank)
     keys, queries = Round(), Round()
     for peer in range(problem.shard.ranks):
@@ -147,9 +148,9 @@ def program(problem: Problem, rank: int, per_node: int) -> Switched:
 
 
 def _rows(problem: Problem, tasks: list[RowRequest], owner: int, source: int, group: int) -> Message:
-    """The rows of an owner's tasks that a rank holds, none twice; `group` query heads share one.
+    """Return the rows of an owner's tasks that `source` holds, none twice; `group` query heads share a row.
 
-    Sender and receiver list the tasks in different orders, so the message is sorted by document and head.
+    The message is sorted by document and head, because sender and receiver list tasks in different orders.
     """
     if problem.shard.interleaved:
         return strided_message(dict(sorted(strided.rows_owned(problem, owner, group, source).items())))
@@ -162,13 +163,13 @@ def _rows(problem: Problem, tasks: list[RowRequest], owner: int, source: int, gr
 
 # -- volume ------------------------------------------------------------------------------------------------------------
 def volume(problem: Problem, rank: int, per_node: int) -> Volume:
-    """What a rank receives: rows of the tasks it owns, and results for the rows that it sent to other owners."""
+    """Return what a rank receives: rows of its tasks, and results for the rows that it sent to other owners."""
     mates = node_of(rank, per_node, problem.shard.ranks)
     total = Volume(rounds=4, messages=0)
     for group, units in ((problem.group, 2), (1, 1)):
         queries = group == 1 and units == 1
         needs, sent = (_strided_counts if problem.shard.interleaved else _counts)(problem, rank, group)
-        if queries:  # whoever holds queries of a task holds keys of it, too
+        if queries:  # a rank that holds queries of a task also holds keys of it
             total.messages = 2 * len(needs.ranks - {rank}) + 2 * len(sent)
         own, inside = needs.held_by([rank]), needs.held_by(mates)
         total.kept += units * needs.total
@@ -184,12 +185,12 @@ def volume(problem: Problem, rank: int, per_node: int) -> Volume:
 
 
 def _counts(problem: Problem, rank: int, group: int) -> tuple[Origins, dict[int, int]]:
-    """(origins of the rows that a rank owns, {other owner: rows that the rank sends to it})."""
+    """Return (origins of the rows of a rank's tasks, {other owner: number of rows that the rank sends to it})."""
     tasks = tasks_by_owner(problem, rank)
-    own: dict[tuple[Document, int], set[range]] = {}
+    own_rows: dict[tuple[Document, int], set[range]] = {}
     for task in tasks.pop(rank, []):
-        own.setdefault((task.document, task.head // group), set()).add(task.queries)
-    needs = Origins.listed(problem, {key: union(x) for key, x in own.items()})
+        own_rows.setdefault((task.document, task.head // group), set()).add(task.queries)
+    needs = Origins.listed(problem, {key: union(x) for key, x in own_rows.items()})
     return needs, {owner: count(_rows(problem, x, owner, rank, group)) for owner, x in tasks.items()}
 
 
@@ -203,20 +204,20 @@ def _strided_counts(problem: Problem, rank: int, group: int) -> tuple[Origins, d
 # -- running -----------------------------------------------------------------------------------------------------------
 @dataclass
 class OwnerRoute:
-    """Rows that leave this rank's tensors for their owners, by flat numbers in the order of the messages."""
+    """Rows that this rank sends to their owners, as flat numbers in the order of the messages."""
 
     rows: Tensor
     sends: dict[int, int]
     receives: dict[int, int]
 
     def block(self, rows: Tensor) -> Block:
-        """These rows of this rank, as they leave for their owners."""
+        """Return a block that sends `rows` to their owners."""
         return Block(rows, self.sends, self.receives)
 
 
 @dataclass
 class CompiledSwitch:
-    """A rank's part of a switch with its indices on a device; query numbers in `batches` are those of the received rows."""
+    """A rank's part of a switch with its indices on a device; queries of `batches` number received rows."""
 
     keys: OwnerRoute
     queries: OwnerRoute
@@ -227,10 +228,7 @@ def compile_switch(problem: Problem, rank: int, program: Switched, device: torch
     pieces = problem.shard.ranges(rank)
     keys, queries = ReceivedRows(), ReceivedRows()
     routes = []
-    for step, store, heads in (
-        (program.keys, keys, problem.kv_heads),
-        (program.queries, queries, problem.heads),
-    ):
+    for step, store, heads in ((program.keys, keys, problem.kv_heads), (program.queries, queries, problem.heads)):
         routes.append(_route(step, LocalRows(pieces, heads), device))
         for message in step.receives.values():
             store.add(message)
@@ -246,10 +244,7 @@ def _route(step: Round, local: LocalRows, device: torch.device) -> OwnerRoute:
 
 
 class SwitchRun:
-    """One call's rows in transit, two collectives a pass: to the owners, and back.
-
-    `kept` holds the owner's rows in the backward, which does not move them again.
-    """
+    """Rows of one call in transit, to the owners and back; `kept`: in the backward, the owner's rows of the forward."""
 
     def __init__(self, compiled: CompiledSwitch, wire: Wire, kept: Tensor | None = None):
         self.compiled, self.wire, self.kept = compiled, wire, kept
@@ -262,7 +257,7 @@ class SwitchRun:
         self._posted = self.wire.post_together(blocks, "rows")
 
     def arrived(self) -> tuple[Tensor, Tensor]:
-        """(query rows (m, D), key rows (n, 2, D)) that this rank owns."""
+        """Return (query rows (m, D), key rows (n, 2, D)) that this rank owns."""
         if self.kept is None:
             keys, queries = self._posted.wait()
             self.kept = joined([*keys, *queries], self._posted.blocks[1].rows)
@@ -272,41 +267,41 @@ class SwitchRun:
         return self.kept[n:], keys
 
     def to_owners(self, grad: Tensor, out: Tensor, lse: Tensor) -> PostedBlocks:
-        """Rows of grad and out (B, L, H, D), and of lse (B, H, L), to the owners of their queries."""
+        """Send rows of grad and out (B, L, H, D) and of lse (B, H, L) to the owners of their queries."""
         queries = self.compiled.queries
         sides = pair(grad, out, queries.rows), take(lse.transpose(1, 2)[..., None], queries.rows)
         return self.wire.post_together([queries.block(x) for x in sides], "outputs")
 
     @staticmethod
     def at_owner(posted: PostedBlocks) -> tuple[Tensor, Tensor]:
-        """((m, 2, D) grad and out, (m, 1) lse) of the queries that this rank owns."""
+        """Return ((m, 2, D) grad and out, (m, 1) lse) of the queries that this rank owns."""
         sides, lse = (joined(x, block.rows) for x, block in zip(posted.wait(), posted.blocks, strict=True))
         return sides, lse
 
     def sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Zeros for the gradients of what `arrived`."""
+        """Return zeros for the gradients of the rows that `arrived`."""
         queries, keys = (torch.zeros_like(x, dtype=dtype) for x in self.arrived())
         return queries, keys
 
     def home(self, rows: Tensor) -> Posted:
-        """Send outputs of received queries back to where those came from."""
+        """Send outputs of received queries back to the ranks that sent the queries."""
         route = self.compiled.queries
         return self.wire.post(rows, route.receives, route.sends, what="outputs")
 
     def gradients_home(self, dq: Tensor, grads: Tensor) -> PostedBlocks:
-        """Send the gradients of received queries (m, D) and keys (n, 2, D) back to where those came from."""
+        """Send gradients of received queries (m, D) and keys (n, 2, D) back to the ranks that sent the rows."""
         keys, queries = self.compiled.keys, self.compiled.queries
         blocks = Block(dq, queries.receives, queries.sends), Block(grads, keys.receives, keys.sends)
         return self.wire.post_together(blocks, "gradients")
 
     @staticmethod
     def at_home(posted: PostedBlocks) -> tuple[Tensor, Tensor]:
-        """The gradients of the rows that this rank sent, as `gradients_home` takes them."""
+        """Return the gradients of the rows that this rank sent, in the shapes of `gradients_home`."""
         dq, grads = (joined(x, block.rows) for x, block in zip(posted.wait(), posted.blocks, strict=True))
         return dq, grads
 
     def by_peer(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(flat numbers, rows) of each peer's share of what `home` returned; no number occurs twice within a share."""
+        """Split the rows that `home` returned by peer: (flat numbers, rows); a peer's numbers are distinct."""
         route = self.compiled.queries
         sizes = list(route.sends.values())
         return list(zip(route.rows.split(sizes), rows.split(sizes), strict=True))

@@ -1,7 +1,7 @@
-"""Transport: the one collective of every exchange, an all-to-all of rows, with what it moved and when.
+"""Transport: the collective that all exchanges use, an all-to-all of rows, with a record of bytes and times.
 
 All ranks enter it in the order of the program, so it cannot deadlock; ranks without a message for each other exchange
-nothing inside it. Times are taken on a GPU by events that nobody waits for, elsewhere by the wall clock.
+nothing in it. GPU times are measured by events that the host does not wait for, other times by the wall clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Mark = torch.cuda.Event | float
 
 @dataclass
 class Flight:
-    """One collective: when its rows were ready to leave, and when the last had arrived."""
+    """One collective, from the time when its rows are ready to leave to the last arrival."""
 
     run: str  # forward or backward
     what: str
@@ -37,7 +37,7 @@ class Flight:
 
 @dataclass
 class Wait:
-    """A time in which computation waited for rows."""
+    """A period in which computation waited for rows."""
 
     run: str
     what: str
@@ -47,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Planned:
-    """A call as planned: all but `run` are arguments of `planner.held`."""
+    """A planned call: all fields except `run` are arguments of `planner.held`."""
 
     run: str
     problem: Problem
@@ -63,7 +63,7 @@ class TrafficLog:
     """The communication since the last `clear`, in order; give it to `SequenceGroup.watch`.
 
     Attributes:
-        agreeing: seconds in which the host waited for control messages.
+        agreeing: seconds that the host waited for control messages.
     """
 
     flights: list[Flight] = field(default_factory=list)
@@ -75,7 +75,7 @@ class TrafficLog:
         self.flights, self.waits, self.planned, self.agreeing = [], [], [], 0.0
 
     def fly(self, flight: Flight, work: dist.Work | None, device: torch.device) -> None:
-        """Record a flight that begins; on a GPU a stream of its own records its end."""
+        """Record the start of a flight; on a GPU a separate stream records its end."""
         self.flights.append(flight)
         if device.type == "cuda" and work is not None:
             with torch.cuda.stream(_watcher(device)):
@@ -95,7 +95,7 @@ def _watcher(device: torch.device) -> torch.cuda.Stream:
 
 
 def mark(device: torch.device) -> Mark:
-    """Now; on a GPU the moment when the current stream gets here."""
+    """Return the time now; on a GPU, the moment when the current stream reaches this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -104,7 +104,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds(begin: Mark, end: Mark) -> float:
-    """Between two marks; a GPU's must have been reached."""
+    """Return the seconds between two marks; GPU streams must have reached both."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
 
 
@@ -114,8 +114,8 @@ class Traffic:
 
     Attributes:
         run: the pass that is counted.
-        sent_to, received_from: bytes by the other's rank in the process group.
-        log: records when rows are in flight; None: nothing does.
+        sent_to, received_from: bytes by the peer's rank in the process group.
+        log: records when rows are in flight; None: no record.
     """
 
     run: str = "forward"
@@ -149,14 +149,14 @@ class Posted:
     log: TrafficLog | None = None
 
     def wait(self) -> Tensor:
-        """The rows, once they have arrived (on a GPU: once the current stream reaches this point)."""
+        """Return the rows once they have arrived (on a GPU: once the current stream reaches this point)."""
         if self.work is None or self.log is None:
             return self.follow()
         with self.log.waiting(self.flight.run, self.flight.what, self.rows.device):
             return self.follow()
 
     def follow(self) -> Tensor:
-        """`wait` for code that relays rows and computes nothing: not recorded as a wait."""
+        """Wait without a record of the wait, for code that relays rows and computes nothing."""
         if self.work is not None:
             self.work.wait()
             if self.rows.device.type != "cuda":  # on a GPU another stream may wait, too
@@ -168,10 +168,10 @@ class Posted:
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU the exchange's own stream, behind everything queued so far; elsewhere nothing.
+    """On a GPU, run the body on the exchange's stream, after all work queued so far; elsewhere do nothing.
 
-    Memory allocated within belongs to that stream. What the caller's stream reads has to be allocated before, or read after
-    `Posted.wait`, and freed after `rejoin`.
+    Memory allocated in the body belongs to that stream. Tensors that the caller's stream reads must be allocated before
+    the body, or read after `Posted.wait`; free them after `rejoin`.
     """
     if device.type != "cuda":
         yield
@@ -187,17 +187,17 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def abandon(device: torch.device, posted: Iterable[Posted] = ()) -> None:
-    """After an error (out of memory, say): wait for rows in flight, so that their memory can be reused."""
+    """Wait for rows in flight after an error, such as out of memory, so that their memory can be reused."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
-        for rows in posted:  # collectives run on streams of the communicator's own
+        for rows in posted:  # collectives run on the communicator's streams
             if rows.work is not None:
-                with contextlib.suppress(RuntimeError):  # the error being raised says more
+                with contextlib.suppress(RuntimeError):  # the error being raised is the cause
                     rows.work.wait()
 
 
 def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
-    """Have the caller's stream wait for the `side_stream`."""
+    """Make the caller's stream wait for the `side_stream`."""
     if device.type == "cuda":
         waiting = contextlib.nullcontext()
         if traffic.log is not None:
@@ -208,13 +208,13 @@ def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Of high priority: its work is short, and other ranks wait for it."""
+    """Return a stream of high priority: its work is short, and other ranks wait for it."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows (n, ...) of one dtype and width in a collective that moves several; counts as `Wire.post` takes them."""
+    """Rows (n, ...) of one dtype and width in a collective of several blocks; counts as in `Wire.post`."""
 
     rows: Tensor
     sends: Mapping[int, int]
@@ -233,7 +233,7 @@ class PostedBlocks:
     blocks: tuple[Block, ...]
 
     def wait(self) -> list[list[Tensor]]:
-        """The bytes of each block, a piece of each peer that sent any, in rising order of peers."""
+        """Return the bytes of each block, one piece for each peer that sent any, in rising order of peers."""
         peers = _peers(x.receives for x in self.blocks)
         sizes = [x.receives.get(peer, 0) * x.row_bytes for peer in peers for x in self.blocks]
         pieces = self.posted.wait().flatten().split(sizes) if sizes else ()
@@ -241,7 +241,7 @@ class PostedBlocks:
 
 
 def joined(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Pieces of bytes as rows of the shape and dtype of `like`'s, in memory of their own."""
+    """Concatenate pieces of bytes into new rows with the dtype and row shape of `like`."""
     if not pieces:
         return like.new_empty(0, *like.shape[1:])
     return torch.cat(list(pieces)).view(like.dtype).view(-1, *like.shape[1:])
@@ -253,7 +253,7 @@ def _peers(counts: Iterable[Mapping[int, int]]) -> list[int]:
 
 @dataclass
 class Wire:
-    """Moves rows between the ranks of a call; `ranks` are their numbers in the process group."""
+    """Moves rows between the ranks of a call; `ranks` holds their numbers in the process group."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -268,7 +268,7 @@ class Wire:
         into: Tensor | None = None,
         what: str = "rows",
     ) -> Posted:
-        """Send rows: `sends` and `receives` are {peer: number of rows}, and `rows` are in the order of `sends`."""
+        """Post rows, in the order of `sends`; `sends` and `receives` are {peer: number of rows}."""
         shape = (sum(receives.values()), *rows.shape[1:])
         out = rows.new_empty(shape) if into is None else into
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
@@ -290,10 +290,10 @@ class Wire:
         return Posted(out, work, rows, flight, traffic.log)
 
     def post_together(self, blocks: Sequence[Block], what: str = "rows") -> PostedBlocks:
-        """Send several blocks of rows in one collective, each peer's parts of them one after another."""
+        """Post several blocks of rows in one collective; a peer's parts of the blocks follow one another."""
         parts = [_bytes(x.rows.contiguous()).split(list(x.sends.values())) for x in blocks]
-        of_peer = [dict(zip(x.sends, part, strict=True)) for x, part in zip(blocks, parts, strict=True)]
-        leaving = [part[peer].flatten() for peer in _peers(x.sends for x in blocks) for part in of_peer if peer in part]
+        by_peer = [dict(zip(x.sends, part, strict=True)) for x, part in zip(blocks, parts, strict=True)]
+        leaving = [part[peer].flatten() for peer in _peers(x.sends for x in blocks) for part in by_peer if peer in part]
         rows = torch.cat(leaving) if leaving else blocks[0].rows.new_empty(0, dtype=torch.uint8)
         sends, receives = (
             {peer: sum(getattr(x, side).get(peer, 0) * x.row_bytes for x in blocks) for peer in peers}
@@ -304,5 +304,5 @@ class Wire:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """(rows, bytes of a row): every backend moves bytes, not every backend moves each dtype."""
+    """Return x as (rows, bytes of a row): every backend moves bytes, but not every dtype."""
     return x.flatten(1).view(torch.uint8)
