@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: the alleles of a VCF file by a model of a genome, one row of a CSV for each."""
+"""`lightning-dilated score`: score the alleles of a VCF file by a model of a genome; writes a CSV row for each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> None:
-    """Load the model, check every variant against the genome, then score and write them batch by batch."""
+    """Load the model, check every variant against the genome, then score and write the variants batch by batch."""
     args = parser().parse_args(argv)
     for name, least in (("flank", 0), ("batch_size", 1)):
         integer(getattr(args, name), f"--{name}", least)
@@ -87,13 +87,13 @@ def run(argv: list[str]) -> None:
             for row in scored(model, genome, numbers, batch, window, options):
                 writer.writerow(map(guarded_field, row))
                 notes[str(row[-1])] += 1
-            file.flush()  # what is done is not lost
+            file.flush()  # finished rows survive a crash
             bar.advance(task, len(batch))
     print(report(out, notes))
 
 
 def genome_model(path: str) -> TokenModel:
-    """The model of a checkpoint. Raises: ValueError for one that does not read bases."""
+    """Load the model of a checkpoint. Raises ValueError for a model that does not read bases."""
     model = load_module(path)
     if not isinstance(model, (LongNetLM, LongNetMLM)) or not reads_bases(model):
         size = getattr(model, "vocab_size", None)
@@ -104,10 +104,10 @@ def genome_model(path: str) -> TokenModel:
     return model
 
 
-def window_of(model: TokenModel, asked: int | None) -> int:
-    """Bases of a window: as asked for, else the model's length."""
-    if asked is not None:
-        return integer(asked, "--window", 2)
+def window_of(model: TokenModel, window: int | None) -> int:
+    """Return the bases of a window: the option if given, else the model's length."""
+    if window is not None:
+        return integer(window, "--window", 2)
     if model.max_seq_len is None:
         raise ValueError(
             "the checkpoint does not say for which length the model was made (max_seq_len): give --window, such as the "
@@ -121,14 +121,14 @@ def scored(
 ) -> Iterator[list[object]]:
     notes, windows = [], []
     for v in batch:
-        note, found = v.note, None
+        note, alleles = v.note, None
         if not note and v.ref.upper() == v.alt.upper():
             note = "alleles are equal"
         elif not note:
-            found = allele_windows(genome, numbers[v.record], v.start, v.ref, v.alt, window)
-            note = "" if found else f"alleles do not fit into a window of {window} bases"
+            alleles = allele_windows(genome, numbers[v.record], v.start, v.ref, v.alt, window)
+            note = "" if alleles else f"alleles do not fit into a window of {window} bases"
         notes.append(note)
-        windows += [found] if found else []
+        windows += [alleles] if alleles else []
     result = model.score_alleles(windows, **options)
     values = zip(
         *(x.tolist() for x in (result.score, result.reference, result.alternative)),
@@ -143,7 +143,7 @@ def scored(
 
 
 def progress() -> Progress:
-    """A bar on standard error; where that is no terminal nothing is shown."""
+    """Return a progress bar on standard error, hidden unless that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not sys.stderr.isatty())

@@ -1,4 +1,4 @@
-"""OtherStrand, which lets a masked language model read a genome's reverse complement, too.
+"""OtherStrand: lets a masked language model also read a genome's reverse complement.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -31,11 +31,11 @@ class OtherStrand:
                 f"strands='both' is for genomes, whose vocab_size is 5 to {MOST_GENOME_TOKENS} (A C G T N first), got "
                 f"{vocab_size}."
             )
-        #: for each token, its complement; tokens that are no bases stay
+        #: complement of each token; tokens that are no bases map to themselves
         self.complements = [*COMPLEMENTS, *range(len(COMPLEMENTS), vocab_size)]
 
     def read(self, tokens: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the reverse complement of tokens (B, N), and the places (B, N) from which it was read.
+        """Return the reverse complement of tokens (B, N), and the source positions (B, N) of its tokens.
 
         Raises:
             ValueError: if ranks share a sequence.
