@@ -1,4 +1,4 @@
-"""`lightning-dilated evaluate`: what a language model uses of its context, by questions about it."""
+"""`lightning-dilated evaluate`: how much of its context a language model uses, by questions about it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ What a language model uses of its context: a value is stated somewhere in filler
 is right if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
 accuracy_by_depth.csv and a picture of each task into --out. Nothing is downloaded: texts are made by rule from --seed.
 """
-#: tokens whose logits a decoder of transformers makes at a time
+#: tokens per tile of a transformers decoder's logits
 _TILE = 1024
 
 
@@ -44,7 +44,7 @@ _SAMPLES = {
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """As `load_any`. Raises: ValueError also for models that do not predict the next token."""
+    """Load as `load_any`. Raises ValueError also for models that do not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_questions(p: argparse.ArgumentParser) -> None:
-    """What is asked, at which lengths and depths."""
+    """Add options of the questions, lengths and depths."""
     p.add_argument("--task", nargs="+", choices=TASKS, default=["needle"], help="one or several (default: needle)")
     p.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="tokens (default: %(default)s)")
     p.add_argument(
@@ -83,7 +83,7 @@ def _add_questions(p: argparse.ArgumentParser) -> None:
 
 
 def _add_samples(p: argparse.ArgumentParser) -> None:
-    """What a sample is made of."""
+    """Add options of the contents of a sample."""
     p.add_argument(
         "--tokenizer",
         help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
@@ -100,7 +100,7 @@ def _add_samples(p: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(p: argparse.ArgumentParser) -> None:
-    """Where it runs."""
+    """Add options of devices and precision."""
     p.add_argument(
         "--devices", type=int, default=1, help="GPUs or processes, which share each sample (default: %(default)s)"
     )
@@ -109,7 +109,7 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """Check everything that can be known before the model runs, then evaluate task by task."""
+    """Check everything that can be checked before the model runs, then evaluate task by task."""
     args = parser().parse_args(argv)
     check_device(args.device)
     integer(args.devices, "--devices", 1)
@@ -130,7 +130,7 @@ def run(argv: list[str]) -> None:
 
 
 def checked_folder(path: str) -> Path:
-    """The folder. Raises: FileExistsError where it is a file, or holds an earlier result."""
+    """Return the folder. Raises FileExistsError if it is a file, or holds an earlier result."""
     out = Path(path)
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file; give a folder.")
@@ -142,10 +142,10 @@ def checked_folder(path: str) -> Path:
 
 
 def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
-    """The path of the tokenizer for text; None for bytes. One that a checkpoint holds is written into `folder`.
+    """Return the path of the tokenizer for text; None for bytes. A checkpoint's tokenizer is written into `folder`.
 
     Raises:
-        ValueError: where the model needs one that is not known.
+        ValueError: if the model needs a tokenizer that is not known.
     """
     if args.form == "tokens" or args.tokenizer is not None:
         return args.tokenizer
@@ -164,7 +164,7 @@ def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder
 
 
 def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongContextDataModule:
-    """The samples of a task. Raises: TypeError, ValueError or FileNotFoundError, naming the option."""
+    """Return the samples of a task. Raises TypeError, ValueError or FileNotFoundError with the option."""
     options = {name: getattr(args, name) for name in (*_SAMPLES, "distractors")}
     try:
         data = LongContextDataModule(
@@ -178,7 +178,7 @@ def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongC
 
 
 def trainer_of(args: argparse.Namespace, out: Path) -> pl.Trainer:
-    """A Trainer that only tests, with the callback that counts."""
+    """Return a Trainer that only tests, with the callback that counts."""
     cuda = args.device.startswith("cuda")
     number = args.device.partition(":")[2]
     if number and args.devices > 1:
