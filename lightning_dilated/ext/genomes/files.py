@@ -153,11 +153,7 @@ def _decompress(path: str, target: Path, opener: Opener, packed: bool = True) ->
     done = 0
     with _part_of(target) as part:
         try:
-            with (
-                opener.open(path) as raw,
-                gzip.open(raw, "rb") if packed else raw as source,
-                open(part, "wb") as out,
-            ):
+            with opener.open(path) as raw, gzip.open(raw, "rb") if packed else raw as source, open(part, "wb") as out:
                 for block in _clean(iter(partial(source.read, 1 << 20), b"")):
                     done += len(block)
                     if done > limit:

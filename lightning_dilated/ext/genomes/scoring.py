@@ -270,12 +270,7 @@ def _masked_alleles(
 # -- embeddings --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def embed(
-    model: Any,
-    sequences: Any,
-    pool: Literal["mean", "none"],
-    layer: int | None,
-    strands: Strands,
-    batch_size: int,
+    model: Any, sequences: Any, pool: Literal["mean", "none"], layer: int | None, strands: Strands, batch_size: int
 ) -> Tensor:
     """Compute `TokenModel.embed`."""
     tokens, size = read_sequences(model, sequences, strands), integer(batch_size, "batch_size", 1)

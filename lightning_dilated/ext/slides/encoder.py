@@ -16,12 +16,7 @@ from torch import Tensor
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, attention_weights
-from lightning_dilated.ext.pooled.pooled_model import (
-    PooledModule,
-    check_lengths,
-    checked_by_all,
-    first_token,
-)
+from lightning_dilated.ext.pooled.pooled_model import PooledModule, check_lengths, checked_by_all, first_token
 from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.ext.slides.weights import (
     PUBLISHED,

@@ -275,11 +275,7 @@ class HFCausalLM(WithTokenizer):
         return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
 
     def forward(
-        self,
-        batch: Mapping[str, Any] | Tensor,
-        *,
-        lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, batch: Mapping[str, Any] | Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """Return logits (B, N, V) of tokens (B, N) or of a batch; in an active sequence, of this rank's tokens.
 

@@ -99,12 +99,7 @@ class CachedStep:
 
 @torch.compiler.disable  # it reads values
 def visible_keys(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    **options: Any,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, **options: Any
 ) -> VisibleKeys | CachedStep:
     """Return the mask of a forward, with the signature of transformers' AttentionMaskInterface.
 
