@@ -88,7 +88,6 @@ def _softmax(scores: Tensor, counts: Tensor, pads: Tensor) -> Tensor:
 
 
 def _positions(queries: Sequence[int] | Tensor, seq_len: int) -> list[int]:
-    """Return the queries as a list of valid positions."""
     numbers = queries.tolist() if isinstance(queries, Tensor) else queries
     if not isinstance(numbers, (list, tuple, range)):
         raise TypeError(f"queries must be a list of positions such as [0], or a 1-D integer tensor; got {queries!r}.")

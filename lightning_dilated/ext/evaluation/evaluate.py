@@ -69,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_questions(p: argparse.ArgumentParser) -> None:
-    """Add options of the questions, lengths and depths."""
     p.add_argument("--task", nargs="+", choices=TASKS, default=["needle"], help="one or several (default: needle)")
     p.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="tokens (default: %(default)s)")
     p.add_argument(
@@ -83,7 +82,6 @@ def _add_questions(p: argparse.ArgumentParser) -> None:
 
 
 def _add_samples(p: argparse.ArgumentParser) -> None:
-    """Add options of the contents of a sample."""
     p.add_argument(
         "--tokenizer",
         help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
@@ -100,7 +98,6 @@ def _add_samples(p: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(p: argparse.ArgumentParser) -> None:
-    """Add options of devices and precision."""
     p.add_argument(
         "--devices", type=int, default=1, help="GPUs or processes, which share each sample (default: %(default)s)"
     )
@@ -144,8 +141,7 @@ def checked_folder(path: str) -> Path:
 def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
     """Return the path of the tokenizer for text; None for bytes. A checkpoint's tokenizer is written into `folder`.
 
-    Raises:
-        ValueError: if the model needs a tokenizer that is not known.
+    Raises: ValueError if the model needs a tokenizer that is not known.
     """
     if args.form == "tokens" or args.tokenizer is not None:
         return args.tokenizer

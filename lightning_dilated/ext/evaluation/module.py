@@ -168,7 +168,6 @@ class LongContextDataModule(RuleDataModule):
         self._check_room(1)
 
     def _check_numbers(self, key_remedy: str, value_remedy: str) -> None:
-        """Raise ValueError if a sample has more keys or values than the form."""
         for kind, needed, there, change in (
             ("keys", self.task.keys, self.form.keys, key_remedy),
             ("values", self.task.values, self.form.values, value_remedy),

@@ -117,7 +117,6 @@ def _places(trainer: pl.Trainer, columns: dict[str, list[Any]], dataloader_idx: 
 
 
 def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
-    """Return {column: one value per sequence}."""
     if not isinstance(prediction, Mapping) or not prediction or not all(map(_is_column, prediction.values())):
         kind = type(prediction).__name__
         if isinstance(prediction, Mapping):
@@ -150,7 +149,6 @@ def _is_column(x: Any) -> bool:
 
 
 def _some(names: Any) -> str:
-    """Return the first names, and the number of names."""
     shown = list(names)
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
 

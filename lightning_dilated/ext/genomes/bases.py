@@ -61,8 +61,7 @@ def decode_bases(tokens: Any) -> str:
     Args:
         tokens: integers from 0 to 4: a tensor, array or list.
 
-    Raises:
-        ValueError: for another shape, or a token that is no base.
+    Raises: ValueError for another shape, or a token that is no base.
     """
     codes = torch.as_tensor(tokens)
     if codes.ndim != 1 or (codes.numel() and (codes.is_floating_point() or codes.dtype == torch.bool)):

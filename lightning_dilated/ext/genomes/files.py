@@ -141,7 +141,6 @@ def table_rows(
 
 
 def _fields(line: str, columns: int, blanks: bool) -> list[str]:
-    """Return the first fields of a line; none for an empty line."""
     if not line.strip():
         return []
     return (line.split(None, columns) if blanks and "\t" not in line else line.split("\t", columns))[:columns]

@@ -60,11 +60,7 @@ def reads_bases(model: Any) -> bool:
 
 
 def read_sequences(model: Any, sequences: Any, strands: str) -> list[Tensor]:
-    """Return each sequence as tokens (N,) int64 on the CPU.
-
-    Raises:
-        TypeError, ValueError: as `score`.
-    """
+    """Return each sequence as tokens (N,) int64 on the CPU. Raises TypeError or ValueError as `score`."""
     one_of(strands, "strands", ("forward", "reverse", "both"))
     if strands != "forward" and not reads_bases(model):
         raise ValueError(f"strands={strands!r} is for genomes, and this model has vocab_size={model.vocab_size}.")

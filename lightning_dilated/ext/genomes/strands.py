@@ -21,8 +21,7 @@ from lightning_dilated.sequence import active_sequence
 class OtherStrand:
     """The reverse complement of a batch, and the complement of each of V tokens.
 
-    Raises:
-        ValueError: for a vocabulary that is not a genome's.
+    Raises: ValueError for a vocabulary that is not a genome's.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -37,8 +36,7 @@ class OtherStrand:
     def read(self, tokens: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the reverse complement of tokens (B, N), and the source positions (B, N) of its tokens.
 
-        Raises:
-            ValueError: if ranks share a sequence.
+        Raises: ValueError if ranks share a sequence.
         """
         group = active_sequence()
         if group is not None and group.ranks > 1:

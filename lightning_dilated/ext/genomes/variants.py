@@ -202,5 +202,4 @@ def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, 
 
 
 def _common(a: str, b: str) -> int:
-    """Return the length of the common prefix of two words."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -73,8 +73,7 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
         tile_size: pixels of a tile.
         grid: cells along an axis.
 
-    Raises:
-        TypeError, ValueError: for half precision, fractions, negative values or cells outside the grid.
+    Raises: TypeError or ValueError for half precision, fractions, negative values or cells outside the grid.
     """
     if coords.dtype in (torch.float16, torch.bfloat16):
         raise TypeError(f"coords are {coords.dtype}, which rounds pixels above 2,048: keep them int64.")
@@ -265,7 +264,6 @@ class SlideBackbone(TransformerModel):
         return {"features": torch.randn(1, rows, self.feature_dim), "coords": coords}
 
     def _documents(self, batch: Any) -> Documents | None:
-        """Return the documents of slides packed into one row, or None."""
         bounds = batch.get("cu_seqlens")
         return None if bounds is None else Documents.of(bounds, batch["features"].shape[1])
 

@@ -42,8 +42,7 @@ def check_coordinates(
         where: prefix of the error; name the slide.
         extent: (width, height) of the slide in the same pixels, if known.
 
-    Raises:
-        ValueError: with every fault and its remedy.
+    Raises: ValueError with every fault and its remedy.
     """
     faults = coordinate_faults(coords, tile_size, grid, extent)
     if faults:

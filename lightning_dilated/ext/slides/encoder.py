@@ -90,8 +90,7 @@ def chosen_layers(layer: Any, depth: int) -> list[int]:
 def tile_rows(queries: Any, tiles: int) -> list[int]:
     """Return the rows of tiles, which follow the class token's row.
 
-    Raises:
-        TypeError, ValueError: unless `queries` is a list of tiles in [0, `tiles`).
+    Raises: TypeError or ValueError unless `queries` is a list of tiles in [0, `tiles`).
     """
     numbers = queries.tolist() if isinstance(queries, Tensor) else queries
     if not isinstance(numbers, (list, tuple, range)):
@@ -198,8 +197,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
             path: a Lightning checkpoint.
             options: arguments of `SlideEncoder` that differ from the checkpoint's or are new, such as `task`.
 
-        Raises:
-            FileNotFoundError, ValueError: for other files.
+        Raises: FileNotFoundError or ValueError for other files.
         """
         stored = read_file(path)
         settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
@@ -220,8 +218,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
     def released_state_dict(self) -> dict[str, Tensor]:
         """Return the encoder's weights by the names of a GigaPath release, without the table of positions.
 
-        Raises:
-            ValueError: while the model has low-rank updates.
+        Raises: ValueError while the model has low-rank updates.
         """
         if self.lora_rank is not None:
             raise ValueError("a release has no place for low-rank updates: call merge_lora() first.")
@@ -251,8 +248,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         Returns:
             (B, E), or a list of depth + 1 of these.
 
-        Raises:
-            TypeError, ValueError: for wrong shapes, or coordinates that would give wrong positions.
+        Raises: TypeError or ValueError for wrong shapes, or coordinates that would give wrong positions.
         """
         _one_rank("tiles alone are encoded on one rank; on several give batches with a blank row to `embed`.")
         x, rows = self._tiles(features, coords, lengths)

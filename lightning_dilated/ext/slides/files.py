@@ -43,8 +43,7 @@ def states_overlap(attributes: Mapping[str, Any]) -> bool:
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
     """Return the side of a tile in level-0 pixels, less a stated overlap (`states_overlap`); None if not stated.
 
-    Raises:
-        ValueError: for an invalid attribute, with file and attribute.
+    Raises: ValueError for an invalid attribute, with file and attribute.
     """
     if "patch_size_level0" in attributes:  # TRIDENT
         side = _whole(path, attributes, "patch_size_level0")
@@ -68,8 +67,7 @@ def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
 def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return a lower bound (width, height) of the slide in level-0 pixels, or None if the attributes lack it.
 
-    Raises:
-        ValueError: as `tile_size_of`.
+    Raises: ValueError as `tile_size_of`.
     """
     if "level0_width" in attributes and "level0_height" in attributes:  # TRIDENT
         return _whole(path, attributes, "level0_width"), _whole(path, attributes, "level0_height")
@@ -193,8 +191,7 @@ def _unreadable(path: str, error: OSError) -> ValueError:
 def own_dataset(path: str, file: Any, name: str) -> Any:
     """Return the object of this name in the file, or None.
 
-    Raises:
-        ValueError: if it is stored in another file: an external link, a virtual data set or external storage.
+    Raises: ValueError if it is stored in another file: an external link, a virtual data set or external storage.
     """
     if not _is_there(path, file, name):
         return None
@@ -369,8 +366,7 @@ class SlideReader:
 
         No other tile is read, except tiles between two that are at most NEAR rows apart.
 
-        Raises:
-            ValueError: as `inspect`, and for a feature that is not finite, with the tile's number.
+        Raises: ValueError as `inspect`, and for a feature that is not finite, with the tile's number.
         """
         with self._opened(path) as (features, coords):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)

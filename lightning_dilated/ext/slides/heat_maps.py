@@ -32,8 +32,7 @@ def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
     Returns:
         (rows, columns) float64 from cell (0, 0) on, NaN without a tile. Tiles that share a cell are summed.
 
-    Raises:
-        ValueError: for shapes that do not agree, or coordinates that `check_coordinates` refuses.
+    Raises: ValueError for shapes that do not agree, or coordinates that `check_coordinates` refuses.
     """
     values, places = _tile_weights("heat_map", weights, coords, tile_size)
     columns, rows = tile_cells(places, tile_size).T

@@ -174,8 +174,7 @@ def class_numbers(
         classes: all classes; None: the classes of the rows.
         trained: whether `classes` come from a trained model, rather than from data.classes.
 
-    Raises:
-        ValueError: for a label that `classes` lacks, for fractions, or for fewer than two classes.
+    Raises: ValueError for a label that `classes` lacks, for fractions, or for fewer than two classes.
     """
     rows = list(rows)
     repeated = sorted(name for name, count in Counter(classes or ()).items() if count > 1)

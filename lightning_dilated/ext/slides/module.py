@@ -333,7 +333,6 @@ class SlideDataModule(SplitDataModule):
         return SlideSequences(self.reader, slides, self._labels(split), *settings, **options)
 
     def _labels(self, split: str) -> list[Any] | None:
-        """Return the label of each sample of a split, or None without labels."""
         labels = self.inventory.labels
         return None if labels is None else [labels[members[0]] for members in self._samples(split).values()]
 
@@ -409,8 +408,7 @@ class SlideDataModule(SplitDataModule):
             tile_size: side of a cell, in pixels of the coordinates.
             grid: cells along an axis; None for no limit.
 
-        Raises:
-            ValueError: with the file, the fault and the remedy.
+        Raises: ValueError with the file, the fault and the remedy.
         """
         inventory = self.inventory
         if self.reader.coords is None:
@@ -475,7 +473,6 @@ class SlideDataModule(SplitDataModule):
         return labels if self.labels == "classes" else None
 
     def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
-        """Return (label of each slide, names of the classes)."""
         if rows is None or self.labels == "none":
             return None, None
         if self.labels == "numbers":

@@ -44,8 +44,7 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
     Args:
         groups, labels: as in `split_groups`.
 
-    Raises:
-        ValueError: for fewer groups than folds.
+    Raises: ValueError for fewer groups than folds.
     """
     names = sorted(set(groups))
     if len(names) < folds:

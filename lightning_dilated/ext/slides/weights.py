@@ -53,8 +53,7 @@ def missing_file(path: str | Path, what: str) -> str:
 def read_file(path: str | Path) -> Any:
     """Read a torch.save file; tensors are memory-mapped, and no code in the file is run.
 
-    Raises:
-        FileNotFoundError, ValueError: for a file that is missing or cannot be read.
+    Raises: FileNotFoundError or ValueError for a file that is missing or cannot be read.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(missing_file(path, "slide encoder weights"))
@@ -100,8 +99,7 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
         grid: cells along an axis, to check a stored table of positions.
         report: log unused entries of the file in one line.
 
-    Raises:
-        ValueError: for missing parameters, with names, or another table of positions.
+    Raises: ValueError for missing parameters, with names, or another table of positions.
     """
     if any(".lora_" in name or ".base_layer." in name for name in stored):
         raise ValueError(
@@ -165,8 +163,7 @@ def _check_own(own: Mapping[str, Tensor], where: str) -> None:
 def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
     """Return feature_dim, dim, depth and ffn_dim of weights by our names; weights do not determine the number of heads.
 
-    Raises:
-        ValueError: with `where`, for weights of anything but an encoder.
+    Raises: ValueError with `where`, for weights of anything but an encoder.
     """
     depth = _own_depth(own)
     embed, first = own.get("patch_embed.weight"), own.get("transformer.blocks.0.ffn.fc1.weight")

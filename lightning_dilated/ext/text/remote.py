@@ -198,7 +198,6 @@ class RemoteFiles:
                 list(pool.map(lambda x: self._block(*x), ends))
 
     def _blocks(self, url: str, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (number, block) from `first` to `last` - 1."""
         number = first
         while number < last:
             for block in self._stored(url, number, last):

@@ -81,7 +81,6 @@ class StreamSequences(Dataset):
         return {"tokens": tokens, "labels": labels, "starts": starts, **place}
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        """Return (stop - start,) int64 tokens."""
         values = torch.from_numpy(self.text.read(start, stop)).long()
         return values if self.vocab_size is None else checked(values, self.vocab_size, self.text, start)
 

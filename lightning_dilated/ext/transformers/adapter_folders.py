@@ -36,8 +36,7 @@ def is_folder(path: str | Path) -> bool:
 def check_plain(folder: str | Path) -> None:
     """Refuse options that name a module, because peft would import it; transformers reads the options of any folder.
 
-    Raises:
-        ValueError: names the option.
+    Raises: ValueError that names the option.
     """
     path = Path(folder) / _OPTIONS
     values = _read_values(path) if path.is_file() else {}
@@ -51,8 +50,7 @@ def check_plain(folder: str | Path) -> None:
 def base_of(folder: str | Path) -> str:
     """Return the folder or repository of the adapters' base model.
 
-    Raises:
-        ValueError: if the folder does not name a model, or names a folder that does not exist.
+    Raises: ValueError if the folder does not name a model, or names a folder that does not exist.
     """
     base = _read_values(Path(folder) / _OPTIONS).get("base_model_name_or_path")
     remedy = f"Name it: HFCausalLM(base, adapters={str(folder)!r}), in YAML model.init_args.adapters."
@@ -74,8 +72,7 @@ def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> No
 
     transformers would drop layers of a deeper model, and add random layers to a shallower one.
 
-    Raises:
-        ValueError: for a model of another kind or size.
+    Raises: ValueError for a model of another kind or size.
     """
     before, now = values.get("text_config", values), config.to_dict()
     now = now.get("text_config", now)
@@ -144,8 +141,7 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 def load(adapted: Any, folder: str | Path) -> None:
     """Load the weights of a folder into adapters.
 
-    Raises:
-        ValueError: for a damaged file, and for weights with other names or shapes; names one of them.
+    Raises: ValueError for a damaged file, and for weights with other names or shapes; names one of them.
     """
     import peft
 

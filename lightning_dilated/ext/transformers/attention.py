@@ -57,8 +57,7 @@ def attend(
         dropout, scaling, is_causal, sliding_window: the layer's options.
         position_ids, cu_seq_lens_q, cu_seq_lens_k: define documents; positions are global on ranks.
 
-    Raises:
-        ValueError: for anything that would not be computed exactly, with the reason and a remedy.
+    Raises: ValueError for anything that would not be computed exactly, with the reason and a remedy.
     """
     _refuse(module, attention_mask, is_causal, options)
     if getattr(key, CACHE, None) is not None:

@@ -135,7 +135,6 @@ class HFCausalLM(WithTokenizer):
         self.save_hyperparameters({"model": self.config.to_dict(), **{name: getattr(self, name) for name in names}})
 
     def _read_sizes(self) -> None:
-        """Read the number of heads and layers, and the patterns, from the config."""
         text = self.config.get_text_config(decoder=True)
         refuse_without_heads(text)
         self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
@@ -184,8 +183,7 @@ class HFCausalLM(WithTokenizer):
     def build(self) -> None:
         """Build the decoder with loaded or random weights, and its adapters.
 
-        Raises:
-            ValueError: for `compile_blocks` with a decoder that has no known list of layers.
+        Raises: ValueError for `compile_blocks` with a decoder that has no known list of layers.
         """
         self.decoder = self._decoder(self.source)
         refuse_other_code(self.decoder)
@@ -282,8 +280,7 @@ class HFCausalLM(WithTokenizer):
         Args:
             lengths, cu_seqlens: as in `dilated_attention`, only with tokens; a batch holds its own.
 
-        Raises:
-            ValueError: for lengths or cu_seqlens together with a batch.
+        Raises: ValueError for lengths or cu_seqlens together with a batch.
         """
         options = {k: x for k, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if x is not None}
         if isinstance(batch, Tensor):
@@ -308,7 +305,6 @@ class HFCausalLM(WithTokenizer):
         return self._losses(batch)
 
     def _losses(self, batch: Mapping[str, Any], summed: bool = False) -> Tensor:
-        """Return `token_losses`, or their sum."""
         self._check_batch(batch, labels=True)
         labels = batch["labels"]
         self.configure_model()

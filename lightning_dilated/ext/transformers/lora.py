@@ -26,11 +26,7 @@ REFUSED = {
 
 
 def peft_library() -> ModuleType:
-    """Import peft.
-
-    Raises:
-        ModuleNotFoundError: names the extra that installs it.
-    """
+    """Import peft. Raises ModuleNotFoundError that names the extra that installs it."""
     try:
         import peft
     except ImportError as error:
@@ -77,8 +73,7 @@ def _plain(value: Any) -> Any:
 def check_targets(options: dict[str, Any], decoder: Any) -> None:
     """Raise for options that do not fit a decoder. Changes the decoder; its parameters may be on the meta device.
 
-    Raises:
-        ValueError: for a module that the decoder does not have; lists its linear layers.
+    Raises: ValueError for a module that the decoder does not have; lists its linear layers.
     """
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = options.get(key)
@@ -105,7 +100,6 @@ def check_targets(options: dict[str, Any], decoder: Any) -> None:
 
 
 def _linear_names(decoder: nn.Module) -> list[str]:
-    """Return the distinct last parts of the names of linear layers."""
     names = (name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear))
     return list(dict.fromkeys(name for name in names if name != "default"))  # peft's own layers
 

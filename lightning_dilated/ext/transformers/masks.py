@@ -108,8 +108,7 @@ def visible_keys(
         q_offset, kv_offset: positions of the first query and the first key.
         options: `mask_function`, `attention_mask`, `local_size`, `use_vmap`, `device`, and other options of "sdpa".
 
-    Raises:
-        ValueError: for masks that are not causal windows of documents and padded samples.
+    Raises: ValueError for masks that are not causal windows of documents and padded samples.
     """
     if (group := active_sequence()) is not None:
         group.guard(_refuse_none, group, q_length)

@@ -33,8 +33,7 @@ class Padding:
     def of(cls, mask: Tensor, group: SequenceGroup | None = None) -> Padding | None:
         """Read a mask (B, L) of this rank's tokens, 1 or True for real tokens; None if all are real. Collective in a group.
 
-        Raises:
-            ValueError: for holes, and for left padding of a sequence that ranks share.
+        Raises: ValueError for holes, and for left padding of a sequence that ranks share.
         """
         whole = mask.to(torch.bool)
         if group is not None:

@@ -64,8 +64,7 @@ def text_config(model: Any, caller: str = "set_pattern") -> Any:
 def layer_pattern(config: Any, layer: int) -> DilatedPattern:
     """Return the pattern of a layer: from `set_pattern`, or the model's own dense attention or sliding window.
 
-    Raises:
-        ValueError: for a layer that attends within chunks.
+    Raises: ValueError for a layer that attends within chunks.
     """
     if patterns := getattr(config, ENTRY, None):
         return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
@@ -103,8 +102,7 @@ def own_pattern(module: Any) -> DilatedPattern | None:
 
     A layer with a `fixed_pattern` returns None.
 
-    Raises:
-        ValueError: for a layer without `layer_idx` if there are several patterns.
+    Raises: ValueError for a layer without `layer_idx` if there are several patterns.
     """
     if fixed_pattern(module) is not None:
         return None
