@@ -168,14 +168,14 @@ class LongContextDataModule(RuleDataModule):
         self._check_room(1)
 
     def _check_numbers(self, key_remedy: str, value_remedy: str) -> None:
-        for kind, needed, there, change in (
+        for kind, needed, available, change in (
             ("keys", self.task.keys, self.form.keys, key_remedy),
             ("values", self.task.values, self.form.values, value_remedy),
         ):
-            if needed > there:
+            if needed > available:
                 raise ValueError(
                     f"a sample of {self.task.name} with data.distractors = {self.task.distractors} has {needed} different "
-                    f"{kind}, but there are {there:,}: {change}, or lower data.distractors"
+                    f"{kind}, but there are {available:,}: {change}, or lower data.distractors"
                 )
 
     def _check_room(self, count: int) -> None:

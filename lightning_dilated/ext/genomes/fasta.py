@@ -328,9 +328,9 @@ class GenomeWindows(Dataset):
         lengths = np.full(self.windows, self.seq_len, dtype=np.int64)
         if self.ragged:
             sizes, last = self._regions[:, 2] - self._regions[:, 1], np.diff(self._ends, prepend=0)
-            there = last > 0
+            nonempty = last > 0
             remainder = sizes - (last - 1) * self.seq_len
-            lengths[self._ends[there] - 1] = np.minimum(self.seq_len, remainder[there])
+            lengths[self._ends[nonempty] - 1] = np.minimum(self.seq_len, remainder[nonempty])
         return lengths
 
     def _with_few_n(self, max_n: float) -> np.ndarray:

@@ -247,12 +247,12 @@ def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
 def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
     """Return the path in `cache` of a URL's index: a copy of the index next to the URL, or a new one."""
     neighbour = f"{path}.fai"
-    there = opener.remote.exists(neighbour)
-    target = _cached(path, cache, ".fai", opener, opener.remote.state(neighbour) if there else None)
+    exists = opener.remote.exists(neighbour)
+    target = _cached(path, cache, ".fai", opener, opener.remote.state(neighbour) if exists else None)
     with locked(Path(f"{target}.lock"), cache):
         if within(target, cache).exists():
             return target
-        if not there:
+        if not exists:
             _write_index(path, path, target, opener)
             return target
         with _part_of(target) as part:

@@ -135,10 +135,10 @@ def _mismatch(variant: Variant, genome: Genome, numbers: dict[str, int]) -> str:
     if variant.start < 0 or stop > length:
         return f"REF is {variant.ref!r} at {place}, and the record has the bases 1 to {length} in {{fasta}}."
     letters = genome.letters(number, variant.start, stop).tobytes().decode()
-    there = decode_bases(encode_bases(letters))
+    bases = decode_bases(encode_bases(letters))
     # the format replaces an ambiguous letter, such as R, by its alphabetically first base, A
-    if decode_bases(encode_bases(variant.ref)) not in (there, reduced(letters)):
-        return f"REF is {variant.ref!r} at {place}, and {{fasta}} has {there!r} there."
+    if decode_bases(encode_bases(variant.ref)) not in (bases, reduced(letters)):
+        return f"REF is {variant.ref!r} at {place}, and {{fasta}} has {bases!r} there."
     return ""
 
 

@@ -243,10 +243,10 @@ class SlideBackbone(TransformerModel):
         """Check that features and tiles of the data fit the model, and that its grid contains all tiles."""
         super().setup(stage)
         for name in ("feature_dim", "tile_size"):
-            there, here = self._data_setting(name), getattr(self, name)
-            if there is not None and there != here:
+            value, own_value = self._data_setting(name), getattr(self, name)
+            if value is not None and value != own_value:
                 raise ValueError(
-                    f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
+                    f"the model has {name}={own_value}, but the data's is {value}: set the model's {name} to {value}."
                 )
         check_places = self._data_setting("check_places")  # SlideDataModule's
         if callable(check_places):

@@ -112,10 +112,10 @@ class SlideSequences(Dataset):
         tiles_at = tiles_at - self.class_token
         ends = np.cumsum([self._taken(slide) for slide in members])
         owner = np.where(tiles_at < 0, -1, np.searchsorted(ends, tiles_at, side="right"))
-        there = [(i, np.flatnonzero(owner == i)) for i in range(len(members))]
-        there = [(i, at) for i, at in there if len(at)] or [(0, np.empty(0, np.int64))]
-        parts = [self._read(members[i], tiles_at[at] - (ends[i - 1] if i else 0)) for i, at in there]
-        at = np.concatenate([at for _, at in there])
+        owned = [(i, np.flatnonzero(owner == i)) for i in range(len(members))]
+        owned = [(i, at) for i, at in owned if len(at)] or [(0, np.empty(0, np.int64))]
+        parts = [self._read(members[i], tiles_at[at] - (ends[i - 1] if i else 0)) for i, at in owned]
+        at = np.concatenate([at for _, at in owned])
         sample: dict[str, Any] = {"features": _placed([x for x, _ in parts], at, len(tiles_at), 0)}
         if self.reader.coords is not None:
             sample["coords"] = _placed([x for _, x in parts], at, len(tiles_at), NOWHERE)

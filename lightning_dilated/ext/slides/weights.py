@@ -138,35 +138,35 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
     return encoder
 
 
-def to_released(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_released(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
-    names, released = released_parameters(_own_depth(own)), {}
-    for name, x in own.items():
+    names, released = released_parameters(_own_depth(state)), {}
+    for name, x in state.items():
         if OWN.match(name):
             released |= zip(names[name], x.chunk(len(names[name])) if x.ndim else (x,), strict=True)
     return released
 
 
-def _own_depth(own: Mapping[str, Tensor]) -> int:
-    return 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, own) if m), default=-1)
+def _own_depth(state: Mapping[str, Tensor]) -> int:
+    return 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, state) if m), default=-1)
 
 
-def _check_own(own: Mapping[str, Tensor], where: str) -> None:
+def _check_own(state: Mapping[str, Tensor], where: str) -> None:
     """Raise ValueError unless all layers exist and their shapes fit each other; by this package's names."""
-    layers_of([m[1] for m in map(_OWN_LAYERS.match, own) if m], len(own), where)
+    layers_of([m[1] for m in map(_OWN_LAYERS.match, state) if m], len(state), where)
     try:
-        check_layer_shapes(to_released(own), where)
+        check_layer_shapes(to_released(state), where)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{where} is no slide encoder ({error}).") from None
 
 
-def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
+def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
     """Return feature_dim, dim, depth and ffn_dim of weights by our names; weights do not determine the number of heads.
 
     Raises: ValueError with `where`, for weights of anything but an encoder.
     """
-    depth = _own_depth(own)
-    embed, first = own.get("patch_embed.weight"), own.get("transformer.blocks.0.ffn.fc1.weight")
+    depth = _own_depth(state)
+    embed, first = state.get("patch_embed.weight"), state.get("transformer.blocks.0.ffn.fc1.weight")
     if (
         depth < 1
         or embed is None
@@ -262,20 +262,20 @@ def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
         raise ValueError(f"{where}: {empty} is on the meta device and has no values. Save the weights themselves.")
 
 
-def check_depth(found: int, asked: int | None, known: int | None, where: str | Path, what: str = "") -> None:
+def check_depth(depth: int, requested: int | None, published: int | None, where: str | Path, what: str = "") -> None:
     """Raise ValueError if a file has another number of layers than requested, or fewer than the published model.
 
     Args:
-        found: layers of the file.
-        asked: the argument `depth`, if it was passed.
-        known: layers of the published model of these sizes, if any; errors call it `what`.
+        depth: layers of the file.
+        requested: the argument `depth`, if it was passed.
+        published: layers of the published model of these sizes, if any; errors call it `what`.
     """
-    if asked is not None and asked != found:
-        raise ValueError(f"{where} has {found} layers, and depth={asked} was asked for: is the file complete?")
-    if asked is None and known is not None and found < known:
+    if requested is not None and requested != depth:
+        raise ValueError(f"{where} has {depth} layers, and depth={requested} was asked for: is the file complete?")
+    if requested is None and published is not None and depth < published:
         raise ValueError(
-            f"{where} has {found} layers, and {what} of its width has {known}: its last layers are missing. Download it "
-            f"again; for a model that has no more, pass depth={found}."
+            f"{where} has {depth} layers, and {what} of its width has {published}: its last layers are missing. Download it "
+            f"again; for a model that has no more, pass depth={depth}."
         )
 
 

@@ -153,9 +153,9 @@ class DecoderLayers(StackMemory):
         return torch.is_grad_enabled() and (self._memory.every > 1 or self._memory.offload > 0)
 
 
-def _recomputed(policy: str, run: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+def _recomputed(policy: str, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """Run a layer on hidden states (B, N, E) and recompute it in the backward."""
-    return recomputed(lambda y: run(y, *rest), x, policy)
+    return recomputed(lambda y: run(y, *args), x, policy)
 
 
 def _tile(mlp: Any, tile: int | None) -> None:
@@ -199,14 +199,14 @@ def _deferred(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..
     waiting: list[Callable[[Tensor], Tensor]] = []
     begun: list[Tensor] = []
 
-    def call(layer: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def call(layer: nn.Module, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if begun and x is not begun[0]:
             raise ValueError(
                 f"every and offload take the loop over layers, and the decoder of {type(layer).__name__} changes the "
                 "hidden states between layers. Leave both settings out; policy and tile work with it."
             )
         begun[:] = [x]
-        waiting.append(lambda y: layer(y, *rest, **options))
+        waiting.append(lambda y: layer(y, *args, **options))
         if len(waiting) < len(layers):
             return x
         begun.clear()  # the first layer's input may be freed
