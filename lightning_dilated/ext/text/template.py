@@ -360,7 +360,7 @@ def _size_of_format(form: str, values: Any) -> int:
     return max(1, len(form) + _size(" ".join(_FIELDS.findall(form)), True)) * most
 
 
-def _bounded(function: Any, name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
+def _bounded(name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
     """Return `call()` of a function or filter on a value; charges its size before the call if known, else after it."""
     arguments = [*args, *kwargs.values()]
     if name in ("format", "format_map") and isinstance(value, str):
@@ -393,7 +393,7 @@ def bounded_environment() -> type[Any]:
             @functools.wraps(function)
             def counted(*args: Any, **kwargs: Any) -> Any:
                 value, arguments = args[skipped], args[skipped + 1 :]
-                return _bounded(function, name, value, arguments, kwargs, lambda: function(*args, **kwargs))
+                return _bounded(name, value, arguments, kwargs, lambda: function(*args, **kwargs))
 
             return counted
 
@@ -433,9 +433,7 @@ def bounded_environment() -> type[Any]:
             name = getattr(obj, "__name__", "")
             value = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
             value = value if isinstance(value, (str, list)) else None
-            return _bounded(
-                obj, name, value, args, kwargs, lambda: super(Bounded, self).call(context, obj, *args, **kwargs)
-            )
+            return _bounded(name, value, args, kwargs, lambda: super(Bounded, self).call(context, obj, *args, **kwargs))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             _spend(_size_of_result(operator, left, right))
