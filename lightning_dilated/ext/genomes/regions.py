@@ -29,10 +29,7 @@ def read_bed(path: str | Path, records: Sequence[Record], opener: Opener | None 
     """Read the regions of a BED file (or URL), plain or compressed by gzip, in file order.
 
     The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), separated
-    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped.
-
-    Args:
-        records: records of the genome.
+    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's.
 
     Raises:
         FileNotFoundError, ValueError: for a file without regions, an invalid line, an unknown record, or an end outside

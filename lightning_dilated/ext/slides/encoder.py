@@ -48,11 +48,10 @@ def layer_weights(
     They are computed from the op's own q and k, including low-rank updates and autocast.
 
     Args:
-        transformer: a stack without rotary positions, in eval mode.
+        transformer: a stack without rotary positions, in eval mode; `lengths` (B,) are its argument.
         x: (B, N, E), its input.
         queries: Q positions in [0, N).
         layers: numbers in [0, depth), in increasing order.
-        lengths: (B,), as the transformer takes them.
 
     Returns:
         For each layer (B, H, Q, N), as from `attention_weights`.
@@ -173,8 +172,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 12l384d), alone or inside a fine-tuned model; loaded with `weights_only=True`.
             compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
             num_heads, grid: not determined by weights; every release has 16 heads and 1000 cells.
-            options: other arguments of `SlideEncoder`. The file must have `depth` layers if given, else the depth of
-                GigaPath's encoder of its width, if there is one.
+            options: other arguments of `SlideEncoder`. The file must have `depth` layers if given, else at least the
+                layers of GigaPath's encoder of its width, if there is one.
 
         Raises:
             FileNotFoundError, ValueError: with the missing parts of the file. Unused entries are logged in one line.

@@ -519,10 +519,7 @@ def _check_stored(path: str, tensor: Tensor, name: str) -> None:
 
 @contextmanager
 def _pt(path: str, features: str, opener: Opener) -> Iterator[dict[str, Any]]:
-    """Yield the tensors of a file, memory-mapped if its format allows, so that only used rows are read.
-
-    A URL is read whole.
-    """
+    """Yield the tensors of a file, memory-mapped if its format allows; a URL is read whole."""
     refuse_special(path)
     try:
         try:

@@ -169,8 +169,7 @@ def class_numbers(
     """Return (classes, number of each row's class): in the order of `classes`, else sorted, whole numbers by size.
 
     Args:
-        path: path of the csv, for errors.
-        rows: rows of the csv.
+        path, rows: path of the csv, for errors, and its rows.
         classes: all classes; None: the classes of the rows.
         trained: whether `classes` come from a trained model, rather than from data.classes.
 

@@ -39,10 +39,7 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
 
     Slides of one group stay together. Folds differ by at most one group, and by at most one group of each class. A
     group counts as its rarest class: the class that the fewest groups have. The result depends only on the names of the
-    groups, their classes and the seed.
-
-    Args:
-        groups, labels: as in `split_groups`.
+    groups, their classes and the seed. Arguments are the same as in `split_groups`.
 
     Raises: ValueError for fewer groups than folds.
     """
@@ -62,11 +59,9 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
 def split_folds(
     groups: list[str], labels: list[int] | None, folds: int, fold: int, val_fraction: float, seed: int
 ) -> list[str]:
-    """Return a split for each slide: fold number `fold` is tested; `val_fraction` of the others validates, others train.
+    """Return a split for each slide: fold number `fold` tests, `val_fraction` of the other slides validates, others train.
 
-    Args:
-        groups, labels: as in `split_groups`.
-        folds, seed: as in `deal_groups`.
+    Arguments are the same as in `split_groups` and `deal_groups`.
     """
     fold_of = deal_groups(groups, labels, folds, seed)
     untested = [i for i, number in enumerate(fold_of) if number != fold]

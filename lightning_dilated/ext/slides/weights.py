@@ -183,8 +183,7 @@ def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[st
 def load_backbone(model: Any, path: str | Path) -> None:
     """Copy the encoder's weights of a file into `model`; its head or decoder does not change.
 
-    Raises:
-        FileNotFoundError, ValueError: also if the model's sizes differ from the file's, with the settings.
+    Raises: FileNotFoundError or ValueError, also if the model's sizes differ from the file's, with the settings.
     """
     _check_settings(model, path)
     weights = own_weights(read_weights(path), str(path), model.grid, report=True)
@@ -290,8 +289,7 @@ def layer_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
 def check_layer_shapes(state: Mapping[str, Tensor], where: str | Path) -> None:
     """Raise ValueError for the first layer with tensors that do not fit each other.
 
-    Args:
-        state: by torchscale's names, prefixes included; other tensors are ignored.
+    `state` has torchscale's names, with any prefix; other tensors are ignored.
     """
     layers = [(m, x) for name, x in state.items() if (m := re.match(r"(.*\blayers\.\d+)\.(.+)\.(weight|bias)$", name))]
     first = next((x for m, x in layers if m[2] == "ffn.fc1" and m[3] == "weight"), None)

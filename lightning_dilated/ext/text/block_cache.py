@@ -112,7 +112,7 @@ def private_folder(folder: Path, root: Path | None = None) -> None:
 def locked(file: Path, root: Path | None = None) -> Iterator[None]:
     """Hold an exclusive lock on `file` across processes and threads of this machine; creates file and folder.
 
-    `root` is the cache folder that contains it; None: the file's folder.
+    `root` is the cache folder that contains the file; None: the file's folder.
     """
     root = root or file.parent
     private_folder(file.parent, root)

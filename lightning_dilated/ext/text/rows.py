@@ -119,10 +119,7 @@ def is_saved(path: str) -> bool:
 
 
 def load(arguments: Mapping[str, Any], name: str) -> Any:
-    """Load a dataset of `datasets` from a folder of `save_to_disk` or by `load_dataset`.
-
-    Args:
-        arguments: of `load_dataset`: path, and name, split, data_files, revision, streaming, ...
+    """Load a dataset of `datasets` from a folder of `save_to_disk`, or by `load_dataset` with `arguments`.
 
     Raises: ValueError for a missing or unknown split; errors of `datasets`.
     """
@@ -160,10 +157,8 @@ def load_parquet(files: Sequence[str], streaming: bool = False) -> Any:
 def without_fillers(value: Any, feature: Any) -> Any:
     """Remove nulls that a table adds to a row for fields which only other rows have.
 
-    Nulls in lists stay, and nulls in values that a column stores as JSON: a table adds none there.
-
-    Args:
-        feature: the value's type in `datasets`; None if unknown.
+    Nulls in lists stay, and nulls in values that a column stores as JSON: a table adds none there. `feature` is the
+    value's type in `datasets`; None if unknown.
     """
     if isinstance(value, Mapping) and (feature is None or isinstance(feature, Mapping)):
         inner = {} if feature is None else feature

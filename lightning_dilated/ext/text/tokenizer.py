@@ -158,9 +158,7 @@ def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
 
 
 def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
-    """Return the token that ends a document, by its text; None: the only special token.
-
-    `how` is the remedy in the error.
+    """Return the token that ends a document, by its text; None: the only special token. `how` is the error's remedy.
 
     Raises: ValueError for an unknown name, and for None unless there is exactly one special token.
     """

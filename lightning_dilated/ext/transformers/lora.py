@@ -39,9 +39,7 @@ def peft_library() -> ModuleType:
 def read_options(lora: Any) -> dict[str, Any]:
     """Check the mapping of `HFCausalLM(lora=...)` and return it in plain values.
 
-    Raises:
-        ModuleNotFoundError: without peft.
-        TypeError, ValueError: names the option.
+    Raises: ModuleNotFoundError without peft; TypeError or ValueError that names the option.
     """
     if not isinstance(lora, Mapping):
         raise TypeError(

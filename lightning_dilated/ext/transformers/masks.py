@@ -32,7 +32,7 @@ _known = ThreadStack("known documents")
 def known_documents(bounds: Tensor | None) -> Iterator[None]:
     """Make masks in this context for known documents: global bounds, int32 (D + 1,) on the CPU; None: one document.
 
-    Positions must restart with each document and be global on ranks; they are not checked.
+    Positions must restart with each document and be global on ranks; documents are not derived from them.
     """
     with _known.with_top(bounds):
         yield
