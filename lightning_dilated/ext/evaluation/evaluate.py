@@ -21,8 +21,8 @@ from lightning_dilated.models import DilatedModule, LongNetLM
 
 TASKS = ("needle", "multi_key", "multi_value", "tracing")
 ABOUT = """
-What a language model uses of its context: a value is stated somewhere in filler and asked for at the end, and an answer
-is right if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
+Test how much of its context a language model uses: filler states a value, the end asks for it, and an answer is right
+if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
 accuracy_by_depth.csv and a picture of each task into --out. Nothing is downloaded: texts are made by rule from --seed.
 """
 #: tokens per tile of a transformers decoder's logits
@@ -31,15 +31,15 @@ _TILE = 1024
 
 #: options of the samples: default and meaning
 _SAMPLES = {
-    "num_values": (3, "of multi_value, values of a key"),
-    "hops": (3, "of tracing, statements between the value and the variable that is asked for"),
-    "value_digits": (5, "of text, digits of a value"),
-    "vocabulary": (32, "of tokens, symbols of keys and of values"),
-    "fillers": (16, "of tokens, kinds of filler"),
-    "key_tokens": (1, "of tokens, symbols of a key"),
-    "value_tokens": (1, "of tokens, symbols of a value"),
+    "num_values": (3, "for multi_value: values of a key"),
+    "hops": (3, "for tracing: statements between the value and the variable that is asked for"),
+    "value_digits": (5, "for text: digits of a value"),
+    "vocabulary": (32, "for tokens: number of symbols for keys, and for values"),
+    "fillers": (16, "for tokens: kinds of filler"),
+    "key_tokens": (1, "for tokens: symbols of a key"),
+    "value_tokens": (1, "for tokens: symbols of a value"),
     "batch_size": (1, "samples computed at a time"),
-    "seed": (0, "of the samples"),
+    "seed": (0, "seed of the samples"),
 }
 
 
@@ -76,23 +76,23 @@ def _add_questions(p: argparse.ArgumentParser) -> None:
         nargs="+",
         type=float,
         default=[0, 25, 50, 75, 100],
-        help="where it is stated, in percent from the beginning (default: %(default)s)",
+        help="depths of the stated value, in percent from the beginning (default: %(default)s)",
     )
-    p.add_argument("--samples", type=int, default=20, help="of each length and depth (default: %(default)s)")
+    p.add_argument("--samples", type=int, default=20, help="samples of each length and depth (default: %(default)s)")
 
 
 def _add_samples(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--tokenizer",
-        help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
+        help="tokenizer.json, or a folder with one (default: the checkpoint's or folder's, else bytes)",
     )
     p.add_argument(
         "--form",
         choices=("text", "tokens"),
         default="text",
-        help="text, or the vocabulary of LongContextDataModule(form='tokens') for a model that was trained on it",
+        help="text, or tokens for a model that was trained on LongContextDataModule(form='tokens')",
     )
-    p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, of multi_key 15)")
+    p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, for multi_key 15)")
     for name, (default, meaning) in _SAMPLES.items():
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
 
@@ -102,7 +102,9 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
         "--devices", type=int, default=1, help="GPUs or processes, which share each sample (default: %(default)s)"
     )
     p.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    p.add_argument("--precision", help="of the Trainer, such as bf16-true (default: 32-true, on cuda bf16-true)")
+    p.add_argument(
+        "--precision", help="the Trainer's precision, such as bf16-true (default: 32-true, on cuda bf16-true)"
+    )
 
 
 def run(argv: list[str]) -> None:

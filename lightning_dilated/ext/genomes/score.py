@@ -27,11 +27,11 @@ COLUMNS = (
     *("ref_log_likelihood", "alt_log_likelihood", "ref_bases", "alt_bases", "note"),
 )
 ABOUT = """
-Score the variants of a VCF file: log-likelihood of the alternative allele less that of the reference, in nats.
-A LongNetLM sums over a window around the variant, which has as many bases with either allele. A LongNetMLM masks the
-sites that a substitution changes and compares the two alleles there; of an insertion or deletion it masks each site in
-turn, from --flank bases before it to --flank behind it, in as many sites with either allele. Multi-allelic lines have a
-row for each alternative. Alleles without bases have a row with a note and no score.
+Score the variants of a VCF file: log-likelihood of the alternative allele minus the reference allele's, in nats.
+A LongNetLM sums over a window around the variant, which has the same number of bases with either allele. A LongNetMLM
+masks the sites that a substitution changes and compares the two alleles there. For an insertion or deletion it masks
+one site at a time, from --flank bases before to --flank bases after, the same number of sites with either allele.
+Multi-allelic lines have a row for each alternative. Alleles without bases have a row with a note and no score.
 """
 
 
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--fasta",
         required=True,
         nargs="+",
-        help="the genome that they were called against, plain or compressed by gzip",
+        help="the genome that the variants were called against, plain or compressed by gzip",
     )
     p.add_argument("--out", required=True, help="the CSV to write")
     p.add_argument("--window", type=int, help="bases around a variant (default: the model's max_seq_len)")
@@ -53,12 +53,12 @@ def parser() -> argparse.ArgumentParser:
         "--strands",
         choices=("forward", "reverse", "both"),
         default="forward",
-        help="which to read; both: the mean of both scores (default: %(default)s)",
+        help="strands to read; both: the mean of both scores (default: %(default)s)",
     )
-    p.add_argument("--flank", type=int, default=8, help="of LongNetMLM, as above (default: %(default)s)")
+    p.add_argument("--flank", type=int, default=8, help="for a LongNetMLM, as above (default: %(default)s)")
     p.add_argument("--batch_size", type=int, default=8, help="windows computed at a time (default: %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
-    p.add_argument("--cache_dir", help="where gzip files are unpacked to (default: as of GenomeDataModule)")
+    p.add_argument("--cache_dir", help="folder for unpacked gzip files (default: GenomeDataModule's)")
     return p
 
 

@@ -95,9 +95,9 @@ class HFCausalLM(WithTokenizer):
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
     causal = predicts_next_token = True
-    #: a callback's function of a batch and its losses (B, L) before they are summed
+    #: set while a callback watches: called with a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: a callback's function of a batch and the likeliest token at each label (B, L), -100 elsewhere
+    #: set while a callback watches: called with a batch and the likeliest token at each label (B, L), -100 elsewhere
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def __init__(

@@ -134,7 +134,7 @@ def _mask_after_cache(
 ) -> VisibleKeys | CachedStep:
     """Return the mask of `lengths` (queries, keys) that begin at positions `offsets` after a cache."""
     checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
-    if _follows(lengths, offsets) and local_size != 1:  # 1: may be a sliding window's mask, too
+    if _follows(lengths, offsets) and local_size != 1:  # at 1 a sliding window has the same sizes
         padding = None if attention_mask is None else Padding.of(attention_mask)
         none = torch.empty(0, dtype=torch.int64)
         return VisibleKeys(lengths[0], local_size, padding, attention_mask is not None, none, follows=True)
