@@ -91,7 +91,7 @@ class AccuracyByDepth(CountsAnswers):
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
         """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
         rows = rows_of(datamodule(trainer), split, trainer.global_step, right, labels)
-        chosen = {"": rows, **{f"_{n}": _of(rows, n) for n in _lengths(rows)}}
+        chosen = {"": rows, **{f"_{n}": _with_length(rows, n) for n in _lengths(rows)}}
         return rows, {x: sum(r["right"] for r in y) / sum(r["samples"] for r in y) for x, y in chosen.items()}
 
     def write(self) -> None:
@@ -153,7 +153,7 @@ def _depths(rows: list[dict[str, Any]]) -> list[float]:
     return list(dict.fromkeys(row["depth"] for row in rows))
 
 
-def _of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+def _with_length(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     return [row for row in rows if row["length"] == length]
 
 
@@ -170,7 +170,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
         table.add_column(name, justify="right")
     for length in _lengths(rows):
-        chosen = {row["depth"]: row for row in _of(rows, length)}
+        chosen = {row["depth"]: row for row in _with_length(rows, length)}
         shares = [f"{100 * chosen[d]['accuracy']:.1f}" if d in chosen else "" for d in _depths(rows)]
         share = sum(r["right"] for r in chosen.values()) / sum(r["samples"] for r in chosen.values())
         table.add_row(f"{length:,}", *shares, f"{100 * share:.1f}")

@@ -147,8 +147,8 @@ class LongContextDataModule(RuleDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
     ) -> None:
-        self.lengths = [integer(x, "data.lengths", 1) for x in _several(lengths, "data.lengths")]
-        self.depths = [real(x, "data.depths", least=0, most=100) for x in _several(depths, "data.depths")]
+        self.lengths = [integer(x, "data.lengths", 1) for x in _as_list(lengths, "data.lengths")]
+        self.depths = [real(x, "data.depths", least=0, most=100) for x in _as_list(depths, "data.depths")]
         per_cell = integer(samples_per_cell, "data.samples_per_cell", 1)
         count = per_cell * len(self.lengths) * len(self.depths)
         super().__init__(max(self.lengths), batch_size, train_size, count, count, seed, num_workers, pin_memory)
@@ -260,7 +260,7 @@ class LongContextDataModule(RuleDataModule):
         return batch
 
 
-def _several(values: Any, name: str) -> list[Any]:
+def _as_list(values: Any, name: str) -> list[Any]:
     """Return one or several different values as a list."""
     values = list(values) if isinstance(values, (list, tuple)) else [values]
     if not values or len(set(values)) < len(values):

@@ -67,8 +67,8 @@ class PredictionWriter(BasePredictionWriter):
         columns |= _places(trainer, columns, dataloader_idx)
         if self._header not in (None, list(columns)):
             raise ValueError(
-                f"{type(pl_module).__name__}.predict_step returned the columns {_some(columns)} after batches with "
-                f"{_some(self._header)}; the rows of one CSV have the same ones. Return the same names for every batch."
+                f"{type(pl_module).__name__}.predict_step returned the columns {_shortened(columns)} after batches with "
+                f"{_shortened(self._header)}; the rows of one CSV have the same ones. Return the same names for every batch."
             )
         self._header = list(columns)
         if not getattr(trainer.strategy, "is_first_of_sequence", True):
@@ -148,7 +148,7 @@ def _is_column(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and all(isinstance(value, (str, int, float)) for value in x)
 
 
-def _some(names: Any) -> str:
+def _shortened(names: Any) -> str:
     shown = list(names)
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
 

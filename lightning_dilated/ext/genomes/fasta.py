@@ -140,7 +140,7 @@ class GenomeDataModule(SequenceDataModule):
         if self.wanted("train") is None:
             self.check_batch(len(datasets["train"]), 1)
         self._genome = genome
-        self._tell(short)
+        self._log_summary(short)
 
     @property
     def genome(self) -> Genome:
@@ -264,7 +264,7 @@ class GenomeDataModule(SequenceDataModule):
             f"the {split} split has no region of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
         )
 
-    def _tell(self, short: list[tuple[str, int]]) -> None:
+    def _log_summary(self, short: list[tuple[str, int]]) -> None:
         rank_zero_info(f"data: {self.describe()}")
         if short:
             rank_zero_info(f"data: {self._named(short)} shorter than a window and left out (data.short)")

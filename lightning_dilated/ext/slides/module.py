@@ -48,7 +48,7 @@ _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 #: shifts of no slides
-_NONE = np.empty((0, 2), np.int64)
+_EMPTY = np.empty((0, 2), np.int64)
 
 
 class SlideDataModule(SplitDataModule):
@@ -328,7 +328,7 @@ class SlideDataModule(SplitDataModule):
             place = {i: at for at, i in enumerate(indices)}
             options["groups"] = {name: [place[i] for i in members] for name, members in samples.items()}
             if self.reader.coords is not None:
-                options["shifts"] = np.concatenate([self._shifts(members) for members in samples.values()] or [_NONE])
+                options["shifts"] = np.concatenate([self._shifts(members) for members in samples.values()] or [_EMPTY])
         settings = self.class_token, self.max_tiles, self.order, self.seed
         return SlideSequences(self.reader, slides, self._labels(split), *settings, **options)
 

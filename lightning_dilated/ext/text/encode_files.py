@@ -228,7 +228,7 @@ def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Itera
             waiting.append(piece)
             # double the length each time, so that re-encoding costs at most as much as one more encoding
             if piece.last or piece.begin + len(piece.text) - left.begin >= 2 * len(left.text):
-                left, waiting = _together(tokenizer, left, waiting), []
+                left, waiting = _joined(tokenizer, left, waiting), []
         if piece.last:
             yield left.ids[left.first :]
             left = None
@@ -272,7 +272,7 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     return int(a), int(c)  # a is never before left.first, which has the same place in the previous overlap
 
 
-def _together(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
+def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
     """Join neighbours into one piece. Raises ValueError if it is too long, or would change written tokens."""
     text = left.text
     for piece in pieces:

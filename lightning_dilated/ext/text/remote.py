@@ -114,11 +114,11 @@ class RemoteFiles:
         Raises: FileNotFoundError ending in `hint`, or as `explained`.
         """
         if _MAGIC.search(url) and scheme_of(url) not in ("http", "https"):
-            files = self._patient(url, lambda: _globbed(url))
+            files = self._retried(url, lambda: _globbed(url))
             if not files:
                 raise FileNotFoundError(f"the glob {url} matches no file (** stands for any folders); {hint}")
         else:
-            folder, files = self._patient(url, lambda: _listed(url))
+            folder, files = self._retried(url, lambda: _listed(url))
             if folder and suffixes is not None:
                 files = {x: y for x, y in files.items() if x.lower().endswith(tuple(s.lower() for s in suffixes))}
             if not files:
@@ -163,7 +163,7 @@ class RemoteFiles:
                 )
 
     def _look_up(self, url: str) -> FileState:
-        return self._patient(url, lambda: _state_of(url, _info(url)))
+        return self._retried(url, lambda: _state_of(url, _info(url)))
 
     # -- reading ---------------------------------------------------------------------------------------------------------
     def open(self, url: str) -> BinaryIO:
@@ -258,11 +258,11 @@ class RemoteFiles:
                 raise OSError(f"{len(data):,} bytes came in place of {stop - start:,}")
             return data
 
-        data = self._patient(url, request)
+        data = self._retried(url, request)
         self.bytes_fetched += len(data)
         return data
 
-    def _patient(self, url: str, request: Callable[[], Result]) -> Result:
+    def _retried(self, url: str, request: Callable[[], Result]) -> Result:
         """Return the result of a request after at most TRIES tries. Raises as `explained`."""
         wait = WAIT
         for attempt in range(TRIES):

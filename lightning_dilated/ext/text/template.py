@@ -308,7 +308,7 @@ STEPS, CHARACTERS, SECONDS = 2_000_000, 1 << 28, 20.0
 _MULTIPLY = {"replace", "join", "indent", "wordwrap", "expandtabs", "translate", "format", "format_map", "tojson"}
 
 
-class _Left:
+class _Budget:
     """The budget of one rendering: remaining steps, characters and seconds."""
 
     def __init__(self) -> None:
@@ -326,11 +326,11 @@ class _Left:
 
 
 #: budget of the current rendering; None while Jinja compiles: nothing is counted
-_LEFT: ContextVar[_Left | None] = ContextVar("left", default=None)
+_BUDGET: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
 def _spend(characters: int = 0, steps: int = 1) -> None:
-    left = _LEFT.get()
+    left = _BUDGET.get()
     if left is not None:
         left.spend(characters, steps)
 
@@ -466,7 +466,7 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
 
 def _refusing(chat: Conversation, render: Any) -> str:
     """Return `render()` within its limits. Raises ValueError with the conversation if the template refuses it."""
-    token = _LEFT.set(_Left())
+    token = _BUDGET.set(_Budget())
     try:
         return render()
     except Exception as error:  # a template may raise anything
@@ -475,7 +475,7 @@ def _refusing(chat: Conversation, render: Any) -> str:
             f"{chat.where}: the chat template refuses this conversation ({what}): change the row, or set data.template"
         ) from None
     finally:
-        _LEFT.reset(token)
+        _BUDGET.reset(token)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

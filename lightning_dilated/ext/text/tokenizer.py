@@ -47,13 +47,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise FileNotFoundError(
             f"tokenizer {path}: no such file. Pass a tokenizer.json, as tokenizers and transformers save it."
         )
-    return _whole(lambda: library.from_file(str(path)), path)
+    return _checked(lambda: library.from_file(str(path)), path)
 
 
 def tokenizer_of(text: str, where: str) -> Tokenizer:
     """Load a tokenizer from the text of its tokenizer.json; errors are `load_tokenizer`'s and name `where`."""
     library = _tokenizer_class(where)
-    return _whole(lambda: library.from_str(text), where)
+    return _checked(lambda: library.from_str(text), where)
 
 
 def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
@@ -68,7 +68,7 @@ def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
     return Tokenizer
 
 
-def _whole(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
+def _checked(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
     try:
         with panics_named(path):
             tokenizer = load()
