@@ -1,6 +1,6 @@
-"""Private interfaces of torch that extensions use, each behind a function that says for which versions it holds.
+"""Private interfaces of torch that extensions use, each behind a function that states its versions.
 
-`tests/test_compat.py` has a test for each, which names what breaks where one changes.
+`tests/test_compat.py` tests each and names the parts that break if it changes.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = ["TorchDispatchMode", "flatten", "leaves", "unflatten"]
 
-#: operators that begin and end a range of `record_function`
+#: operators at the start and end of a range of `record_function`
 RANGE = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
-#: the operator that autocast casts by
+#: the operator of autocast's casts
 CAST = torch.ops.aten._to_copy.default
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that a call runs in place of hooks and forward: `Module._compiled_call_impl`, set by `compile()`.
-
-    Holds for torch 2.11 to 2.13.
-    """
+    """Return the function that `compile()` set to replace hooks and forward: `_compiled_call_impl`; 2.11 to 2.13."""
     return module._compiled_call_impl
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """The module and all below it, each once, as `modules()` has them, but in another order and in a third of the time; uses
-    `Module._modules`. Holds for torch 2.11 to 2.13."""
-    met, modules = {module}, [module]
-    for each in modules:  # which grows meanwhile
+    """Return the module and all its descendants, each once; like `modules()` in another order and a third of the time.
+
+    Uses `Module._modules`. Holds for torch 2.11 to 2.13.
+    """
+    known, modules = {module}, [module]
+    for each in modules:  # the list grows during the loop
         for child in each._modules.values():
-            if child is not None and child not in met:
-                met.add(child)
+            if child is not None and child not in known:
+                known.add(child)
                 modules.append(child)
     return modules
 
 
 def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The parameters and buffers that these modules hold themselves, each once; uses `Module._parameters` and `_buffers`.
+    """Return the direct parameters and buffers of these modules, each once; uses `Module._parameters` and `_buffers`.
 
     Holds for torch 2.11 to 2.13.
     """
@@ -57,29 +56,29 @@ def tensors_of(modules: Sequence[nn.Module]) -> tuple[list[nn.Parameter], list[T
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether hooks pack what autograd saves: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    """Return whether hooks pack saved tensors: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def memory_users(x: Tensor) -> int:
-    """How many tensors lie in a tensor's memory, x among them: `torch._C._storage_Use_Count`. Known for 2.11 to 2.13."""
-    storage = x.untyped_storage()  # an object that counts as well
+    """Return the number of tensors that share x's memory, including x: `torch._C._storage_Use_Count`; 2.11 to 2.13."""
+    storage = x.untyped_storage()  # this object counts as well
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was written to: `Tensor._version`. Holds for torch 2.11 to 2.13."""
+    """Return the number of writes to a tensor: `Tensor._version`. Holds for torch 2.11 to 2.13."""
     return x._version
 
 
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
-    """Record a CUDA graph on a stream, by `torch.cuda.graph`, with workspaces of cuBLAS of its own; torch 2.11 to 2.13.
+    """Record a CUDA graph on a stream by `torch.cuda.graph`, with its own cuBLAS workspaces; torch 2.11 to 2.13.
 
     Torch keeps a workspace for each thread and stream. `torch._C._cuda_clearCublasWorkspaces` frees all of them, and
     Lightning's Trainer calls it at its start and end. A graph recorded with such a workspace would then write to freed
-    memory. It is called before recording, so that the graph allocates its own, and after, so that nothing else uses the
-    graph's. Other threads may copy to the GPU meanwhile. Graphs that were recorded without this lose their workspaces.
+    memory. Clear before recording, so that the graph allocates its own workspaces, and after it, so that nothing else
+    uses them. Other threads may copy to the GPU meanwhile. Graphs recorded without this function lose their workspaces.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -97,7 +96,7 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 
 
 def function_modes() -> int:
-    """How many TorchFunctionModes are active: `torch._C._len_torch_function_stack`. Holds for 2.11 to 2.13."""
+    """Return the number of active TorchFunctionModes: `torch._C._len_torch_function_stack`. Holds for 2.11 to 2.13."""
     return torch._C._len_torch_function_stack()
 
 
@@ -107,13 +106,13 @@ def in_dispatch_mode() -> bool:
 
 
 def is_traced() -> bool:
-    """Return whether a graph is being made of what runs: `torch._C._get_dispatch_mode`. Holds for torch 2.11 to 2.13."""
+    """Return whether running code is traced into a graph: `torch._C._get_dispatch_mode`. Holds for 2.11 to 2.13."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
 
 def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
-    """Run an operator's own function for a device type, so that modes see the operations within it.
+    """Run an operator's function of a device type, so that modes see the operations inside it.
 
     Uses `OpOverload.redispatch` and `torch._C._dispatch_key_for_device`. Holds for torch 2.11 to 2.13.
     """
@@ -127,7 +126,7 @@ def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: floa
 
 
 def reads_number(func: Any) -> bool:
-    """Return whether an op reads a number off a tensor: `aten::_local_scalar_dense`. Holds for torch 2.11 to 2.13."""
+    """Return whether an op reads a number from a tensor: `aten::_local_scalar_dense`. Holds for torch 2.11 to 2.13."""
     return func is torch.ops.aten._local_scalar_dense.default
 
 
@@ -137,16 +136,13 @@ def changes_inputs(func: Any) -> bool:
 
 
 def returns_view(func: Any) -> bool:
-    """Return whether a result is memory of an input: `OpOverload._schema`, and `aten::_unsafe_view`, which its schema hides.
-
-    Holds for torch 2.11 to 2.13.
-    """
+    """Return whether a result is an input's memory: `OpOverload._schema`, except for `_unsafe_view`; 2.11 to 2.13."""
     unsafe = func is torch.ops.aten._unsafe_view.default
     return unsafe or any(result.alias_info is not None for result in func._schema.returns)
 
 
 def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a sparse tensor, coalesced or not: `Tensor._indices`, `Tensor._values`; 2.11 to 2.13."""
+    """Return indices and values of a sparse tensor, coalesced or not: `Tensor._indices`, `_values`; 2.11 to 2.13."""
     return x._indices(), x._values()
 
 
@@ -156,29 +152,26 @@ def occupy_gpu(cycles: int) -> None:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that tells living storages apart: `UntypedStorage._cdata`. Holds for torch 2.11 to 2.13."""
+    """Return a number that identifies a live storage: `UntypedStorage._cdata`. Holds for torch 2.11 to 2.13."""
     return storage._cdata
 
 
 def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Within, the module has these parameters: `torch.nn.utils.stateless`, as `functional_call` does it for one call.
-
-    Holds for torch 2.11 to 2.13.
-    """
+    """Replace a module's parameters in a context: `torch.nn.utils.stateless`, as in `functional_call`; 2.11 to 2.13."""
     return _reparametrize_module(module, dict(tensors))
 
 
 def ahead_of_time(
     function: Callable[..., Any], compiler: Callable[..., Any], partition: Callable[..., Any], parameters: int
 ) -> Callable[..., Any]:
-    """The function by its forward and backward graphs, as `torch.compile` with Inductor makes them.
+    """Return the function as forward and backward graphs, as `torch.compile` with Inductor makes them.
 
     Uses AOTAutograd's `aot_function` and Inductor's table of decompositions. Holds for torch 2.11 to 2.13.
 
     Args:
-        compiler: of a graph and its inputs, to a function.
-        partition: cuts the joint graph in two.
-        parameters: how many of the function's first arguments are parameters.
+        compiler: turns a graph and its inputs into a function.
+        partition: divides the joint graph.
+        parameters: number of leading arguments that are parameters.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
@@ -187,22 +180,19 @@ def ahead_of_time(
 
 
 def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-    """(forward, backward) graphs as Inductor cuts them: `min_cut_rematerialization_partition`. Known for 2.11 to 2.13."""
+    """Return (forward, backward) graphs as Inductor cuts them: `min_cut_rematerialization_partition`; 2.11 to 2.13."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
 def record_memory(entries: int | None) -> None:
-    """Keep a history of CUDA's allocator, or with None end it: `torch.cuda.memory._record_memory_history`.
-
-    Holds for torch 2.11 to 2.13.
-    """
+    """Record a history of CUDA's allocator; None stops it: `torch.cuda.memory._record_memory_history`; 2.11 to 2.13."""
     torch.cuda.memory._record_memory_history(**({"enabled": None} if entries is None else {"max_entries": entries}))
 
 
 def dump_memory(path: str) -> None:
-    """Write that history for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`. Known for 2.11 to 2.13."""
+    """Write the history for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`. Known for 2.11 to 2.13."""
     torch.cuda.memory._dump_snapshot(path)
 
 
@@ -213,10 +203,9 @@ def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextlib.contextmanager
 def autograd_within_op() -> Iterator[None]:
-    """Within, autograd records again inside of an op's kernel, which torch runs below it; gradients have to be enabled, too.
+    """Let autograd record inside an op's kernel, which torch runs below autograd; gradients must be enabled, too.
 
-    Uses `torch._C._PreserveDispatchKeyGuard` and `torch._C._dispatch_tls_set_dispatch_key_excluded`. Known to hold for torch
-    2.11 to 2.13.
+    Uses `torch._C._PreserveDispatchKeyGuard` and `_dispatch_tls_set_dispatch_key_excluded`. Holds for 2.11 to 2.13.
     """
     with torch._C._PreserveDispatchKeyGuard():
         for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
@@ -225,28 +214,30 @@ def autograd_within_op() -> Iterator[None]:
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None) -> Any:
-    """A tree of containers with a function of each leaf: `torch.utils._pytree.tree_map`; 2.11 to 2.13.
+    """Apply a function to each leaf of a tree of containers: `torch.utils._pytree.tree_map`; 2.11 to 2.13.
 
-    `leaf`: a type whose objects are leaves, though they are containers.
+    `leaf`: a type of containers that count as leaves.
     """
     return tree_map(function, tree, is_leaf=None if leaf is None else lambda x: isinstance(x, leaf))
 
 
 def namespace_of(target: object) -> str | None:
-    """The library of an op in a graph, such as "aten"; None for a Python function: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    """Return the library of an op in a graph, such as "aten", or None: `torch._ops.OpOverload`; 2.11 to 2.13."""
     return target.namespace if isinstance(target, torch._ops.OpOverload) else None
 
 
-def options_of_inductor(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the options that this Inductor has: `torch._inductor.config`. Holds for torch 2.11 to 2.13."""
+def options_of_inductor(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that this Inductor has: `torch._inductor.config`. Holds for torch 2.11 to 2.13."""
     import torch._inductor.config as config
 
-    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+    return {name: value for name, value in options.items() if hasattr(config, name)}
 
 
 def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile an ExportedProgram ahead of time to a .pt2 file, and load that: `torch._inductor.aoti_compile_and_package` and
-    `aoti_load_package`, documented under these names. Holds for torch 2.11 to 2.13."""
+    """Compile an ExportedProgram ahead of time to a .pt2 file, and load the file. Holds for torch 2.11 to 2.13.
+
+    Uses `torch._inductor.aoti_compile_and_package` and `aoti_load_package`, documented under these names.
+    """
     import torch._inductor
 
     torch._inductor.aoti_compile_and_package(graph, package_path=path, inductor_configs=options_of_inductor(options))
@@ -260,10 +251,10 @@ def is_op(target: object) -> bool:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, an attribute of a module or class is another one, for every thread of the process.
+    """Replace an attribute of a module or class in a context, for every thread of the process.
 
-    For functions of torch that no public hook reaches under fake tensors; only in processes that plan, never in one that
-    trains. A function that torch renames is an AttributeError here.
+    For functions of torch that no public hook reaches under fake tensors. Use it only in processes that plan, never in
+    one that trains. If torch has renamed the attribute, this raises AttributeError.
     """
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -11,7 +11,7 @@ from lightning_dilated.ext._compat.torch import replaced
 
 
 def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:
-    """Let a decoder layer run itself in training by `function(run, hidden_states, ...)`; None: as usual.
+    """Make a decoder layer run in training by `function(run, hidden_states, ...)`; None: as usual.
 
     Sets `gradient_checkpointing` and `_gradient_checkpointing_func` of `GradientCheckpointingLayer`. Known to hold for
     transformers 5.24.
@@ -22,7 +22,7 @@ def recompute_by(layer: Any, function: Callable[..., Any] | None) -> None:
 
 @contextlib.contextmanager
 def templates_compiled_in(environment: type[Any]) -> Iterator[None]:
-    """Let chat templates be compiled in a subclass of Jinja's ImmutableSandboxedEnvironment.
+    """Compile chat templates in a subclass of Jinja's ImmutableSandboxedEnvironment, inside this context.
 
     Replaces `_compile_jinja_template` and `ImmutableSandboxedEnvironment` of `transformers.utils.chat_template_utils`.
     Known to hold for transformers 5.24.
@@ -42,10 +42,10 @@ def _compiled_in(environment: type[Any], template: str) -> Any:
 
 
 def look_for_documents_in_tokens_only() -> None:
-    """Let models whose tokens are none, as on a rank of a short sequence, ask for their mask.
+    """Let models create a mask without tokens, as on a rank of a short sequence.
 
-    Replaces `transformers.masking_utils.find_packed_sequence_indices`, which reads the last position of a row. Known to hold
-    for transformers 5.24.
+    Replaces `transformers.masking_utils.find_packed_sequence_indices`, which reads the last position of a row. Known to
+    hold for transformers 5.24.
     """
     from transformers import masking_utils
 

@@ -2,9 +2,9 @@
 
     weight[p,j,h] = c(p,j,h) exp(s_pj) / (sum_i c(p,i,h) exp(s_pi) + n_pad(p,h)),   s = scale q.k
 
-c is the number of branches in which query p sees key j; n_pad is the number of zero keys that padding="attended" adds, else
-0. These are the weights of the one softmax that `dilated_attention` computes: weighting v by them gives its output.
-Shape letters: B batch, N tokens, Q chosen queries, H query heads, K kv heads, D head dim.
+c is the number of branches in which query p sees key j; n_pad is the number of zero keys that padding="attended" adds,
+else 0. These are the weights of the one softmax that `dilated_attention` computes: weighting v by them gives its
+output. Shape letters: B batch, N tokens, Q chosen queries, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attention_weights(
     lengths: Tensor | Sequence[int] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The weights that `dilated_attention` gives every key for chosen queries. Memory and time are O(B H Q N).
+    """Return the weights that `dilated_attention` gives every key for chosen queries. Memory and time are O(B H Q N).
 
     Args:
         q: (B, N, H, D) queries, as `dilated_attention` takes them.
@@ -47,11 +47,11 @@ def attention_weights(
 
     Returns:
         (B, H, Q, N), fp32 (fp64 for float64 inputs), without a gradient. A row sums to 1. It sums to less with
-        padding="attended", whose zero keys take the rest, and to 0 where the query has no key or lies beyond its sample.
+        padding="attended", because zero keys take a share, and to 0 if the query has no key or is outside its sample.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
-        RuntimeError: while several ranks share a sequence, since this rank does not hold all keys.
+        TypeError, ValueError: with the argument, its value and the allowed values.
+        RuntimeError: if several ranks share a sequence, because this rank does not hold all keys.
     """
     sequence = active_sequence()
     if sequence is not None and sequence.ranks > 1:
@@ -68,14 +68,14 @@ def attention_weights(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(B, H, Q, N) scale q.k; with grouped-query attention the query heads of a kv head are neighbours."""
+    """Return scale q.k, (B, H, Q, N); with grouped-query attention the query heads of a kv head are neighbours."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q = q.to(wide).unflatten(2, (k.shape[2], -1)) * scale
     return torch.einsum("bqkgd,bnkd->bkgqn", q, k.to(wide)).flatten(1, 2)
 
 
 def _softmax(scores: Tensor, counts: Tensor, pads: Tensor) -> Tensor:
-    """The weights of (B, H, Q, N) scores, in place, where each key counts c times, next to n_pad zero keys."""
+    """Turn scores (B, H, Q, N) into weights, in place; each key counts c times, next to n_pad zero keys."""
     if not scores.numel():
         return scores
     scores.masked_fill_(counts == 0, -torch.inf)
@@ -88,7 +88,6 @@ def _softmax(scores: Tensor, counts: Tensor, pads: Tensor) -> Tensor:
 
 
 def _positions(queries: Sequence[int] | Tensor, seq_len: int) -> list[int]:
-    """The queries as a list of existing positions."""
     numbers = queries.tolist() if isinstance(queries, Tensor) else queries
     if not isinstance(numbers, (list, tuple, range)):
         raise TypeError(f"queries must be a list of positions such as [0], or a 1-D integer tensor; got {queries!r}.")
@@ -100,7 +99,7 @@ def _positions(queries: Sequence[int] | Tensor, seq_len: int) -> list[int]:
 
 
 def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[list[int]]:
-    """Bounds of the documents of each sample; tokens after the last bound belong to none."""
+    """Return the bounds of the documents of each sample; tokens after the last bound belong to none."""
     batch, seq_len = q.shape[:2]
     if cu_seqlens is not None:
         return [check_bounds(cu_seqlens.tolist(), seq_len)]
@@ -114,7 +113,7 @@ def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> 
 def _counts(
     q: Tensor, k: Tensor, pattern: DilatedPattern, positions: list[int], causal: bool, documents: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """c (B, H, Q, N) and n_pad (B, H, Q) on the CPU, computed once for samples with equal documents."""
+    """Return c (B, H, Q, N) and n_pad (B, H, Q) on the CPU, computed once for samples with equal documents."""
     batch, seq_len, heads = q.shape[:3]
     counts = torch.zeros(batch, heads, len(positions), seq_len, dtype=torch.int32)
     pads = torch.zeros(batch, heads, len(positions), dtype=torch.int64)
@@ -133,7 +132,7 @@ def _sample_counts(
     kv_heads: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """c (H, Q, N) and n_pad (H, Q) of one sample: in a branch a query sees every r-th position of its segment."""
+    """Return c (H, Q, N) and n_pad (H, Q) of one sample: in a branch a query sees every r-th position of its segment."""
     counts = torch.zeros(heads, len(positions), seq_len, dtype=torch.int32)
     pads = torch.zeros(heads, len(positions), dtype=torch.int64)
     for start, stop in itertools.pairwise(bounds):
@@ -164,7 +163,7 @@ def _sample_counts(
 def _using_heads(
     pattern: DilatedPattern, branch: AnyBranch, position: int, num_heads: int, num_kv_heads: int
 ) -> list[int]:
-    """The query heads that use `position` in the branch."""
+    """Return the query heads that use `position` in the branch."""
     width = position + branch.shift + 1 if branch.segment_length is None else branch.segment_length
     residue = (position + branch.shift) % width % branch.dilation_rate
     served = range(num_heads) if branch.heads is None else branch.heads

@@ -1,4 +1,4 @@
-"""AccuracyByDepth: right answers about a long context, by its length and the depth of what is asked for.
+"""AccuracyByDepth: right answers about a long context, by its length and the depth of the answer.
 
 Shape letters: B batch, L tokens of this rank, E features, V vocabulary.
 """
@@ -31,27 +31,27 @@ class AccuracyByDepth(CountsAnswers):
     """Share of right answers in validation and test by length and depth, for a LongNetLM or HFCausalLM on a
     `LongContextDataModule`.
 
-    An answer is right if each of its tokens is the likeliest one, given the right ones before it. Samples are counted over
-    all ranks; a sample counts if all of its answer was computed. After each validation and test the table is printed,
-    appended to `accuracy_by_depth.csv`, and drawn as `accuracy_by_depth_TASK.png`.
+    An answer is right if each of its tokens is the likeliest one, given the right tokens before it. Samples are counted
+    over all ranks; a sample counts if its whole answer was computed. After each validation and test the table is
+    printed, appended to `accuracy_by_depth.csv`, and drawn as `accuracy_by_depth_TASK.png`.
 
-    Logged: `val_accuracy`, the share of all samples, and `val_accuracy_N` of each length N; in test `test_accuracy` and so
-    on.
+    Logged: `val_accuracy`, the share of all samples, and `val_accuracy_N` of each length N; in test `test_accuracy` and
+    so on.
 
     Args:
-        folder: where CSV and picture go; None: the run's folder.
+        folder: folder of CSV and picture; None: the run's folder.
         table: print the table.
         picture: draw the picture.
 
     Attributes:
-        rows: of the last validation or test, one for each length and depth: mappings of step, split, task, length, depth
-            (percent), samples, right (samples), accuracy, tokens (of answers), token_accuracy, and what guessing gives,
-            blind and unbound.
+        rows: rows of the last validation or test, one for each length and depth: mappings of step, split, task, length,
+            depth (percent), samples, right (samples), accuracy, tokens (of answers), token_accuracy, and the accuracy
+            of guessing, blind and unbound.
 
     Raises:
-        TypeError: as a run starts, for another model or other data.
-        ValueError: as a run starts, for a vocabulary below the data's, or lengths without positions in the model. Lengths
-            above those that a model with rotary positions was made for are warned of.
+        TypeError: when a run starts, for another model or other data.
+        ValueError: when a run starts, for a vocabulary below the data's, or lengths without positions in the model. A
+            length beyond a rotary model's own is a warning.
     """
 
     def __init__(self, folder: str | Path | None = None, table: bool = True, picture: bool = True) -> None:
@@ -61,7 +61,7 @@ class AccuracyByDepth(CountsAnswers):
         self._where = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check model and data; find the folder, which takes all ranks."""
+        """Check model and data; determine the folder, which needs every rank."""
         data = datamodule(trainer)
         check_model(self, pl_module, "watch_predictions")
         if not isinstance(data, LongContextDataModule):
@@ -74,7 +74,7 @@ class AccuracyByDepth(CountsAnswers):
         self._where = self.folder or Path(trainer.log_dir or trainer.default_root_dir)
 
     def counters(self, trainer: pl.Trainer, split: str) -> int:
-        """One for each sample: ranks that share a sample, or have samples of their own, need only be summed."""
+        """Return the number of counters, one per sample, so that counts of all ranks can be summed."""
         return datamodule(trainer).sizes[split]
 
     def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
@@ -91,7 +91,7 @@ class AccuracyByDepth(CountsAnswers):
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report:
         """Return the rows of a table and {suffix: accuracy} to log, from right answers and labels by counter."""
         rows = rows_of(datamodule(trainer), split, trainer.global_step, right, labels)
-        chosen = {"": rows, **{f"_{n}": _of(rows, n) for n in _lengths(rows)}}
+        chosen = {"": rows, **{f"_{n}": _with_length(rows, n) for n in _lengths(rows)}}
         return rows, {x: sum(r["right"] for r in y) / sum(r["samples"] for r in y) for x, y in chosen.items()}
 
     def write(self) -> None:
@@ -105,7 +105,7 @@ class AccuracyByDepth(CountsAnswers):
 
 
 def check_fits(model: Any, data: LongContextDataModule) -> None:
-    """Raise ValueError where tokens or positions of the data are not in the model; warn above the length it is made for."""
+    """Raise ValueError if the model lacks tokens or positions of the data; warn above the length that it is made for."""
     longest, most = max(data.lengths), model.made_for
     if data.vocab_size > model.vocab_size:
         raise ValueError(
@@ -127,7 +127,7 @@ def check_fits(model: Any, data: LongContextDataModule) -> None:
 def rows_of(
     data: LongContextDataModule, split: str, step: int, right: Sequence[int], labels: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """A row for each length and depth, of right tokens and labels of each sample."""
+    """Return a row for each length and depth from right tokens and labels of each sample."""
     cells: dict[Any, list[tuple[int, int]]] = {}
     for index, pair in enumerate(zip(right, labels, strict=True)):
         if pair[1]:
@@ -153,24 +153,24 @@ def _depths(rows: list[dict[str, Any]]) -> list[float]:
     return list(dict.fromkeys(row["depth"] for row in rows))
 
 
-def _of(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+def _with_length(rows: list[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     return [row for row in rows if row["length"] == length]
 
 
 def headline(rows: list[dict[str, Any]]) -> str:
-    """What the table shows, and what guessing gives."""
+    """Return a line on the contents of the table, with the accuracy of guessing."""
     first = rows[0]
     guess = f"{100 * first['unbound']:.3g} among the values of the text, {100 * first['blind']:.3g} among all"
     return f"{first['task']}: percent of right answers by length and depth (guessing: {guess})"
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:
-    """Percent of right answers: a line for each length, a column for each depth, and their mean."""
+    """Return a table of percent of right answers: a line for each length, a column for each depth, and their mean."""
     table = Table()
     for name in ("tokens", *(f"{depth:g} %" for depth in _depths(rows)), "all"):
         table.add_column(name, justify="right")
     for length in _lengths(rows):
-        chosen = {row["depth"]: row for row in _of(rows, length)}
+        chosen = {row["depth"]: row for row in _with_length(rows, length)}
         shares = [f"{100 * chosen[d]['accuracy']:.1f}" if d in chosen else "" for d in _depths(rows)]
         share = sum(r["right"] for r in chosen.values()) / sum(r["samples"] for r in chosen.values())
         table.add_row(f"{length:,}", *shares, f"{100 * share:.1f}")
@@ -178,7 +178,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A PNG: lengths to the right, depths down, the share of right answers as colour and number."""
+    """Draw a PNG: lengths to the right, depths down, the share of right answers as colour and number."""
     from matplotlib.figure import Figure
 
     lengths, depths = _lengths(rows), sorted(_depths(rows))

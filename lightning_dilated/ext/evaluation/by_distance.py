@@ -1,4 +1,4 @@
-"""What a model does with distant context: validation loss by position, and right answers by distance.
+"""LossByPosition and RecallByDistance: how well a model uses distant context, by position and by distance.
 
 Shape letters: B batch, N tokens, L tokens of this rank.
 """
@@ -21,7 +21,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.ext.evaluation.counting import CountsAnswers, Report, append_rows, check_model, datamodule
 from lightning_dilated.sequence import active_sequence
 
-#: octaves of positions up to 2^48 tokens
+#: octaves of positions, up to 2^48 tokens; parts of a sequence
 OCTAVES, EIGHTHS = 48, 8
 FIELDS = ("step", "part", "first", "last", "tokens", "bits")
 
@@ -29,22 +29,22 @@ FIELDS = ("step", "part", "first", "last", "tokens", "bits")
 class LossByPosition(pl.Callback):
     """Validation loss by octave and by eighth of the position, summed over all ranks; for a LongNetLM or HFCausalLM.
 
-    Octave k holds positions 2^k - 1 to 2^(k + 1) - 2 of their sequence, counted from 0, or of their document where batches
-    are packed; the eighths are those of the sequence's, sample's or document's length. After each validation the
-    table is printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is redrawn.
-    A model that uses distant context has a loss that falls from octave to octave.
+    Octave k has positions 2^k - 1 to 2^(k + 1) - 2, counted from 0 in their sequence, or in their document if batches
+    are packed. Eighths divide the length of the sequence, sample or document. After each validation the table is
+    printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is redrawn. If a
+    model uses distant context, its loss falls from octave to octave.
 
     Args:
         table: print the table.
         picture: draw the picture.
 
     Attributes:
-        rows: of the last validation: mappings of step, part ("octave" or "eighth"), first and last (positions,
-            or the number of the eighth), tokens, bits (a token).
+        rows: rows of the last validation: mappings of step, part ("octave" or "eighth"), first and last (positions, or
+            the number of the eighth), tokens, bits (per token).
 
     Raises:
-        TypeError: as a run starts, for another model.
-        ValueError: as a fit or validation starts, for data that are streams.
+        TypeError: when a run starts, for another model.
+        ValueError: when a fit or validation starts, for data that are streams.
     """
 
     def __init__(self, table: bool = True, picture: bool = True) -> None:
@@ -54,7 +54,7 @@ class LossByPosition(pl.Callback):
         self._folder = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that each token has a loss and a position in its sequence; find the folder, which takes all ranks."""
+        """Check that each token has a loss and a position in its sequence; determine the folder, which needs every rank."""
         check_model(self, pl_module, "watch_losses", ", whose tokens each have a loss")
         if stage in ("fit", "validate"):
             _refuse_streams(trainer, "LossByPosition")
@@ -65,7 +65,7 @@ class LossByPosition(pl.Callback):
         pl_module.watch_losses = self.add  # type: ignore[assignment]  # a language model, by `setup`
 
     def add(self, batch: Mapping[str, Any], losses: Tensor) -> None:
-        """Add a batch's losses (B, L), of this rank's positions; 0 where the label is -100."""
+        """Add a batch's losses (B, L) at this rank's positions; 0 for labels of -100."""
         if self._sums is None:
             return
         counted = batch["labels"] != -100
@@ -104,7 +104,7 @@ class LossByPosition(pl.Callback):
 
 
 def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """(each position in its document, tokens of that document), (B, L) int64 on the CPU."""
+    """Return (each position in its document, tokens of that document), (B, L) int64 on the CPU."""
     size, local = shape
     positions = token_positions(0, local)
     group = active_sequence()
@@ -142,7 +142,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A PNG of bits a token against the position, by octave."""
+    """Draw a PNG of bits per token against the position, by octave."""
     from matplotlib.figure import Figure
 
     octaves = [row for row in rows if row["part"] == "octave"]
@@ -157,21 +157,21 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 class RecallByDistance(CountsAnswers):
-    """Share of right answers in validation and test, in all and by octave of the distance, summed over all ranks.
+    """Share of right answers in validation and test, in total and by octave of the distance, summed over all ranks.
 
-    For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule whose batches have `index` (B,) and
-    which has `distances(split, index)`: (N,) integers of a sample of "val" or "test", at each label how many tokens back
-    its answer stands, or 0 to leave the label out. An answer is right if its token is the likeliest.
+    For a LongNetLM or HFCausalLM on `FarRecallDataModule`, or on another DataModule with `index` (B,) in its batches
+    and a method `distances(split, index)`: (N,) integers for a sample of "val" or "test", at each label the distance in
+    tokens back to its answer, or 0 to leave the label out. An answer is right if its token is the likeliest.
 
-    Logged: `val_accuracy`, and `val_accuracy_D` for each octave that has labels: those with distances D to 2 D - 1, where D
-    is a power of two. In test `test_accuracy` and so on.
+    Logged: `val_accuracy`, and `val_accuracy_D` for each octave with labels: distances D to 2 D - 1, D a power of two.
+    In test `test_accuracy` and so on.
 
     Attributes:
-        rows: of the last validation or test: mappings of first and last (distances), labels, accuracy.
+        rows: rows of the last validation or test: mappings of first and last (distances), labels, accuracy.
 
     Raises:
-        TypeError: as a run starts, for another model, or data without `distances`.
-        ValueError: as a run starts, for data that are streams.
+        TypeError: when a run starts, for another model, or data without `distances`.
+        ValueError: when a run starts, for data that are streams.
     """
 
     def __init__(self) -> None:
@@ -199,13 +199,13 @@ class RecallByDistance(CountsAnswers):
         """Add a batch's predictions (B, L) at this rank's positions; only labels that have a distance count."""
         if self._counts is None or self._distances is None:
             return
-        positions = token_positions(0, predictions.shape[1])  # collective: also on ranks without labels
+        positions = token_positions(0, predictions.shape[1])  # collective, also on ranks without labels
         labels = batch["labels"]
         distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
-        octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
+        octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exact; -1 for 0
         octave = octave.clamp(max=OCTAVES - 1).to(labels.device)
         counted = (labels != -100) & (octave >= 0)
-        # a batch that is computed chunk by chunk stays on the CPU
+        # a batch that is computed in chunks stays on the CPU
         octaves = octave[counted].to(self._counts.device)
         right = (predictions == labels)[counted].to(self._counts.device)
         self._counts[0].index_add_(0, octaves, right.long())
@@ -218,7 +218,7 @@ class RecallByDistance(CountsAnswers):
 
 
 def _refuse_streams(trainer: pl.Trainer, callback: str) -> None:
-    """Raise ValueError for a DataModule whose batches are steps of streams, by its `sequence_spec`."""
+    """Raise ValueError if a DataModule's batches are steps of streams, according to its `sequence_spec`."""
     data = datamodule(trainer)
     if "stream" in getattr(getattr(data, "sequence_spec", None), "whole", ()):
         raise ValueError(

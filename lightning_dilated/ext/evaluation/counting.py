@@ -1,4 +1,4 @@
-"""CountsAnswers: what AccuracyByDepth and RecallByDistance share, and rows that are appended to a CSV.
+"""CountsAnswers: the base of AccuracyByDepth and RecallByDistance, and rows that are appended to a CSV.
 
 Shape letters: B batch, L tokens of this rank, C counters.
 """
@@ -15,14 +15,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-#: rows of a table, and shares to log by what follows "val_accuracy" or "test_accuracy" in their names
+#: rows of a table, and {suffix: share} to log as "val_accuracy" or "test_accuracy" plus the suffix
 Report = tuple[list[dict[str, Any]], dict[str, float]]
 
 
 class CountsAnswers(pl.Callback):
-    """Counts right answers and labels in validation and test, and logs shares of right ones.
+    """Counts right answers and labels in validation and test, and logs shares of right answers.
 
-    A subclass defines `counters`, C, `add`, which counts a batch's predictions (B, L), and `evaluate` of (C,) counts.
+    A subclass defines `counters` (returns C), `add` (counts a batch's predictions (B, L)) and `evaluate` ((C,) counts).
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CountsAnswers(pl.Callback):
     def evaluate(self, trainer: pl.Trainer, split: str, right: list[int], labels: list[int]) -> Report: ...
 
     def write(self) -> None:
-        """Write the rows; called on the first rank."""
+        """Write the rows; called on the first rank only."""
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer, pl_module, "val")
@@ -84,17 +84,17 @@ def datamodule(trainer: pl.Trainer) -> Any:
     return getattr(trainer, "datamodule", None)
 
 
-def check_model(callback: pl.Callback, model: object, hook: str, more: str = "") -> None:
+def check_model(callback: pl.Callback, model: object, hook: str, suffix: str = "") -> None:
     """Raise TypeError for a model without the attribute that hands losses or predictions to the callback."""
     if not hasattr(model, hook):
         raise TypeError(
-            f"{type(callback).__name__} needs a causal language model, a LongNetLM or HFCausalLM{more}; got "
+            f"{type(callback).__name__} needs a causal language model, a LongNetLM or HFCausalLM{suffix}; got "
             f"{type(model).__name__}. Remove the callback."
         )
 
 
 def append_rows(path: Path, fields: Sequence[str], rows: list[dict[str, Any]]) -> None:
-    """Append to a CSV; a new one begins with the names of its columns."""
+    """Append rows to a CSV; a new file begins with the names of its columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists()
     with path.open("a", newline="") as file:

@@ -1,4 +1,4 @@
-"""`lightning-dilated evaluate`: what a language model uses of its context, by questions about it."""
+"""`lightning-dilated evaluate`: how much of its context a language model uses, by questions about it."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from lightning_dilated.models import DilatedModule, LongNetLM
 
 TASKS = ("needle", "multi_key", "multi_value", "tracing")
 ABOUT = """
-What a language model uses of its context: a value is stated somewhere in filler and asked for at the end, and an answer
-is right if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
+Test how much of its context a language model uses: filler states a value, the end asks for it, and an answer is right
+if each of its tokens is the likeliest one. Prints the share of right answers by length and depth, and writes
 accuracy_by_depth.csv and a picture of each task into --out. Nothing is downloaded: texts are made by rule from --seed.
 """
-#: tokens whose logits a decoder of transformers makes at a time
+#: tokens per tile of a transformers decoder's logits
 _TILE = 1024
 
 
 #: options of the samples: default and meaning
 _SAMPLES = {
-    "num_values": (3, "of multi_value, values of a key"),
-    "hops": (3, "of tracing, statements between the value and the variable that is asked for"),
-    "value_digits": (5, "of text, digits of a value"),
-    "vocabulary": (32, "of tokens, symbols of keys and of values"),
-    "fillers": (16, "of tokens, kinds of filler"),
-    "key_tokens": (1, "of tokens, symbols of a key"),
-    "value_tokens": (1, "of tokens, symbols of a value"),
+    "num_values": (3, "for multi_value: values of a key"),
+    "hops": (3, "for tracing: statements between the value and the variable that is asked for"),
+    "value_digits": (5, "for text: digits of a value"),
+    "vocabulary": (32, "for tokens: number of symbols for keys, and for values"),
+    "fillers": (16, "for tokens: kinds of filler"),
+    "key_tokens": (1, "for tokens: symbols of a key"),
+    "value_tokens": (1, "for tokens: symbols of a value"),
     "batch_size": (1, "samples computed at a time"),
-    "seed": (0, "of the samples"),
+    "seed": (0, "seed of the samples"),
 }
 
 
 def load_causal_model(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """As `load_any`. Raises: ValueError also for models that do not predict the next token."""
+    """Load as `load_any`. Raises ValueError also for models that do not predict the next token."""
     model = load_any(path, tile)
     if not model.predicts_next_token:
         raise ValueError(
@@ -69,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_questions(p: argparse.ArgumentParser) -> None:
-    """What is asked, at which lengths and depths."""
     p.add_argument("--task", nargs="+", choices=TASKS, default=["needle"], help="one or several (default: needle)")
     p.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="tokens (default: %(default)s)")
     p.add_argument(
@@ -77,39 +76,39 @@ def _add_questions(p: argparse.ArgumentParser) -> None:
         nargs="+",
         type=float,
         default=[0, 25, 50, 75, 100],
-        help="where it is stated, in percent from the beginning (default: %(default)s)",
+        help="depths of the stated value, in percent from the beginning (default: %(default)s)",
     )
-    p.add_argument("--samples", type=int, default=20, help="of each length and depth (default: %(default)s)")
+    p.add_argument("--samples", type=int, default=20, help="samples of each length and depth (default: %(default)s)")
 
 
 def _add_samples(p: argparse.ArgumentParser) -> None:
-    """What a sample is made of."""
     p.add_argument(
         "--tokenizer",
-        help="tokenizer.json, or a folder with one (default: that of the checkpoint or folder, else bytes)",
+        help="tokenizer.json, or a folder with one (default: the checkpoint's or folder's, else bytes)",
     )
     p.add_argument(
         "--form",
         choices=("text", "tokens"),
         default="text",
-        help="text, or the vocabulary of LongContextDataModule(form='tokens') for a model that was trained on it",
+        help="text, or tokens for a model that was trained on LongContextDataModule(form='tokens')",
     )
-    p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, of multi_key 15)")
+    p.add_argument("--distractors", type=int, help="keys that are not asked for (default: 3, for multi_key 15)")
     for name, (default, meaning) in _SAMPLES.items():
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: %(default)s)")
 
 
 def _add_machine(p: argparse.ArgumentParser) -> None:
-    """Where it runs."""
     p.add_argument(
         "--devices", type=int, default=1, help="GPUs or processes, which share each sample (default: %(default)s)"
     )
     p.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    p.add_argument("--precision", help="of the Trainer, such as bf16-true (default: 32-true, on cuda bf16-true)")
+    p.add_argument(
+        "--precision", help="the Trainer's precision, such as bf16-true (default: 32-true, on cuda bf16-true)"
+    )
 
 
 def run(argv: list[str]) -> None:
-    """Check everything that can be known before the model runs, then evaluate task by task."""
+    """Check everything that can be checked before the model runs, then evaluate task by task."""
     args = parser().parse_args(argv)
     check_device(args.device)
     integer(args.devices, "--devices", 1)
@@ -130,7 +129,7 @@ def run(argv: list[str]) -> None:
 
 
 def checked_folder(path: str) -> Path:
-    """The folder. Raises: FileExistsError where it is a file, or holds an earlier result."""
+    """Return the folder. Raises FileExistsError if it is a file, or holds an earlier result."""
     out = Path(path)
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"--out {out} is a file; give a folder.")
@@ -142,10 +141,9 @@ def checked_folder(path: str) -> Path:
 
 
 def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder: Path) -> str | None:
-    """The path of the tokenizer for text; None for bytes. One that a checkpoint holds is written into `folder`.
+    """Return the path of the tokenizer for text; None for bytes. A checkpoint's tokenizer is written into `folder`.
 
-    Raises:
-        ValueError: where the model needs one that is not known.
+    Raises: ValueError if the model needs a tokenizer that is not known.
     """
     if args.form == "tokens" or args.tokenizer is not None:
         return args.tokenizer
@@ -164,7 +162,7 @@ def tokenizer_of(args: argparse.Namespace, model: LongNetLM | HFCausalLM, folder
 
 
 def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongContextDataModule:
-    """The samples of a task. Raises: TypeError, ValueError or FileNotFoundError, naming the option."""
+    """Return the samples of a task. Raises TypeError, ValueError or FileNotFoundError with the option."""
     options = {name: getattr(args, name) for name in (*_SAMPLES, "distractors")}
     try:
         data = LongContextDataModule(
@@ -178,7 +176,7 @@ def data_of(args: argparse.Namespace, task: str, tokenizer: str | None) -> LongC
 
 
 def trainer_of(args: argparse.Namespace, out: Path) -> pl.Trainer:
-    """A Trainer that only tests, with the callback that counts."""
+    """Return a Trainer that only tests, with the callback that counts."""
     cuda = args.device.startswith("cuda")
     number = args.device.partition(":")[2]
     if number and args.devices > 1:

@@ -1,4 +1,4 @@
-"""Problems as tokens: in a vocabulary of their own, or as English text in bytes or the tokens of a tokenizer.
+"""Forms: problems as tokens of a small vocabulary, or as English text in bytes or the tokens of a tokenizer.
 
 Shape letters: F tokens of filler, V symbols of a vocabulary.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """Tokens of a sample, but for its filler.
+    """Tokens of a sample, without its filler.
 
     Attributes:
-        beginning: in front of everything.
-        statements: groups one after another.
-        question: behind the filler and the statements.
-        answer: behind the question; each token has a label.
+        beginning: the start of the sample.
+        statements: statements of all groups, group by group.
+        question: tokens after the filler and the statements.
+        answer: tokens after the question; each is a label.
     """
 
     beginning: list[int]
@@ -37,16 +37,16 @@ class Parts(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens in all."""
+        """Total number of tokens."""
         return sum(map(len, (self.beginning, self.question, self.answer, *self.statements)))
 
 
 class Form(Protocol):
-    """How problems are written.
+    """A way to write problems.
 
     Attributes:
         vocab_size: tokens of the vocabulary.
-        keys, values: how many there are to choose from.
+        keys, values: numbers of different keys and values.
     """
 
     vocab_size: int
@@ -56,24 +56,24 @@ class Form(Protocol):
     def parts(self, problem: Problem) -> Parts: ...
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """(F = `count` tokens, rising places where it may be cut, 0 and F among them; None for all)."""
+        """Return (F = `count` tokens, increasing places from 0 to F where they may be cut, or None for all)."""
         ...
 
     def rule(self) -> str:
-        """The form in words."""
+        """Return a description of the form."""
         ...
 
 
 class TokenForm:
-    """A vocabulary of 0 the padding, 1 the question, `fillers` tokens of filler, V symbols of keys and V of values.
+    """A vocabulary of 0 for padding, 1 for the question, `fillers` tokens of filler, V symbols of keys and V of values.
 
-    "Key k has value v" is the tokens of k and then those of v; "key k has the value of key j" those of k and then those of
-    j. The question is 1 and the tokens of a key, and the answer the tokens of its value or values. Numbers are written in
-    digits of base V.
+    "Key k has value v" is written as the tokens of k and then of v; "key k has the value of key j" as the tokens of k
+    and then of j. The question is 1 and the tokens of a key, and the answer the tokens of its value or values. Numbers
+    are written in digits of base V.
 
     Args:
         vocabulary: V.
-        fillers: kinds of tokens in the filler.
+        fillers: number of different filler tokens.
         key_tokens, value_tokens: tokens of a key, of a value; there are V ** tokens of them.
     """
 
@@ -106,7 +106,7 @@ class TokenForm:
         return Parts([], statements, [1, *self._key(problem.key)], answer)
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, None]:
-        """Evenly drawn."""
+        """Draw filler tokens uniformly."""
         return rng.integers(2, 2 + self.fillers, count), None
 
 
@@ -115,13 +115,13 @@ def _digits(number: int, base: int, count: int) -> list[int]:
 
 
 class TextForm:
-    """Lines of English: keys are pairs of words, values numbers, and the filler sentences that say nothing of either.
+    """Lines of English: keys are pairs of words, values are numbers, and filler sentences mention neither.
 
-    Each line is turned into tokens by itself, and the question together with its answer.
+    Each line is encoded separately, and the question together with its answer.
 
     Args:
-        task: one of TASKS, which have sentences of their own.
-        value_digits: digits of a value, of which the first is not 0.
+        task: one of TASKS; each task has its own sentences.
+        value_digits: digits of a value; the first is not 0.
         tokenizer: a tokenizer.json, or a folder with one; None for bytes.
     """
 
@@ -160,7 +160,7 @@ class TextForm:
         return Parts(self._beginning, self._encode(lines), *self._split(question, answer))
 
     def _split(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """The tokens of both, encoded together; one that reaches from one into the other belongs to the answer."""
+        """Return the tokens of both, encoded together; a token across the border belongs to the answer."""
         if self._tokenizer is None:
             return list(question.encode()), list(answer.encode())
         encoding = self._tokenizer.encode(question + answer, add_special_tokens=False)
@@ -168,13 +168,13 @@ class TextForm:
         return encoding.ids[:first], encoding.ids[first:]
 
     def filler(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lines, evenly drawn; their beginning is cut off where they do not fit."""
+        """Draw lines uniformly; their beginning is cut off to fit."""
         if not count:
             return np.zeros(0, np.int64), np.zeros(1, np.int64)
         drawn = np.zeros(0, np.int64)
         while (total := int(self._sizes[drawn].sum())) < count:
-            more = 1 + (count - total) // int(self._sizes.max())
-            drawn = np.concatenate([drawn, rng.integers(0, len(self._lines), more)])
+            lines = 1 + (count - total) // int(self._sizes.max())
+            drawn = np.concatenate([drawn, rng.integers(0, len(self._lines), lines)])
         ends = np.cumsum(self._sizes[drawn])
         needed = int(np.searchsorted(ends, count)) + 1
         drawn, ends = drawn[:needed], ends[:needed]
@@ -188,7 +188,7 @@ def _bytes(lines: Iterable[str]) -> list[list[int]]:
 
 
 def _file(path: str | Path) -> Path:
-    """The tokenizer.json of a path. Raises: FileNotFoundError for a folder without one."""
+    """Return the tokenizer.json of a path. Raises FileNotFoundError for a folder without one."""
     path = Path(path)
     if not path.is_dir():
         return path
@@ -201,7 +201,7 @@ def _file(path: str | Path) -> Path:
 
 
 def _start(tokenizer: Tokenizer) -> list[int]:
-    """Special tokens that the tokenizer puts in front of a text, such as that of its beginning."""
+    """Return special tokens that the tokenizer puts before a text, such as a beginning of text."""
     around: Any = tokenizer.encode("a")
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     special = [bool(x) for x in around.special_tokens_mask]

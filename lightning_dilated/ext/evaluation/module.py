@@ -1,4 +1,4 @@
-"""LongContextDataModule: values that are stated anywhere in filler and asked for at the end, by length and depth.
+"""LongContextDataModule: values stated anywhere in filler and asked for at the end, by length and depth.
 
 Shape letters: B batch, N tokens of a sample.
 """
@@ -17,7 +17,7 @@ from lightning_dilated.ext.evaluation.problems import DISTRACTORS, TASKS, Task, 
 from lightning_dilated.ext.evaluation.tasks import RuleDataModule, RuleSamples, sample_generator
 
 FORMS = ("text", "tokens")
-#: entries of a sample that run over its tokens, and what fills them behind its end
+#: entries of a sample that run over its tokens, and their padding values
 _PADDING = {"tokens": 0, "labels": -100}
 
 
@@ -29,22 +29,22 @@ class Cell(NamedTuple):
 
 
 class LongContextSamples(RuleSamples):
-    """Samples of different lengths; see `LongContextDataModule`."""
+    """Samples of different lengths, see `LongContextDataModule`."""
 
     def __init__(self, task: LongContextDataModule, split: str) -> None:
         super().__init__(task, split)
         self.cell_of = task.cell
 
     def length_of(self, index: int) -> int:
-        """Tokens of sample `index`. Raises: IndexError if there is none."""
+        """Return the tokens of sample `index`. Raises IndexError if there is no such sample."""
         return self.cell_of(self.split, index).length
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Sample `index`, whole. Raises: IndexError if there is none."""
+        """Return sample `index`, whole. Raises IndexError if there is no such sample."""
         return {**self.make(self.generator(index), self.split, self.cell_of(self.split, index)), "index": index}
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only, of which those behind its end are padding."""
+        """Return the sample at some positions only; positions after its end are padding."""
         sample = self[index]
         positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
         inside, length = positions < sample["lengths"], sample["lengths"]
@@ -54,7 +54,7 @@ class LongContextSamples(RuleSamples):
 
 
 def _task(name: str, distractors: int | None, num_values: int, hops: int) -> Task:
-    """A task, whose options others do not have."""
+    """Make a task; options of other tasks are ignored."""
     one_of(name, "data.task", TASKS)
     return Task(
         name,
@@ -72,33 +72,33 @@ def _refuse_tokenizer(tokenizer: str | None) -> None:
 
 
 class LongContextDataModule(RuleDataModule):
-    """Questions about a long context: a key's value stands somewhere in filler, and is asked for at the end.
+    """Questions about a long context: filler states the value of a key, and the end asks for it.
 
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64, and "lengths" (B,) where samples of a batch
-    differ; tokens are padded by 0. Each token of the answer has a label, the position before it; all others are -100. The
-    tokens of the answer follow the question (teacher forcing), so an answer is right if every label is the likeliest token.
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64, and "lengths" (B,) if samples of a batch
+    differ in length; tokens are padded by 0. Each token of the answer is the label of the position before it; all other
+    labels are -100. The answer's tokens follow the question (teacher forcing), so an answer is right if every label is
+    the likeliest token.
 
     Tasks, of the kinds of RULER (arXiv 2404.06654):
 
     - needle: a key has a value, which is asked for. Distractors are other keys with other values.
     - multi_key: the same, with more distractors.
-    - multi_value: each key has `num_values` values at different places; all are asked for, in their order.
-    - tracing: a variable has a value, a second one that of the first, and so on; the value of the last is asked for.
-      Distractors are other such chains.
+    - multi_value: each key has `num_values` values at different places; all are asked for, in order.
+    - tracing: a variable has a value, a second variable has the value of the first, and so on; the value of the last
+      is asked for. Distractors are other such chains.
 
-    Forms: "text" is English in bytes or the tokens of a tokenizer; "tokens" has a small vocabulary of its own, for models
+    Forms: "text" is English in bytes or the tokens of a tokenizer; "tokens" has its own small vocabulary, for models
     that are trained on the task.
 
-    Validation and test have `samples_per_cell` samples of each length and depth: all of the first length, and of those all
-    of the first depth, come first. Depth is the percentage of the filler that stands before the first statement that the
-    answer takes (text is cut between lines, so it is the nearest such place); further ones of that answer stand anywhere
-    behind it. Distractors are placed alike, from depths of their own, evenly drawn. Training samples draw a length, and a
-    depth from 0 to 100.
+    Validation and test have `samples_per_cell` samples of each length and depth, in the order of `lengths` and then of
+    `depths`. Depth is the percentage of the filler before the first statement that the answer needs (text is cut
+    between lines, at the nearest place); further statements of that answer are anywhere after it. Distractors are
+    placed in the same way, at uniformly drawn depths. Training samples draw a length, and a depth from 0 to 100.
 
-    Keys and values of a sample all differ, and are evenly drawn, so that each value occurs once. `guess` says how often
-    answers are right that are drawn out of all values ("blind"), or out of those in the text ("unbound"). At depths 0 and
-    100 the asked value is mostly the first or last of all, which gives it away; over evenly spaced depths the mean of such
-    answers is that of "unbound" again.
+    Keys and values of a sample all differ and are drawn uniformly, so each value occurs once. `guess` is the share of
+    right answers if a model draws from all values ("blind"), or from the values in the text ("unbound"). At depths 0
+    and 100 the asked value is mostly the first or last of all, which gives it away; averaged over evenly spaced depths,
+    choosing by place is as good as "unbound".
 
     `callbacks.AccuracyByDepth` reports the share of right answers.
 
@@ -108,19 +108,19 @@ class LongContextDataModule(RuleDataModule):
         depths: 0 to 100.
         samples_per_cell: samples of each length and depth, in validation and in test.
         form: "text" or "tokens".
-        tokenizer: of text, a tokenizer.json or a folder that has one, as transformers saves it; null for bytes. Special
-            tokens that it puts in front of a text are in front of a sample.
+        tokenizer: for text, a tokenizer.json or a folder with one, as transformers saves it; null for bytes. Special
+            tokens that it puts before a text also begin a sample.
         distractors: keys that are not asked for (in tracing: chains); null is 3, and 15 for multi_key.
-        num_values: of multi_value, values of a key.
-        hops: of tracing, statements from the value's variable to the one that is asked for.
-        value_digits: of text, digits of a value.
-        vocabulary: of tokens, symbols of keys and as many of values.
-        fillers: of tokens, kinds of filler.
-        key_tokens, value_tokens: of tokens, symbols that a key and a value take.
+        num_values: for multi_value, values of a key.
+        hops: for tracing, statements from the value's variable to the variable that is asked for.
+        value_digits: for text, digits of a value.
+        vocabulary: for tokens, number of symbols for keys, and for values.
+        fillers: for tokens, kinds of filler.
+        key_tokens, value_tokens: for tokens, symbols of a key and of a value.
         batch_size, train_size, seed, num_workers, pin_memory: see `RuleDataModule`.
 
     Raises: TypeError, ValueError or FileNotFoundError for values outside these ranges, lengths without room for the
-        statements, and more keys or values than there are.
+        statements, or too few keys or values.
     """
 
     along = ("tokens", "labels")
@@ -147,8 +147,8 @@ class LongContextDataModule(RuleDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
     ) -> None:
-        self.lengths = [integer(x, "data.lengths", 1) for x in _several(lengths, "data.lengths")]
-        self.depths = [real(x, "data.depths", least=0, most=100) for x in _several(depths, "data.depths")]
+        self.lengths = [integer(x, "data.lengths", 1) for x in _as_list(lengths, "data.lengths")]
+        self.depths = [real(x, "data.depths", least=0, most=100) for x in _as_list(depths, "data.depths")]
         per_cell = integer(samples_per_cell, "data.samples_per_cell", 1)
         count = per_cell * len(self.lengths) * len(self.depths)
         super().__init__(max(self.lengths), batch_size, train_size, count, count, seed, num_workers, pin_memory)
@@ -159,28 +159,27 @@ class LongContextDataModule(RuleDataModule):
         if form == "tokens":
             _refuse_tokenizer(tokenizer)
             self.form = TokenForm(vocabulary, fillers, key_tokens, value_tokens)
-            more = ("raise data.key_tokens or data.vocabulary", "raise data.value_tokens or data.vocabulary")
+            remedies = ("raise data.key_tokens or data.vocabulary", "raise data.value_tokens or data.vocabulary")
         else:
             self.form = TextForm(task, value_digits, tokenizer)
-            more = ("lower data.distractors or data.hops", "raise data.value_digits")
-        self._check_numbers(*more)
+            remedies = ("lower data.distractors or data.hops", "raise data.value_digits")
+        self._check_numbers(*remedies)
         self.vocab_size = self.form.vocab_size
         self._check_room(1)
 
-    def _check_numbers(self, more_keys: str, more_values: str) -> None:
-        """Raise ValueError where a sample has more keys or values than the form."""
-        for kind, needed, there, change in (
-            ("keys", self.task.keys, self.form.keys, more_keys),
-            ("values", self.task.values, self.form.values, more_values),
+    def _check_numbers(self, key_remedy: str, value_remedy: str) -> None:
+        for kind, needed, available, change in (
+            ("keys", self.task.keys, self.form.keys, key_remedy),
+            ("values", self.task.values, self.form.values, value_remedy),
         ):
-            if needed > there:
+            if needed > available:
                 raise ValueError(
                     f"a sample of {self.task.name} with data.distractors = {self.task.distractors} has {needed} different "
-                    f"{kind}, but there are {there:,}: {change}, or lower data.distractors"
+                    f"{kind}, but there are {available:,}: {change}, or lower data.distractors"
                 )
 
     def _check_room(self, count: int) -> None:
-        """Raise ValueError where one of the first samples of validation or test does not fit into its length."""
+        """Raise ValueError if one of the first samples of validation or test does not fit into its length."""
         for split in ("val", "test"):
             for index in range(count):
                 size, cell = self._parts(sample_generator(self.seed, split, index)).size, self.cell(split, index)
@@ -189,17 +188,17 @@ class LongContextDataModule(RuleDataModule):
 
     @property
     def guess(self) -> dict[str, float]:
-        """Share of right answers by guessing: "blind" and "unbound", see above."""
+        """Shares of right answers by guessing, "blind" and "unbound", see above."""
         return self.task.guesses(self.form.values)
 
     def rule(self) -> str:
-        """How samples are made, in words; a checkpoint's data are compared by it."""
+        """Return a description of the samples; a checkpoint's data are compared by it."""
         task = self.task
         sizes = f"{task.distractors} distractors, {task.num_values} values, {task.hops} hops"
         return f"{task.name} ({sizes}) over {self.lengths} tokens at {self.depths} %, {self.form.rule()}"
 
     def check(self) -> None:
-        """See that every sample of validation and test fits. Raises: ValueError."""
+        """Check that every sample of validation and test fits. Raises ValueError."""
         super().check()
         self._check_room(self.sizes["val"])
 
@@ -208,7 +207,7 @@ class LongContextDataModule(RuleDataModule):
         return LongContextSamples(self, split)
 
     def cell(self, split: str, index: int) -> Cell:
-        """Length and depth of a sample.
+        """Return the length and depth of a sample.
 
         Raises:
             ValueError: for a split other than "train", "val" and "test".
@@ -220,14 +219,14 @@ class LongContextDataModule(RuleDataModule):
         if split != "train":
             place, depth = divmod(index // self.samples_per_cell, len(self.depths))
             return Cell(self.lengths[place], self.depths[depth])
-        rng = np.random.default_rng([self.seed, 3, index])  # not that of the sample, whose split is 0
+        rng = np.random.default_rng([self.seed, 3, index])  # not the sample's own generator, [seed, 0, index]
         return Cell(self.lengths[int(rng.integers(len(self.lengths)))], float(rng.uniform(0, 100)))
 
     def _parts(self, rng: np.random.Generator) -> Parts:
         return self.form.parts(self.task.draw(rng, self.form.keys, self.form.values))
 
     def make(self, rng: np.random.Generator, split: str, cell: Cell | None = None) -> dict[str, Any]:
-        """One sample of a cell: {"tokens": (N,), "labels": (N,) int64, "lengths": N}; None: of the first cell."""
+        """Make a sample of a cell: {"tokens": (N,), "labels": (N,) int64, "lengths": N}; None: of the first cell."""
         length, depth = cell or Cell(self.lengths[0], self.depths[0])
         problem = self.task.draw(rng, self.form.keys, self.form.values)
         parts = self.form.parts(problem)
@@ -249,7 +248,7 @@ class LongContextDataModule(RuleDataModule):
 
     @staticmethod
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch, padded to the longest sample; without "lengths" where all are equally long."""
+        """Return a batch, padded to the longest sample; without "lengths" if all have the same length."""
         longest = max(len(sample["tokens"]) for sample in samples)
         for name, fill in _PADDING.items():
             for sample in samples:
@@ -261,19 +260,19 @@ class LongContextDataModule(RuleDataModule):
         return batch
 
 
-def _several(values: Any, name: str) -> list[Any]:
-    """One or several different values, as a list."""
+def _as_list(values: Any, name: str) -> list[Any]:
+    """Return one or several different values as a list."""
     values = list(values) if isinstance(values, (list, tuple)) else [values]
     if not values or len(set(values)) < len(values):
         raise ValueError(f"{name} must be one or several different numbers, got {values}.")
     return values
 
 
-def _nearest(cuts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Of each place the nearest of the rising `cuts`."""
-    right = np.searchsorted(cuts, wanted).clip(max=len(cuts) - 1)
+def _nearest(cuts: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return for each place the nearest of the increasing `cuts`."""
+    right = np.searchsorted(cuts, places).clip(max=len(cuts) - 1)
     left = (right - 1).clip(min=0)
-    return np.where(wanted - cuts[left] <= cuts[right] - wanted, cuts[left], cuts[right])
+    return np.where(places - cuts[left] <= cuts[right] - places, cuts[left], cuts[right])
 
 
 def _no_room(task: Task, length: int, needed: int) -> ValueError:

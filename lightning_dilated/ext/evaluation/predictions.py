@@ -1,4 +1,4 @@
-"""PredictionWriter, which writes a CSV row for each sequence that `predict` computes.
+"""PredictionWriter: writes a CSV row for each sequence that `predict` computes.
 
 Shape letters: B sequences of a batch, E numbers of a sequence (such as its embedding).
 """
@@ -18,22 +18,22 @@ from torch import Tensor
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder, batch by batch; if several ranks have different samples, one file
-    each: `predictions.RANK.csv`. Of the ranks that share a sequence the first one writes.
+    """Writes `predictions.csv` into the run folder, batch by batch. If ranks have different samples, each writes a file,
+    `predictions.RANK.csv`; if ranks share a sequence, the first of them writes.
 
-    A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as the
-    `predict_step` of `LongNetLM` and `SlideEncoder` returns it. A tensor (B, E) has columns NAME_0, NAME_1 and so on, or,
-    called "embedding", e0, e1 and so on: in one file with its name, batch by batch, which any spreadsheet reads.
+    A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as
+    from the `predict_step` of `LongNetLM` and `SlideEncoder`. A tensor (B, E) becomes columns NAME_0, NAME_1 and so on;
+    a tensor "embedding" becomes e0, e1 and so on.
 
-    Of a text, the last columns are the `file` and the `offset` of the sequence's first token in it, in bytes, or in tokens
-    of a file of tokens.
+    For a text, the last columns are the `file` and the `offset` of the sequence's first token in it, in bytes, or in
+    tokens for a file of tokens.
 
-    Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
-    front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
-    where it begins with one: `text.removeprefix("'")`.
+    Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' get a ' in front,
+    because a spreadsheet would run them as a formula; numbers never do. To restore a word, remove the first ':
+    `text.removeprefix("'")`.
 
     Args:
-        path: of the CSV; None means `predictions.csv` in the logger's folder.
+        path: path of the CSV; None means `predictions.csv` in the logger's folder.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -43,7 +43,7 @@ class PredictionWriter(BasePredictionWriter):
         self._header: list[str] | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start a new file; every rank takes part in finding the folder."""
+        """Start a new file; determining the folder needs every rank."""
         self._started, self._header = False, None
         self._target = self._find_target(trainer)
 
@@ -62,19 +62,19 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        # checked on every rank of a sequence: if only one raised, the others would wait for it
+        # check on every rank of a sequence: if only one raised, the other ranks would wait for it
         columns = _columns(f"{type(pl_module).__name__}.predict_step", prediction)
         columns |= _places(trainer, columns, dataloader_idx)
         if self._header not in (None, list(columns)):
             raise ValueError(
-                f"{type(pl_module).__name__}.predict_step returned the columns {_some(columns)} after batches with "
-                f"{_some(self._header)}; the rows of one CSV have the same ones. Return the same names for every batch."
+                f"{type(pl_module).__name__}.predict_step returned the columns {_shortened(columns)} after batches with "
+                f"{_shortened(self._header)}; the rows of one CSV have the same ones. Return the same names for every batch."
             )
         self._header = list(columns)
         if not getattr(trainer.strategy, "is_first_of_sequence", True):
             return
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        # names of files need not be text: their bytes are written unchanged
+        # names of files need not be valid text: write their bytes unchanged
         mode = "a" if self._started else "w"
         with self._target.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
@@ -84,11 +84,11 @@ class PredictionWriter(BasePredictionWriter):
         self._started = True
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that `validate` writes nothing."""
+        """Log that `validate` writes nothing."""
         say_when(self, trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that `test` writes nothing."""
+        """Log that `test` writes nothing."""
         say_when(self, trainer)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -97,14 +97,14 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def say_when(writer: pl.Callback, trainer: pl.Trainer) -> None:
-    """Say that a writer writes in `predict` only; say nothing in a fit: its recipe may serve `predict`, too."""
+    """Log that a writer writes in `predict` only, except in a fit, because its recipe may also serve `predict`."""
     if trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         command = trainer.state.fn.value
         rank_zero_info(f"{type(writer).__name__} writes nothing in `{command}`: run `predict` in place of it")
 
 
 def _places(trainer: pl.Trainer, columns: dict[str, list[Any]], dataloader_idx: int) -> dict[str, list[Any]]:
-    """Columns of where each sequence begins, by its `index`; none for data that do not say it."""
+    """Return columns of the place of each sequence, by its `index`; none if the data do not know it."""
     if "index" not in columns or {"file", "offset"} & columns.keys():
         return {}
     loaders: Any = trainer.predict_dataloaders
@@ -117,7 +117,6 @@ def _places(trainer: pl.Trainer, columns: dict[str, list[Any]], dataloader_idx: 
 
 
 def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
-    """{column: one value a sequence}."""
     if not isinstance(prediction, Mapping) or not prediction or not all(map(_is_column, prediction.values())):
         kind = type(prediction).__name__
         if isinstance(prediction, Mapping):
@@ -149,18 +148,17 @@ def _is_column(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and all(isinstance(value, (str, int, float)) for value in x)
 
 
-def _some(names: Any) -> str:
-    """The first names, and how many there are."""
+def _shortened(names: Any) -> str:
     shown = list(names)
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
 
 
-#: what a formula begins with, also in full-width letters; and the mark itself, so that it can be taken off again
+#: first characters of a formula, also in full-width letters; and ' itself, so that it can be removed again
 _MARKED = tuple("'=+-@\t\r\n＝＋－＠")
 
 
 def guarded_field(value: Any) -> Any:
-    """A word with ' in front if it begins with ' or like a formula; numbers, the strands + and -, and other words unchanged.
+    """Put ' before a word that begins with ' or like a formula; keep numbers, the strands + and -, and other words.
 
     Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
     programs and send data away; names of slides and classes come from other people's files.

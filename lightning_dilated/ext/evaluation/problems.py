@@ -1,6 +1,6 @@
-"""What is stated and asked in a sample, as numbers of keys and values; forms turn them into tokens.
+"""Problems: statements and question of a sample, as numbers of keys and values; forms turn them into tokens.
 
-The kinds of tasks are those of RULER (arXiv 2404.06654): retrieval with one key, many keys and many values, and tracing of
+The kinds of tasks are RULER's (arXiv 2404.06654): retrieval with one key, many keys and many values, and tracing of
 variables.
 """
 
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: task -> distractors by default
+#: {task: default distractors}
 DISTRACTORS = {"needle": 3, "multi_key": 15, "multi_value": 3, "tracing": 3}
 TASKS = tuple(DISTRACTORS)
 
 
 class Statement(NamedTuple):
-    """A key has a value, or with `value` None the value of another key."""
+    """A key has a value, or with `value` None the value of the key `other`."""
 
     key: int
     value: int | None = None
@@ -28,12 +28,12 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Statements in groups, the asked one first; within a group they stand in this order in the text.
+    """Statements in groups, the asked group first; the text keeps the order within a group.
 
     Attributes:
-        groups: of statements; the first holds what the answer takes.
-        key: which is asked for.
-        answers: values, in the order in which they are to be given.
+        groups: groups of statements; the first holds the statements that the answer needs.
+        key: the key that is asked for.
+        answers: values, in the order of the answer.
     """
 
     groups: list[list[Statement]]
@@ -48,8 +48,8 @@ class Task:
     Attributes:
         name: one of TASKS.
         distractors: keys that are not asked for; in "tracing" chains.
-        num_values: values of a key in "multi_value"; 1 elsewhere.
-        hops: in "tracing" statements between the value and the variable that is asked for; 0 elsewhere.
+        num_values: values of a key in "multi_value"; else 1.
+        hops: in "tracing" statements between the value and the variable that is asked for; else 0.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Task:
 
     @property
     def keys(self) -> int:
-        """Different keys of a sample."""
+        """Number of different keys of a sample."""
         return (1 + self.distractors) * (1 + self.hops)
 
     @property
     def values(self) -> int:
-        """Different values of a sample."""
+        """Number of different values of a sample."""
         return (1 + self.distractors) * self.num_values
 
     def draw(self, rng: np.random.Generator, keys: int, values: int) -> Problem:
-        """A problem with keys out of 0 to `keys` - 1 and values out of 0 to `values` - 1, all different, evenly drawn."""
+        """Draw a problem with different keys below `keys` and different values below `values`, uniformly."""
         chains = rng.choice(keys, self.keys, replace=False).reshape(1 + self.distractors, 1 + self.hops).tolist()
         drawn = rng.choice(values, self.values, replace=False).reshape(1 + self.distractors, self.num_values).tolist()
         groups = []
@@ -79,16 +79,16 @@ class Task:
         return Problem(groups, chains[0][-1], drawn[0])
 
     def guesses(self, values: int) -> dict[str, float]:
-        """Chance of a right answer: "blind", drawn out of all `values` values; "unbound", out of those in the text, in the
-        order of the text."""
+        """Return chances of a right answer: "blind", drawn from all `values` values; "unbound", drawn from the values in
+        the text and given in the order of the text."""
         return {"blind": 1 / math.perm(values, self.num_values), "unbound": 1 / math.comb(self.values, self.num_values)}
 
 
 def places(rng: np.random.Generator, problem: Problem, depth: float, room: int) -> np.ndarray:
-    """Tokens of filler in front of each statement, groups one after another, 0 to `room`.
+    """Return the tokens of filler before each statement, 0 to `room`, in the order of the groups.
 
-    The first asked statement has `depth` percent of the filler before it, the first of each other group anywhere; the
-    others of a group stand anywhere behind its first, in order.
+    The first asked statement has `depth` percent of the filler before it; the first statement of another group is
+    anywhere. Further statements of a group are anywhere after its first, in order.
     """
     result = []
     for number, group in enumerate(problem.groups):

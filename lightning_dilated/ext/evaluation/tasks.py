@@ -1,6 +1,6 @@
-"""Synthetic tasks, without files: recall over a distance.
+"""Synthetic tasks without files: recall over a distance.
 
-Shape letters: B batch, N tokens of a sequence (`seq_len`). Sample i of a split is a function of (seed, split, i) alone.
+Shape letters: B batch, N tokens of a sequence (`seq_len`). Sample i of a split depends on (seed, split, i) alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightning_dilated.data.module import SPLITS, SplitDataModule
 
 
 def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
-    """The generator of sample `index` of a split."""
+    """Return the generator of sample `index` of a split."""
     return np.random.default_rng([seed, SPLITS.index(split), index])
 
 
 class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng, split)` draws: a mapping whose `along` entries run over N positions.
+    """Samples that a DataModule's `make(rng, split)` draws: mappings with entries `along` over N positions.
 
     Args:
         task: the DataModule.
@@ -40,17 +40,17 @@ class RuleSamples(Dataset):
         return f"{self.rule()}, seed {self.seed}, {self.count} of {self.split}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Sample `index`, whole. Raises: IndexError if there is none."""
+        """Return sample `index`, whole. Raises IndexError if there is no such sample."""
         return {**self.make(self.generator(index), self.split), "index": index}
 
     def generator(self, index: int) -> np.random.Generator:
-        """The generator of sample `index`. Raises: IndexError if there is none."""
+        """Return the generator of sample `index`. Raises IndexError if there is no such sample."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
         return sample_generator(self.seed, self.split, index)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample with its sequences at some positions only."""
+        """Return the sample with its sequences at some positions only."""
         sample = self[index]
         positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
         return {name: value[positions] if name in self.along else value for name, value in sample.items()}
@@ -62,7 +62,7 @@ class RuleDataModule(SplitDataModule):
     Args:
         seq_len: N, tokens of a sequence.
         batch_size: B, sequences of a batch on each device.
-        train_size, val_size, test_size: number of samples of each split; 0 validation or test samples do without.
+        train_size, val_size, test_size: number of samples of each split; validation and test may be 0.
         seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also makes the samples.
 
     Raises: TypeError or ValueError for values outside these ranges.
@@ -90,14 +90,14 @@ class RuleDataModule(SplitDataModule):
         }
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """One sample of a split, drawn by `rng` alone."""
+        """Draw one sample of a split by `rng` alone."""
         raise TypeError(f"{type(self).__name__} must define make(rng, split).")
 
     def rule(self) -> str:
         raise TypeError(f"{type(self).__name__} must define rule().")
 
     def check(self) -> None:
-        """See that there are samples enough for a batch; there are no files. Raises: ValueError."""
+        """Check that there are enough samples for a batch; there are no files. Raises ValueError."""
         self.check_batch(self.sizes["train"], 1)
 
     def dataset(self, split: str) -> RuleSamples:
@@ -108,34 +108,34 @@ class RuleDataModule(SplitDataModule):
         return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
 
     def wanted(self, split: str) -> str | None:
-        """None if a split was requested, else the setting that left it out."""
+        """Return None if a split was requested, else the setting that left it out."""
         return None if self.sizes[split] else f"data.{split}_size is 0; set it above 0"
 
 
 class FarRecallDataModule(RuleDataModule):
-    """Pairs of a key and a value anywhere in the first half; in the second half each key comes again: which value?
+    """Pairs of a key and a value anywhere in the first half; the second half repeats each key and asks for its value.
 
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key at least once,
-    in any order and anywhere, each followed by its value. The label at such a key is that value; all others are -100.
-    Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ; its values are drawn
-    evenly, so that guessing costs ln V nats and is right once in V. A key's first query is on average half the sequence away
-    from its pair: a model with no path from one half to the other can only guess.
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key at least
+    once, in any order and anywhere, followed by its value. The label at such a key is that value; all other labels are
+    -100. Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ. Its values are
+    drawn uniformly, so guessing costs ln V nats and is right once in V. On average a key's first query is half a
+    sequence after its pair: a model with no path from one half to the other can only guess.
 
-    With more queries than pairs, keys come again, and those can be answered from the query before. They teach a model the
-    lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
-    that their loss is that of recall over the distance. `callbacks.RecallByDistance` reports the share of right answers by
-    that distance.
+    With more queries than pairs, keys are repeated, and a repeated query can be answered from the query before it. Such
+    queries teach a model the lookup at a short distance, and count in training only. Validation and test have labels
+    only at each key's first query, so that their loss measures recall over the distance. `callbacks.RecallByDistance`
+    reports the share of right answers by that distance.
 
-    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. That is the label of
-    its key's queries, too, and no answer follows them. Then nothing has to be bound, every query is a distant one, and only
-    the path is measured.
+    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. The label of a
+    query is then the whole pair, and no answer follows a query. Nothing has to be bound, every query is distant, and
+    only the path is measured.
 
     Args:
         seq_len: N.
         num_pairs: pairs of a sequence.
         vocabulary: V, number of different keys and also of values.
-        num_queries: queries of a sequence, of each key at least one; null is `num_pairs`.
-        pair_tokens: tokens that a pair, and a query with its answer, take: 2, or 1.
+        num_queries: queries of a sequence, at least one of each key; null is `num_pairs`.
+        pair_tokens: tokens of a pair, and of a query with its answer: 2, or 1.
         batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges, or a half without room for its pairs or queries.
@@ -179,14 +179,14 @@ class FarRecallDataModule(RuleDataModule):
         self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
 
     def rule(self) -> str:
-        """How samples are made, in words; a checkpoint's data are compared by it."""
+        """Return a description of the samples; a checkpoint's data are compared by it."""
         return (
             f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
             f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")
         )
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """One sample: {"tokens": (N,), "labels": (N,)} int64."""
+        """Make one sample: {"tokens": (N,), "labels": (N,)} int64."""
         keys, values, pairs, queried, queries = self._draw(rng)
         tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
         if self.pair_tokens == 1:
@@ -201,7 +201,7 @@ class FarRecallDataModule(RuleDataModule):
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
     def distances(self, split: str, index: int) -> Tensor:
-        """(N,) int64 of a sample: at each query the tokens from there back to the first token of its key's pair, else 0.
+        """Return (N,) int64: at each query of a sample the distance back to the first token of its key's pair, else 0.
 
         Raises:
             ValueError: for a split other than "train", "val" and "test".
@@ -213,17 +213,17 @@ class FarRecallDataModule(RuleDataModule):
         return torch.from_numpy(distances)
 
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """(keys, values and first positions of the pairs; which pair each query asks for, and the queries' positions)."""
+        """Return (keys, values and first positions of the pairs; the pair that each query asks for, query positions)."""
         count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
         keys = 1 + rng.permutation(self.vocabulary)[:count]
         values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
-        again = rng.integers(0, count, self.num_queries - count)
-        queried = rng.permutation(np.concatenate([np.arange(count), again]))
+        repeated = rng.integers(0, count, self.num_queries - count)
+        queried = rng.permutation(np.concatenate([np.arange(count), repeated]))
         pairs = _places(rng, half, count, size)
         queries = half + _places(rng, self.seq_len - half, len(queried), size)
         return keys, values, pairs, queried, queries
 
 
 def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
-    """Sorted beginnings of `count` runs of `size` neighbours in `room` places, without overlap, uniformly drawn."""
+    """Return sorted starts of `count` runs of `size` neighbours in `room` places, without overlap, uniformly drawn."""
     return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)

@@ -1,4 +1,4 @@
-"""The sentences of the text form: what states a value, what asks for it, and the filler between them."""
+"""The sentences of the text form: statements of values, questions for them, and the filler between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOUNS = (
     "fossil gecko glacier hammer harbor heron island jaguar kestrel lantern lizard magnet meadow meteor mirror monkey otter "
     "panther parrot pepper pigeon planet puffin rabbit ribbon rocket salmon saddle spider temple thunder turtle walnut"
 )
-#: different keys
+#: number of different keys
 KEYS = len(_ADJECTIVES.split()) * len(_NOUNS.split())
 
 _PEOPLE = (
@@ -33,7 +33,7 @@ _WHERE = (
     "after the rain,before noon,behind the house,by the river,during the winter,in the evening,in the garden,near the "
     "station,on a Monday,on the way home,under the bridge,with great care"
 )
-#: different lines of filler
+#: number of different lines of filler
 _LINES = 2000
 
 BEGINNING = {
@@ -45,20 +45,20 @@ BEGINNING = {
 
 
 def key_name(number: int) -> str:
-    """The key's two words."""
+    """Return the key's two words."""
     nouns = _NOUNS.split()
     return f"{_ADJECTIVES.split()[number // len(nouns)]}-{nouns[number % len(nouns)]}"
 
 
 def statement(task: str, key: int, value: int | None, other: int | None) -> str:
-    """The line that says what a key has."""
+    """Return the line that states a key's value."""
     if task == "tracing":
         return f"Variable {key_name(key)} is {value if other is None else f'equal to {key_name(other)}'}.\n"
     return f"{'A' if task == 'multi_value' else 'The'} code of {key_name(key)} is {value}.\n"
 
 
 def question(task: str, key: int, count: int) -> str:
-    """The last line, up to the answer."""
+    """Return the last line, up to the answer."""
     name = key_name(key)
     if task == "tracing":
         return f"Which number is variable {name} equal to? Variable {name} is"
@@ -68,12 +68,12 @@ def question(task: str, key: int, count: int) -> str:
 
 
 def answer(values: list[int]) -> str:
-    """What follows the question."""
+    """Return the end of the last line, after the question."""
     return " " + ", ".join(map(str, values))
 
 
 def filler_lines() -> list[str]:
-    """Sentences without numbers or keys, the same ones always."""
+    """Return sentences without numbers or keys, always the same ones."""
     rng = np.random.default_rng(0)
     parts = (_PEOPLE.split(), _DEEDS.split(), _THINGS.split(), _WHERE.split(","))
     drawn = zip(*(rng.integers(0, len(part), _LINES).tolist() for part in parts), strict=True)

@@ -1,4 +1,4 @@
-"""Bases as codes: A 0, C 1, G 2, T 3 (and U), N 4 (and every other IUPAC letter); lower case is the same.
+"""Bases as codes: A 0, C 1, G 2, T 3 (and U), N 4 (and every other IUPAC letter), in either case.
 
 Shape letters: N bases.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 
 LETTERS = "ACGTN"
 N_CODE = 4
-#: in `CODES`: an IUPAC letter that stands for several bases, and a character that is no nucleotide
+#: in `CODES`: an IUPAC letter for several bases, and a character that is no nucleotide
 OTHER, ILLEGAL = 5, 255
-#: the code of the base on the other strand, by code
+#: code of the base on the other strand, by code
 COMPLEMENTS = (3, 2, 1, 0, N_CODE)
 
 
@@ -28,19 +28,19 @@ def _table() -> np.ndarray:
     return table
 
 
-#: (256,) uint8: the code of each character, or `OTHER` or `ILLEGAL`
+#: (256,) uint8: code of each character, or `OTHER` or `ILLEGAL`
 CODES = _table()
 
 
 def encode_bases(sequence: str) -> Tensor:
-    """The tokens of a genome model, (N,) int64: A 0, C 1, G 2, T and U 3, N and other IUPAC letters 4; either case.
+    """Return tokens of a genome model, (N,) int64: A 0, C 1, G 2, T and U 3, N and other IUPAC letters 4; either case.
 
     Args:
         sequence: N letters.
 
     Raises:
         TypeError: for anything but a string.
-        ValueError: for a character that is no nucleotide, naming it and its place, counted from 1.
+        ValueError: for a character that is no nucleotide, with its place, counted from 1.
     """
     if not isinstance(sequence, str):
         raise TypeError(f'a sequence of bases is a string such as "ACGT", got a {type(sequence).__name__}.')
@@ -56,13 +56,12 @@ def encode_bases(sequence: str) -> Tensor:
 
 
 def decode_bases(tokens: Any) -> str:
-    """The letters A C G T N of tokens (N,), the inverse of `encode_bases` for these letters.
+    """Return the letters A C G T N of tokens (N,), the inverse of `encode_bases` for these letters.
 
     Args:
         tokens: integers from 0 to 4: a tensor, array or list.
 
-    Raises:
-        ValueError: for another shape, or a token that is no base.
+    Raises: ValueError for another shape, or a token that is no base.
     """
     codes = torch.as_tensor(tokens)
     if codes.ndim != 1 or (codes.numel() and (codes.is_floating_point() or codes.dtype == torch.bool)):
@@ -73,24 +72,24 @@ def decode_bases(tokens: Any) -> str:
     return "".join(LETTERS[code] for code in codes.tolist())
 
 
-#: the first base in the alphabet of those that an IUPAC letter stands for
+#: the alphabetically first base of each ambiguous IUPAC letter
 _FIRST = str.maketrans("RYSWKMBDHVU", "ACCAGACAAAT")
 
 
 def reduced(sequence: str) -> str:
-    """Letters in upper case, IUPAC letters of several bases as the first of these in the alphabet, as in a VCF file's REF.
+    """Return letters in upper case, with ambiguous IUPAC letters as their alphabetically first base, as in a VCF's REF.
 
-    N stays N, and U is T.
+    N stays N, and U becomes T.
     """
     return sequence.upper().translate(_FIRST)
 
 
 def reverse_complement(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """The same bases read from the other strand: tokens (..., N) backwards, A for T and C for G; other tokens are kept.
+    """Return the reverse complement of tokens (..., N): reversed, with A and T, C and G swapped; other tokens are kept.
 
     Args:
         tokens: (..., N) integers; 4 (N) and above, such as a mask token, have no complement.
-        lengths: (B,), of tokens (B, N) that are padded on the right: the padding stays where it is.
+        lengths: (B,), for tokens (B, N) that are padded on the right: the padding stays in place.
     """
     other = complement(tokens)
     if lengths is None:
@@ -99,11 +98,11 @@ def reverse_complement(tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def complement(tokens: Tensor) -> Tensor:
-    """Each base's opposite, A for T and C for G, of integers of any shape; 4 (N) and above are kept."""
+    """Return each base's complement, A for T and C for G, in any shape; 4 (N) and above are kept."""
     return torch.where((tokens >= 0) & (tokens < N_CODE), N_CODE - 1 - tokens, tokens)
 
 
 def backward_places(tokens: int, lengths: Tensor) -> Tensor:
-    """(B, N) where to take each token from, to read the first `lengths` (B,) of each row backwards and keep the others."""
+    """Return source positions (B, N) that reverse the first `lengths` (B,) of each row and keep the other positions."""
     at = torch.arange(tokens, device=lengths.device).expand(len(lengths), -1)
     return torch.where(at < lengths[:, None], lengths[:, None] - 1 - at, at)

@@ -1,4 +1,4 @@
-"""A DataModule that serves genomes in FASTA files as windows of bases, read from either strand.
+"""GenomeDataModule: genomes in FASTA files as windows of bases, read from either strand.
 
 Shape letters: B batch, N bases of a window (`seq_len`).
 """
@@ -26,54 +26,52 @@ SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
 
 
 class GenomeDataModule(SequenceDataModule):
-    """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as windows of bases that lie end to end.
+    """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as consecutive windows of bases.
 
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4; lower
-    case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N, which an info line counts. A label is
-    the next base on the strand that is read, -100 where that is N or lies outside the split. For masked modelling the
-    labels can be left alone. What is left of a record behind its last whole window is not used; `describe` counts it.
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4;
+    lower case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N, which an info line counts. A
+    label is the next base on the strand that is read, or -100 if that is N or outside the split. Masked modelling
+    ignores the labels. Bases after the last whole window of a record are unused; `describe` counts them.
 
-    N stands for unknown bases: assembly gaps of up to megabases teach nothing. So by default
-    (`n_policy="skip"`) windows with more than `max_n_fraction` of N are left out; "token" keeps every window. Either way
-    the N that remain are tokens, but never labels.
+    N means unknown bases: assembly gaps of up to megabases teach nothing. By default (`n_policy="skip"`) windows with
+    more than `max_n_fraction` of N are left out; "token" keeps every window. Remaining N are tokens, but never labels.
 
-    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written next to
-    the file if it is missing, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
-    decompressed once, block by block, into `cache_dir`; one that unpacks to more than 100 times its size (and 16 MiB) is
-    refused. `check` looks at every base once, in every process (about 15 seconds of a core for a gigabase); then a rank
-    reads its slice.
+    A plain file is read by range through its index, FILE.fai (as from `samtools faidx`). A missing index is written
+    next to the file, or into `cache_dir` if that fails. A gzip file cannot be read by range: it is decompressed once,
+    block by block, into `cache_dir`; a file that unpacks to more than 100 times its size (and 16 MiB) is refused.
+    `check` reads every base once, in every process (about 15 core seconds for a gigabase); then a rank reads its slice.
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
         seq_len: N, bases of a window.
         batch_size: B, windows of a batch on each device.
-        val_fraction, test_fraction: shares of each record, its last bases; null is 0.05, or 0 if `val_names` or
+        val_fraction, test_fraction: shares of each record, taken from its end; null is 0.05, or 0 if `val_names` or
             `test_names` is set. With a test_fraction of 1 everything is test data, for `predict` and `test`.
         val_names, test_names: records that are validation (or test) data as a whole, instead of a share of each.
-        reverse_complement: share of the training windows that are read from the other strand, from 0 to 1, decided by
-            `seed`, the epoch and the window's number alone. Validation and test are read as they stand.
+        reverse_complement: share of the training windows that are read from the other strand, from 0 to 1; `seed`, the
+            epoch and the window's number determine which. Validation and test read the file's strand.
         n_policy: "skip" or "token", as above.
-        max_n_fraction: most N that a window may have under "skip", from 0 to 1.
-        short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
-        val_limit: use at most this many windows of the validation split; null for all.
+        max_n_fraction: maximum share of N in a window under "skip", from 0 to 1.
+        short: for records shorter than a window: "error", or "skip" to leave them out and name them in an info line.
+        val_limit: maximum number of windows of the validation split; null for all.
         cache_dir: null is genomes in the package's cache folder ($LIGHTNING_DILATED_CACHE, or lightning-dilated in
-            $XDG_CACHE_HOME or ~/.cache). If missing, it is made for this user alone (mode 0700); to share it, make it.
-        cache_gib: the most GiB that blocks of URLs take there, see `Opener`; decompressed files are not counted.
-        pack_tokens: the most bases of a batch on each device. Then records shorter than a window, and what is left of a
-            record behind its last whole window, are samples of their own length (from two bases on), and as many as fit are
-            packed into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D
-            samples begin and end, "index": (D,)}. null does not pack.
-        bed: a BED file, plain or .gz: windows are cut out of its regions only, each from its first base on; a region is in
-            the splits that its bases are in. Regions with a strand are read on it, - ones from their last base on, whatever
-            `reverse_complement` says; `short` is then about regions shorter than a window. Regions may overlap.
-        predict_strands: which strand `predict` reads: "forward", the file's (of a region with a strand its own), "reverse",
-            or "both", which gives two rows a window.
+            $XDG_CACHE_HOME or ~/.cache). If missing, it is created for this user alone (mode 0700).
+        cache_gib: maximum GiB of blocks of URLs there, see `Opener`; decompressed files are not counted.
+        pack_tokens: maximum bases of a batch on each device. Records shorter than a window, and bases after the last
+            whole window of a record, are then samples of their own length (at least two bases). Samples are packed into
+            one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, the bounds of the D
+            samples, "index": (D,)}. null does not pack.
+        bed: a BED file, plain or .gz: windows are cut from its regions only, each from its first base on; a region
+            belongs to the splits of its bases. Regions with a strand are read on it, - regions from their last base on,
+            regardless of `reverse_complement`; `short` then applies to short regions. Regions may overlap.
+        predict_strands: strands that `predict` reads: "forward", the file's (or the region's own strand), "reverse", or
+            "both", which gives two rows per window.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
-    `predict` reads the test split. Its batches also say where a window lies in the file, as lists and tensors of B:
-    `record`, `start` and `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, `region`, its name.
+    `predict` reads the test split. Its batches also hold the place of each window in the file, as lists and tensors of
+    B: `record`, `start` and `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, `region`, its name.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     vocab_size: int = len(LETTERS)
@@ -106,9 +104,9 @@ class GenomeDataModule(SequenceDataModule):
         self.opener = Opener(cache_dir, cache_gib)
         self.paths = required_paths(paths, "paths")
         self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
-        both = sorted({*self.names["val"]} & {*self.names["test"]})
-        if both:
-            raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
+        common = sorted({*self.names["val"]} & {*self.names["test"]})
+        if common:
+            raise ValueError(f"data.val_names and data.test_names both hold {common}: a record serves one split")
         separate = {split: bool(names) for split, names in self.names.items()}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "names", True)
         self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
@@ -122,10 +120,9 @@ class GenomeDataModule(SequenceDataModule):
         self._all_test: str | None = "data.test_fraction is 1" if self.fractions["test"] == 1 else None
 
     def check(self) -> None:
-        """Index all files, look at every base once, and check that each requested split has at least one window.
+        """Index all files, read every base once, and check that each requested split has at least one window.
 
-        Raises: OSError or ValueError, saying which file and record, what was found and what to change; ImportError
-            without pyfaidx.
+        Raises: OSError or ValueError with file, record and remedy; ImportError without pyfaidx.
         """
         if self._genome is not None:
             return
@@ -143,11 +140,11 @@ class GenomeDataModule(SequenceDataModule):
         if self.wanted("train") is None:
             self.check_batch(len(datasets["train"]), 1)
         self._genome = genome
-        self._tell(short)
+        self._log_summary(short)
 
     @property
     def genome(self) -> Genome:
-        """The records of all files; looks at them on first use."""
+        """The records of all files; checks them on first use."""
         self.check()
         assert self._genome is not None
         return self._genome
@@ -157,11 +154,11 @@ class GenomeDataModule(SequenceDataModule):
         return self._windows(self.genome, split)
 
     def predict_dataset(self) -> PlacedWindows:
-        """The test split, with the place of each window, on the strands that were asked for."""
+        """Return the test split, with the place of each window, on the strands of `predict_strands`."""
         return PlacedWindows(self.dataset("test"), self.predict_strands, self.bed is not None)
 
     def describe(self) -> str:
-        """One line: files, records and bases, windows of each split, and what lies in none."""
+        """Return one line: files, records and bases, windows of each split, and unused bases."""
         datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
         counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
         bases = sum(record.length for record in records)
@@ -170,9 +167,9 @@ class GenomeDataModule(SequenceDataModule):
             inside = sum(region.stop - region.start for region in self._bed_regions)
             regions = f"{len(self._bed_regions):,} regions of {inside:,} bases; "
         unused = inside - sum(windows.bases for windows in datasets.values())
-        of, whole = ("of", " whole") if self.pack_tokens is None else ("of up to", "")
+        limit, whole = ("of", " whole") if self.pack_tokens is None else ("of up to", "")
         return (
-            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; {regions}windows {of} "
+            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; {regions}windows {limit} "
             f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no{whole} window, and "
             f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
         )
@@ -184,7 +181,7 @@ class GenomeDataModule(SequenceDataModule):
         return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
 
     def _regions(self, records: list[Record], split: str) -> list[Region]:
-        """What a split has of each record that is as long as a window, or of the regions of the BED file."""
+        """Return a split's part of each record that is long enough, or of each region of the BED file."""
         regions = []
         for number, record in enumerate(records):
             bounds = split_bounds(record.length, self.fractions)
@@ -200,7 +197,7 @@ class GenomeDataModule(SequenceDataModule):
         return [region for region in cut if region.stop > region.start]
 
     def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
-        """(name, bases) of the records, or of the regions of the BED file, which is read, shorter than a window."""
+        """Read the BED file if any; return (name, bases) of records, or of its regions, shorter than a window."""
         ones = [(record.name, record.length) for record in genome.records]
         if self.bed is not None:
             self._bed_regions = read_bed(self.bed, genome.records, self.opener)
@@ -220,10 +217,10 @@ class GenomeDataModule(SequenceDataModule):
     def _named(self, short: list[tuple[str, int]]) -> str:
         """Return the number of short records or regions, and up to 20 of their names and bases."""
         names = ", ".join(f"{name} ({length:,})" for name, length in short[:20])
-        more = f" and {len(short) - 20:,} more" if len(short) > 20 else ""
+        hidden = f" and {len(short) - 20:,} more" if len(short) > 20 else ""
         several, verb = ("s", "are") if len(short) > 1 else ("", "is")
         item = "record" if self.bed is None else "region"
-        return f"{len(short):,} {item}{several} ({names}{more}) {verb}"
+        return f"{len(short):,} {item}{several} ({names}{hidden}) {verb}"
 
     def _refuse_short(self, short: list[tuple[str, int]]) -> None:
         window, lower = "two bases", ""
@@ -267,32 +264,32 @@ class GenomeDataModule(SequenceDataModule):
             f"the {split} split has no region of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
         )
 
-    def _tell(self, short: list[tuple[str, int]]) -> None:
+    def _log_summary(self, short: list[tuple[str, int]]) -> None:
         rank_zero_info(f"data: {self.describe()}")
         if short:
             rank_zero_info(f"data: {self._named(short)} shorter than a window and left out (data.short)")
-        others = {record.name: record.others for record in self.genome.records if record.others}
-        if others:
-            most = max(others, key=lambda name: others[name])
+        ambiguous = {record.name: record.others for record in self.genome.records if record.others}
+        if ambiguous:
+            most = max(ambiguous, key=lambda name: ambiguous[name])
             rank_zero_info(
-                f"data: {sum(others.values()):,} IUPAC letters other than A C G T U N were read as N in {len(others)} "
-                f"records, most in {most} ({others[most]:,})"
+                f"data: {sum(ambiguous.values()):,} IUPAC letters other than A C G T U N were read as N in {len(ambiguous)} "
+                f"records, most in {most} ({ambiguous[most]:,})"
             )
 
 
 class GenomeWindows(Dataset):
-    """Windows of N bases, one after another in regions of records.
+    """Consecutive windows of N bases in regions of records.
 
     Args:
         genome: the records.
-        regions: `Region`s, or (record's number, start, stop) of each; labels do not leave it.
+        regions: `Region`s, or (record number, start, stop) of each; labels do not leave a region.
         seq_len: N.
         max_n: leave out windows with more N than this; None keeps all.
         reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
-        seed: decides with the epoch and the window's number whether it is reversed.
-        limit: use at most this many windows.
-        ragged: what is left of a region behind its last whole window is one more, if it has a base and its label; `max_n` is
-            then lowered in proportion.
+        seed: determines, with the epoch and the window's number, whether a window is reversed.
+        limit: maximum number of windows.
+        ragged: the bases after the last whole window of a region are one more window, if they have a base and its
+            label; `max_n` is then lowered in proportion.
     """
 
     def __init__(
@@ -315,42 +312,42 @@ class GenomeWindows(Dataset):
         sizes = self._regions[:, 2] - self._regions[:, 1]
         self._ends = np.cumsum(np.maximum(0, -(-(sizes - 1) // seq_len)) if ragged else sizes // seq_len)
         self.windows = int(self._ends[-1]) if regions else 0
-        #: in windows, those that were left out for their N included
+        #: bases of all windows, including windows that are left out for their N
         self.bases = int(self._all_lengths().sum())
         self._kept = None if max_n is None else self._with_few_n(max_n)
-        kept = self.windows if self._kept is None else len(self._kept)
-        self.left_out = self.windows - kept  # for their N
-        self.count = kept if limit is None else min(kept, limit)
+        count = self.windows if self._kept is None else len(self._kept)
+        self.left_out = self.windows - count  # for their N
+        self.count = count if limit is None else min(count, limit)
         if ragged:
             #: bases of each window
             lengths = self._all_lengths()
             self.lengths = (lengths if self._kept is None else lengths[self._kept])[: self.count]
 
     def _all_lengths(self) -> np.ndarray:
-        """Bases of each window, those that are left out for their N included."""
+        """Return the bases of each window, including windows that are left out for their N."""
         lengths = np.full(self.windows, self.seq_len, dtype=np.int64)
         if self.ragged:
             sizes, last = self._regions[:, 2] - self._regions[:, 1], np.diff(self._ends, prepend=0)
-            there = last > 0
-            rest = sizes - (last - 1) * self.seq_len
-            lengths[self._ends[there] - 1] = np.minimum(self.seq_len, rest[there])
+            nonempty = last > 0
+            remainder = sizes - (last - 1) * self.seq_len
+            lengths[self._ends[nonempty] - 1] = np.minimum(self.seq_len, remainder[nonempty])
         return lengths
 
     def _with_few_n(self, max_n: float) -> np.ndarray:
-        """Numbers of the windows that hold at most `max_n` N."""
-        kept, before = [np.empty(0, dtype=bool)], 0
+        """Return the numbers of the windows with at most `max_n` N."""
+        enough, before = [np.empty(0, dtype=bool)], 0
         lengths = self._all_lengths()
         for (number, start, stop), strand, end in zip(self._regions, self._strands, self._ends, strict=True):
             sizes = lengths[before:end]
             steps = np.concatenate([[0], np.cumsum(sizes)])
             edges = stop - steps if strand < 0 else start + steps
             unknown = abs(np.diff(self.genome.records[number].unknown_before(edges)))
-            kept.append(unknown <= max_n * sizes / self.seq_len)
+            enough.append(unknown <= max_n * sizes / self.seq_len)
             before = int(end)
-        return np.flatnonzero(np.concatenate(kept))
+        return np.flatnonzero(np.concatenate(enough))
 
     def length_of(self, index: int) -> int:
-        """Bases of a window. Raises: IndexError if there is none."""
+        """Return the bases of a window. Raises IndexError if there is no such window."""
         _, first, last, _ = self._place(index)
         return last - first
 
@@ -358,7 +355,7 @@ class GenomeWindows(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Differs where the bases or their windows do."""
+        """Return a text that differs if the bases or their windows do."""
         known = self._strands.tobytes() if self._strands.any() else b""
         cut = hashlib.blake2b(self._regions.tobytes() + known, digest_size=8).hexdigest()
         strands = f"{self.reverse_complement} reversed by {self.seed}"
@@ -366,21 +363,21 @@ class GenomeWindows(Dataset):
         return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}{ragged}, {strands}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by `ResumableLoader` before each pass: another epoch reverses other windows."""
+        """Set the epoch, which determines the reversed windows; `ResumableLoader` calls it before each pass."""
         self.epoch = epoch
 
     def where(self, index: int) -> tuple[str, str, int]:
-        """(file, record's name, first base counted from 0) of a window, as it lies in the file. Raises: IndexError."""
+        """Return (file, record name, first base counted from 0) of a window in the file. Raises IndexError."""
         number, start, _, _ = self._place(index)
         return self.genome.records[number].file, self.genome.records[number].name, start
 
     def region_of(self, index: int) -> Region:
-        """The bases of a window, with the strand (0: either) and the name of the region that it is cut out of."""
+        """Return the bases of a window, with the strand (0: either) and the name of its region."""
         number, first, last, region = self._place(index)
         return Region(number, first, last, int(self._strands[region]), self._names[region])
 
     def reversed(self, index: int) -> bool:
-        """Return whether this epoch reads a window from the other strand: the same in every process and on every rank."""
+        """Return whether this epoch reads a window from the other strand, equal in every process and on every rank."""
         strand = self._strands[self._place(index)[3]]
         if strand:
             return bool(strand < 0)
@@ -391,13 +388,13 @@ class GenomeWindows(Dataset):
         return drawn < self.reverse_complement
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"tokens": (N,) int64, "labels": (N,) int64 the next base of the same strand, "index": the window's number}."""
+        """Return {"tokens": (N,) int64, "labels": (N,) int64 next base of the same strand, "index": window number}."""
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...], flip: bool | None = None) -> dict[str, Any]:
-        """The window at some positions only: of each range its bases are read, and one more for the last label.
+        """Return the window at some positions only; reads the bases of each range, and one more for the last label.
 
-        `flip` says whether the other strand is read; None: as `reversed`.
+        `flip` selects the other strand; None: see `reversed`.
         """
         flip = self.reversed(index) if flip is None else flip
         tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
@@ -411,7 +408,7 @@ class GenomeWindows(Dataset):
         return {"tokens": torch.cat(tokens), "labels": target, "index": index}
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
-        """(record's number, first base and the one behind the last, region's number) of a window."""
+        """Return (record number, first base, last base + 1, region number) of a window."""
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} was asked for, but there are {self.count}")
         window = index if self._kept is None else int(self._kept[index])
@@ -423,23 +420,23 @@ class GenomeWindows(Dataset):
         return number, start + before, min(stop, start + before + self.seq_len), region
 
     def _read(self, index: int, begin: int, end: int, flip: bool) -> np.ndarray:
-        """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the region."""
+        """Return positions [begin, end) of a window, with `end` at most N + 1: int64 codes, -100 beyond the region."""
         number, first, last, region = self._place(index)
         _, low, high = map(int, self._regions[region])
         start, stop = (last - end, last - begin) if flip else (first + begin, first + end)
         codes = self.genome.read(number, max(start, low), min(stop, high))
         if flip:
             codes = np.take(COMPLEMENTS, codes[::-1])
-        missing = end - begin - len(codes)  # one at most, behind the window's end
+        missing = end - begin - len(codes)  # at most one, after the window's end
         return np.concatenate([codes.astype(np.int64), np.full(missing, -100, dtype=np.int64)])
 
 
 class PlacedWindows(Dataset):
-    """Windows in order, each with its place in the file: `record`, `start`, `stop`, `strand`, and maybe `region`.
+    """Windows in order, each with its place in the file: `record`, `start`, `stop`, `strand`, and optionally `region`.
 
     Args:
-        windows: as they are read in evaluation.
-        strands: "forward", "reverse", or "both": first forward and then reverse, as two samples.
+        windows: the windows of an evaluation.
+        strands: "forward", "reverse", or "both": forward and reverse as two samples.
         named: whether samples have `region`, the name of the region.
     """
 
@@ -453,14 +450,14 @@ class PlacedWindows(Dataset):
         return len(self.windows) * len(self.flips)
 
     def length_of(self, index: int) -> int:
-        """Bases of a sample. Raises: IndexError if there is none."""
+        """Return the bases of a sample. Raises IndexError if there is no such sample."""
         return int(self.lengths[index])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """As of `GenomeWindows`, with the place; `index` is the sample's number."""
+        """See `GenomeWindows.read_ranges`; adds the place, and `index` is the sample's number."""
         number, reading = divmod(index, len(self.flips))
         region = self.windows.region_of(number)
         flip = self.flips[reading] != (region.strand < 0)

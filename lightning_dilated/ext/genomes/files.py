@@ -1,6 +1,6 @@
 """FASTA files, local or by URL: decompressed once into a cache folder, indexed, scanned once, and then read by range.
 
-A record's bases are codes, see `bases`.
+Bases are codes, see `bases`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from lightning_dilated.data.opener import Opener, is_url
 from lightning_dilated.ext.genomes.bases import CODES, ILLEGAL, N_CODE, OTHER
 from lightning_dilated.ext.text.block_cache import cache_root, locked, private_folder, within
 
-#: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
+#: maximum ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
 SMALL = 1 << 24
-#: most characters of a line of a VCF or BED file
+#: maximum characters of a line of a VCF or BED file
 LONGEST = 1 << 26
 
 
 def default_cache() -> Path:
-    """The folder genomes in the package's cache folder (`cache_root`)."""
+    """Return the folder of genomes in the package's cache folder (`cache_root`)."""
     return cache_root() / "genomes"
 
 
 def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
-    """The file itself, or where its content lies in `cache`, once for each path, size and time of change.
+    """Return the file's path, or the path of a plain copy in `cache`, made once for each path, size and time of change.
 
-    It is written there of a compressed file, and of one with a byte order mark or with lines that end in CR alone, which
-    could not be read by range; there lines end in LF. Of a URL, what its store says about the content replaces the time.
+    Files that are compressed, have a byte order mark, or have lines that end in CR alone are copied, because they
+    cannot be read by range; lines of the copy end in LF. For a URL, the content's version replaces the time.
 
-    Raises: ValueError for an empty file, one that gzip cannot read to its end, or one that unpacks to more than MOST_PACKED
-        times its size (above SMALL bytes).
+    Raises: ValueError for an empty file, a file that gzip cannot read to its end, or a file that unpacks to more than
+        MOST_PACKED times its size (above SMALL bytes).
     """
     opener = opener or Opener()
     if opener.size(path) == 0:
@@ -66,19 +66,19 @@ def plain_file(path: str, cache: Path, opener: Opener | None = None) -> str:
     if within(target, cache).exists():
         return str(target)
     with locked(Path(f"{target}.lock"), cache):
-        if not within(target, cache).exists():  # another process may have made it meanwhile
+        if not within(target, cache).exists():  # another process may have written it
             _decompress(path, target, opener, packed)
             rank_zero_info(f"{path} was {'decompressed to' if packed else 'copied, with line ends of LF, to'} {target}")
     return str(target)
 
 
 def _is_unclean(first: bytes) -> bool:
-    """Return whether a file with this beginning has a byte order mark, or lines that end in CR alone."""
+    """Return whether a file that begins so has a byte order mark, or lines that end in CR alone."""
     return first.startswith(codecs.BOM_UTF8) or b"\r" in first[:-1].replace(b"\r\n", b"")
 
 
 def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same text without a byte order mark, and with line ends of LF."""
+    """Yield the text without a byte order mark, and with line ends of LF."""
     begin, left = codecs.BOM_UTF8, b""
     for block in blocks:
         block = left + block.removeprefix(begin)
@@ -90,18 +90,18 @@ def _clean(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def table_rows(
     path: str | Path, what: str, columns: int, opener: Opener | None = None, blanks: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
-    """(line, counted from 1, its first `columns` fields) of a text file (or URL), plain or compressed by gzip.
+    """Yield (line number from 1, its first `columns` fields) of a text file (or URL), plain or compressed by gzip.
 
-    A byte order mark, empty lines and lines that begin with # are left out. Lines end in LF, CR or both.
+    A byte order mark, empty lines and lines that begin with # are skipped. Lines end in LF, CR or both.
 
     Args:
-        what: the file is, for errors.
-        blanks: whether blanks divide the fields of a line without a tab, where only tabs do otherwise.
+        what: kind of the file, for errors.
+        blanks: whether blanks separate the fields of a line without a tab; otherwise only tabs do.
 
     Raises:
-        FileNotFoundError, ValueError: for a file that is not there or cannot be decompressed; for a line of more than
-            `LONGEST` characters, or with a field that is not UTF-8, naming it; for fields of more than MOST_PACKED times
-            the size of a packed file (above SMALL characters).
+        FileNotFoundError, ValueError: for a file that is missing or cannot be decompressed; for a line of more than
+            `LONGEST` characters, or with a field that is not UTF-8, with the line; for fields of more than MOST_PACKED
+            times the size of a packed file (above SMALL characters).
     """
     refuse_special(str(path))
     opener, number, fields = opener or Opener(), 0, 0
@@ -109,7 +109,7 @@ def table_rows(
     with opener.open(str(path)) as file:
         packed = file.read(2) == b"\x1f\x8b"
     try:
-        # bytes that are not UTF-8 do not matter where they are not read
+        # bytes that are not UTF-8 matter only in the fields that are read
         with (
             opener.open(str(path)) as raw,
             gzip.open(raw, "rb") if packed else raw as unpacked,
@@ -141,7 +141,6 @@ def table_rows(
 
 
 def _fields(line: str, columns: int, blanks: bool) -> list[str]:
-    """The first fields of a line; none of an empty one."""
     if not line.strip():
         return []
     return (line.split(None, columns) if blanks and "\t" not in line else line.split("\t", columns))[:columns]
@@ -153,11 +152,7 @@ def _decompress(path: str, target: Path, opener: Opener, packed: bool = True) ->
     done = 0
     with _part_of(target) as part:
         try:
-            with (
-                opener.open(path) as raw,
-                gzip.open(raw, "rb") if packed else raw as source,
-                open(part, "wb") as out,
-            ):
+            with opener.open(path) as raw, gzip.open(raw, "rb") if packed else raw as source, open(part, "wb") as out:
                 for block in _clean(iter(partial(source.read, 1 << 20), b"")):
                     done += len(block)
                     if done > limit:
@@ -179,14 +174,14 @@ def _decompress(path: str, target: Path, opener: Opener, packed: bool = True) ->
 
 @contextlib.contextmanager
 def _part_of(target: Path) -> Iterator[Path]:
-    """A file to write before it is moved to `target`, in a temporary folder that only this user can read."""
+    """Yield a temporary path for writing before a move to `target`, in a folder that only this user can read."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".lightning_dilated_") as folder:
         yield Path(folder) / target.name
 
 
-def _cached(path: str, cache: Path, suffix: str, opener: Opener, more: object = None) -> Path:
+def _cached(path: str, cache: Path, suffix: str, opener: Opener, version: object = None) -> Path:
     if is_url(path):
-        key = repr((path, opener.remote.state(path), more))
+        key = repr((path, opener.remote.state(path), version))
     else:
         state = os.stat(path)
         key = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
@@ -197,12 +192,12 @@ def _cached(path: str, cache: Path, suffix: str, opener: Opener, more: object = 
 def read_index(
     path: str, source: str, cache: Path, opener: Opener | None = None
 ) -> list[tuple[str, int, int, int, int]]:
-    """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
+    """Return (name, bases, byte of the first, bases a line, bytes a line) of every record, from a .fai as of samtools.
 
-    An index next to the file is used if it is not older; else one is written there, or in `cache` if that is not writable.
-    Of a URL the index next to it is copied to `cache`, or where there is none written to it.
+    An index next to the file is used unless it is older; else one is written there, or in `cache` if that fails. For a
+    URL the index next to it is copied to `cache`, or one is written there.
 
-    Raises: ModuleNotFoundError without pyfaidx, ValueError for a file that is not FASTA, naming `source`.
+    Raises: ModuleNotFoundError without pyfaidx, ValueError for a file that is not FASTA, with `source`.
     """
     try:
         import pyfaidx
@@ -232,7 +227,7 @@ def read_index(
 
 
 def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
-    """The path of a file's index, which is written if it is missing or older than the file."""
+    """Return the path of a file's index; writes it if it is missing or older than the file."""
     if is_url(path):
         return _index_of_url(path, cache, opener)
     neighbour = Path(f"{path}.fai")
@@ -250,14 +245,14 @@ def _index_file(path: str, source: str, cache: Path, opener: Opener) -> Path:
 
 
 def _index_of_url(path: str, cache: Path, opener: Opener) -> Path:
-    """The index next to a URL, copied to `cache`; where there is none, one that is written there."""
+    """Return the path in `cache` of a URL's index: a copy of the index next to the URL, or a new one."""
     neighbour = f"{path}.fai"
-    there = opener.remote.exists(neighbour)
-    target = _cached(path, cache, ".fai", opener, opener.remote.state(neighbour) if there else None)
+    exists = opener.remote.exists(neighbour)
+    target = _cached(path, cache, ".fai", opener, opener.remote.state(neighbour) if exists else None)
     with locked(Path(f"{target}.lock"), cache):
         if within(target, cache).exists():
             return target
-        if not there:
+        if not exists:
             _write_index(path, path, target, opener)
             return target
         with _part_of(target) as part:
@@ -279,7 +274,7 @@ def _write_index(path: str, source: str, target: Path, opener: Opener) -> None:
 
 
 def _fasta(path: str, opener: Opener) -> Any:
-    """The file as pyfaidx takes it: the path, or for a URL what fsspec calls an open file, read through the opener."""
+    """Return the file for pyfaidx: the path, or for a URL an fsspec OpenFile that reads through the opener."""
     if not is_url(path):
         return path
     from fsspec.core import OpenFile
@@ -289,7 +284,7 @@ def _fasta(path: str, opener: Opener) -> Any:
             return opener.open(path)
 
     class Times:
-        """The index that is used is the file's, so pyfaidx need not compare their times."""
+        """Equal times, because the index in use is known to be the file's."""
 
         def stat(self, path: str) -> dict[str, float]:
             return {"mtime": 0.0}
@@ -309,7 +304,7 @@ def _reason(error: Exception) -> str:
 
 
 def stale(file: str, what: str) -> ValueError:
-    """The error about an index that is not that of its file."""
+    """Return the error for an index that does not fit its file."""
     return ValueError(
         f"the index (.fai) of {file} does not fit the file ({what}), so bases would be read from wrong places: remove the "
         ".fai next to the file (or in data.cache_dir) and start again"
@@ -322,7 +317,7 @@ _CHUNK = 1 << 22
 
 @dataclass
 class Record:
-    """One sequence of a file: its name and length in bases, and where its lines lie in the stream of all files."""
+    """One sequence of a file: its name, its length in bases, and the layout of its lines in the stream of all files."""
 
     file: str
     name: str
@@ -330,14 +325,14 @@ class Record:
     offset: int  # of its first base, in the stream
     line_bases: int
     line_bytes: int
-    # found by the scan
+    # set by the scan
     checksum: int = 0
     others: int = 0  # IUPAC letters that became N
     run_starts: np.ndarray | None = None  # of runs of N, sorted; they may touch
     run_stops: np.ndarray | None = None
 
     def byte(self, base: int) -> int:
-        """Where a base lies in the stream."""
+        """Return the position of a base in the stream."""
         return self.offset + base // self.line_bases * self.line_bytes + base % self.line_bases
 
     @property
@@ -346,7 +341,7 @@ class Record:
         return self.byte(self.length - 1) + 1
 
     def unknown_before(self, positions: np.ndarray) -> np.ndarray:
-        """How many N the record has before each of these positions: int64 of the same shape."""
+        """Return the number of N before each of these positions: int64 of the same shape."""
         assert self.run_starts is not None and self.run_stops is not None
         total = np.concatenate([[0], np.cumsum(self.run_stops - self.run_starts)])
         runs = np.searchsorted(self.run_starts, positions, side="left")  # runs that begin before the position
@@ -359,10 +354,10 @@ class Genome:
 
     Args:
         files: paths or URLs of FASTA files, plain or compressed by gzip.
-        cache_dir: where compressed files are decompressed to, and the index of a file whose folder cannot be written.
-        opener: reads the URLs; None for one of its own.
+        cache_dir: folder for decompressed files, and for indexes of files in folders that cannot be written.
+        opener: reads the URLs; None makes a new one.
 
-    Raises: OSError or ValueError naming file, record and position.
+    Raises: OSError or ValueError with file, record and position.
     """
 
     def __init__(self, files: list[str], cache_dir: str | None = None, opener: Opener | None = None) -> None:
@@ -385,11 +380,11 @@ class Genome:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files read for bases, line ends included; those that the check looked at do not count."""
+        """Bytes of files read for bases, including line ends; the check's own reads do not count."""
         return self.stream.bytes_read
 
     def read(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Bases [start, stop) of a record: (stop - start,) uint8 codes.
+        """Return bases [start, stop) of a record: (stop - start,) uint8 codes.
 
         Raises:
             IndexError: outside the record.
@@ -398,10 +393,10 @@ class Genome:
         return np.minimum(CODES[self.letters(number, start, stop)], N_CODE)
 
     def letters(self, number: int, start: int, stop: int) -> np.ndarray:
-        """As `read`, but the characters of the file: (stop - start,) uint8.
+        """Return the characters of bases [start, stop) in the file: (stop - start,) uint8.
 
         Raises:
-            IndexError: for bases outside of the record.
+            IndexError: for bases outside the record.
             ValueError: if the file changed since it was indexed.
         """
         record = self.records[number]
@@ -416,18 +411,18 @@ class Genome:
         return letters
 
     def fingerprint(self) -> str:
-        """A digest of the names and bases of all records."""
+        """Return a digest of the names and bases of all records."""
         identity = repr([(r.name, r.length, r.checksum) for r in self.records])
         return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 def _is_base(record: Record, start: int, count: int) -> np.ndarray:
-    """Which of `count` bytes from base `start` on are bases, and not ends of lines."""
+    """Return a mask of `count` bytes from base `start` on: True for bases, False for ends of lines."""
     return (np.arange(count) + start % record.line_bases) % record.line_bytes < record.line_bases
 
 
 def _scan(stream: ByteStream, records: list[Record], begin: int) -> None:
-    """Look at every base of a file that begins at byte `begin` of all; see that the index is that of the file."""
+    """Read every base of a file that begins at byte `begin` of the stream; check that the index fits the file."""
     before = begin
     for record in records:
         _check_between(stream, record, before - begin, record.offset - begin, record.name)
@@ -443,14 +438,14 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
     for base in range(0, record.length, _CHUNK):
         stop = min(base + _CHUNK, record.length)
         raw = stream.read(record.byte(base) - begin, record.byte(stop - 1) + 1 - begin)
-        kept = _is_base(record, base, len(raw))
-        codes = CODES[raw[kept]]
-        if not np.isin(raw[~kept], (10, 13)).all() or np.isin(raw[kept], (10, 13)).any():
+        is_base = _is_base(record, base, len(raw))
+        codes = CODES[raw[is_base]]
+        if not np.isin(raw[~is_base], (10, 13)).all() or np.isin(raw[is_base], (10, 13)).any():
             raise stale(record.file, f"record {record.name!r}")
         if codes.max() == ILLEGAL:
             index = int(np.argmax(codes == ILLEGAL))
             raise ValueError(
-                f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][index]))!r} at base "
+                f"{record.file}: the record {record.name!r} holds {chr(int(raw[is_base][index]))!r} at base "
                 f"{base + index + 1:,} (counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): "
                 "is it a protein or an alignment with gaps? Take it out of data.paths, or the letters out of the file"
             )
@@ -464,7 +459,7 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
 
 
 def _check_between(stream: ByteStream, record: Record, start: int, stop: int, name: str | None) -> None:
-    """Check that one header, that of `name`, lies between records, and nothing after the last."""
+    """Check that exactly one header, with this `name`, is between records, and nothing after the last."""
     if not 0 <= start <= stop <= len(stream) or stop - start > 1 << 20:
         raise stale(record.file, f"record {record.name!r}")
     lines = [line for line in stream.read(start, stop).tobytes().splitlines() if line.strip() and line[:1] != b";"]
@@ -474,9 +469,9 @@ def _check_between(stream: ByteStream, record: Record, start: int, stop: int, na
 
 
 def _refuse_twice(records: list[Record]) -> None:
-    seen: dict[tuple[str, int, int], Record] = {}
+    records_by_content: dict[tuple[str, int, int], Record] = {}
     for record in records:
-        first = seen.setdefault((record.name, record.length, record.checksum), record)
+        first = records_by_content.setdefault((record.name, record.length, record.checksum), record)
         if first is not record:
             raise ValueError(
                 f"the record {record.name!r} is in {first.file} and again, base for base, in {record.file}, so a split "

@@ -1,4 +1,4 @@
-"""Regions of records: whole ones, shares of them, and those of a BED file, with the strand that each is read on."""
+"""Regions of records: whole records, shares of them, or regions of a BED file, each with its strand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_dilated.ext.genomes.files import Record, table_rows
 
 
 class Region(NamedTuple):
-    """Bases [start, stop) of a record, by its number; `strand` is 1 or -1, or 0 where either may be read."""
+    """Bases [start, stop) of a record, by its number; `strand` is 1 or -1, or 0 if either may be read."""
 
     record: int
     start: int
@@ -20,23 +20,20 @@ class Region(NamedTuple):
     name: str = ""
 
     def within(self, start: int, stop: int) -> Region:
-        """The part of it in [start, stop), which may be empty."""
+        """Return the part of the region in [start, stop), which may be empty."""
         low = min(max(self.start, start), self.stop)
         return self._replace(start=low, stop=max(low, min(self.stop, stop)))
 
 
 def read_bed(path: str | Path, records: Sequence[Record], opener: Opener | None = None) -> list[Region]:
-    """The regions of a BED file (or URL), plain or compressed by gzip, in its order.
+    """Read the regions of a BED file (or URL), plain or compressed by gzip, in file order.
 
-    The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), divided by tabs
-    or blanks. Lines that begin with #, "track" or "browser" are left out.
-
-    Args:
-        records: of the genome.
+    The columns are record, start (counted from 0), stop, and optionally name, score and strand (+, - or .), separated
+    by tabs or blanks. Lines that begin with #, "track" or "browser" are skipped. `records` are the genome's.
 
     Raises:
-        FileNotFoundError, ValueError: for a file without regions, a line that is none, an unknown record, or an end that
-            lies outside of it, naming the line.
+        FileNotFoundError, ValueError: for a file without regions, an invalid line, an unknown record, or an end outside
+            the record, with the line.
     """
     numbers: dict[str, list[int]] = {}
     for number, record in enumerate(records):
@@ -61,15 +58,15 @@ def _region(where: str, fields: list[str], numbers: Mapping[str, Sequence[int]],
     strand = fields[5].strip() if len(fields) > 5 else "."
     if strand not in ("+", "-", "."):
         raise ValueError(f"{where}: the strand is {strand!r}; it is +, - or . (either).")
-    found = numbers.get(name, ())
-    if len(found) != 1:
+    matches = numbers.get(name, ())
+    if len(matches) != 1:
         shown = ", ".join(list(numbers)[:8]) + (", ..." if len(numbers) > 8 else "")
-        what = f"are {len(found)} records" if found else "is no record"
+        what = f"are {len(matches)} records" if matches else "is no record"
         raise ValueError(
             f"{where}: there {what} called {name!r} (a name is a header's first word). There are: {shown}."
         )
-    length = records[found[0]].length
+    length = records[matches[0]].length
     if int(stop) > length:
         raise ValueError(f"{where}: stop is {int(stop):,}, and {name} has {length:,} bases.")
     label = fields[3].strip() if len(fields) > 3 else ""
-    return Region(found[0], int(start), int(stop), {"+": 1, "-": -1, ".": 0}[strand], label)
+    return Region(matches[0], int(start), int(stop), {"+": 1, "-": -1, ".": 0}[strand], label)

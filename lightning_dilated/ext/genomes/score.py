@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: the alleles of a VCF file by a model of a genome, one row of a CSV for each."""
+"""`lightning-dilated score`: score the alleles of a VCF file by a model of a genome; writes a CSV row for each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COLUMNS = (
     *("ref_log_likelihood", "alt_log_likelihood", "ref_bases", "alt_bases", "note"),
 )
 ABOUT = """
-Score the variants of a VCF file: log-likelihood of the alternative allele less that of the reference, in nats.
-A LongNetLM sums over a window around the variant, which has as many bases with either allele. A LongNetMLM masks the
-sites that a substitution changes and compares the two alleles there; of an insertion or deletion it masks each site in
-turn, from --flank bases before it to --flank behind it, in as many sites with either allele. Multi-allelic lines have a
-row for each alternative. Alleles without bases have a row with a note and no score.
+Score the variants of a VCF file: log-likelihood of the alternative allele minus the reference allele's, in nats.
+A LongNetLM sums over a window around the variant, which has the same number of bases with either allele. A LongNetMLM
+masks the sites that a substitution changes and compares the two alleles there. For an insertion or deletion it masks
+one site at a time, from --flank bases before to --flank bases after, the same number of sites with either allele.
+Multi-allelic lines have a row for each alternative. Alleles without bases have a row with a note and no score.
 """
 
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "--fasta",
         required=True,
         nargs="+",
-        help="the genome that they were called against, plain or compressed by gzip",
+        help="the genome that the variants were called against, plain or compressed by gzip",
     )
     p.add_argument("--out", required=True, help="the CSV to write")
     p.add_argument("--window", type=int, help="bases around a variant (default: the model's max_seq_len)")
@@ -54,17 +54,17 @@ def parser() -> argparse.ArgumentParser:
         "--strands",
         choices=("forward", "reverse", "both"),
         default="forward",
-        help="which to read; both: the mean of both scores (default: %(default)s)",
+        help="strands to read; both: the mean of both scores (default: %(default)s)",
     )
-    p.add_argument("--flank", type=int, default=8, help="of LongNetMLM, as above (default: %(default)s)")
+    p.add_argument("--flank", type=int, default=8, help="for a LongNetMLM, as above (default: %(default)s)")
     p.add_argument("--batch_size", type=int, default=8, help="windows computed at a time (default: %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
-    p.add_argument("--cache_dir", help="where gzip files are unpacked to (default: as of GenomeDataModule)")
+    p.add_argument("--cache_dir", help="folder for unpacked gzip files (default: GenomeDataModule's)")
     return p
 
 
 def run(argv: list[str]) -> None:
-    """Load the model, check every variant against the genome, then score and write them batch by batch."""
+    """Load the model, check every variant against the genome, then score and write the variants batch by batch."""
     args = parser().parse_args(argv)
     for name, least in (("flank", 0), ("batch_size", 1)):
         integer(getattr(args, name), f"--{name}", least)
@@ -88,13 +88,13 @@ def run(argv: list[str]) -> None:
             for row in scored(model, genome, numbers, batch, window, options):
                 writer.writerow(map(guarded_field, row))
                 notes[str(row[-1])] += 1
-            file.flush()  # what is done is not lost
+            file.flush()  # finished rows survive a crash
             bar.advance(task, len(batch))
     print(report(out, notes))
 
 
 def genome_model(path: str) -> TokenModel:
-    """The model of a checkpoint. Raises: ValueError for one that does not read bases."""
+    """Load the model of a checkpoint. Raises ValueError for a model that does not read bases."""
     model = load_module(path)
     if not isinstance(model, (LongNetLM, LongNetMLM)) or not reads_bases(model):
         size = getattr(model, "vocab_size", None)
@@ -105,10 +105,10 @@ def genome_model(path: str) -> TokenModel:
     return model
 
 
-def window_of(model: TokenModel, asked: int | None) -> int:
-    """Bases of a window: as asked for, else the model's length."""
-    if asked is not None:
-        return integer(asked, "--window", 2)
+def window_of(model: TokenModel, window: int | None) -> int:
+    """Return the bases of a window: the option if given, else the model's length."""
+    if window is not None:
+        return integer(window, "--window", 2)
     if model.max_seq_len is None:
         raise ValueError(
             "the checkpoint does not say for which length the model was made (max_seq_len): give --window, such as the "
@@ -122,14 +122,14 @@ def scored(
 ) -> Iterator[list[object]]:
     notes, windows = [], []
     for v in batch:
-        note, found = v.note, None
+        note, alleles = v.note, None
         if not note and v.ref.upper() == v.alt.upper():
             note = "alleles are equal"
         elif not note:
-            found = allele_windows(genome, numbers[v.record], v.start, v.ref, v.alt, window)
-            note = "" if found else f"alleles do not fit into a window of {window} bases"
+            alleles = allele_windows(genome, numbers[v.record], v.start, v.ref, v.alt, window)
+            note = "" if alleles else f"alleles do not fit into a window of {window} bases"
         notes.append(note)
-        windows += [found] if found else []
+        windows += [alleles] if alleles else []
     result = model.score_alleles(windows, **options)
     values = zip(
         *(x.tolist() for x in (result.score, result.reference, result.alternative)),
@@ -144,7 +144,7 @@ def scored(
 
 
 def progress() -> Progress:
-    """A bar on standard error; where that is no terminal nothing is shown."""
+    """Return a progress bar on standard error, hidden unless that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not sys.stderr.isatty())

@@ -1,4 +1,4 @@
-"""Log-likelihoods, allele scores and embeddings of sequences by a model over tokens, on either strand of a genome.
+"""Log-likelihoods, allele scores and embeddings of sequences by a token model, on either strand of a genome.
 
 Shape letters: B sequences, N tokens of the longest, V vocabulary, E embedding dim, M sites.
 """
@@ -19,15 +19,15 @@ from lightning_dilated.ext.genomes.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.models.longnet.lm import Strands
 
-#: bases, N, and room for a mask token or padding of the vocabulary; larger vocabularies are texts'
+#: bases, N, and room for a mask token or padding; a larger vocabulary is not a genome's
 MOST_GENOME_TOKENS = 16
 
 
 class Scores(NamedTuple):
     """Log-likelihoods of B sequences, on the CPU.
 
-    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, how many tokens it is the sum of; with both strands the
-    mean of the two numbers.
+    `log_likelihood`: (B,) float64, in nats. `bases`: (B,) float64, number of summed tokens; with both strands the mean
+    of the two numbers.
     """
 
     log_likelihood: Tensor
@@ -35,13 +35,12 @@ class Scores(NamedTuple):
 
     @property
     def per_base(self) -> Tensor:
-        """(B,) float64 nats a token; NaN where none was scored."""
+        """Nats per token, (B,) float64; NaN if no token was scored."""
         return self.log_likelihood / self.bases
 
 
 class AlleleScores(NamedTuple):
-    """Two alleles of M variants, on the CPU: (M,) float64 nats and numbers of tokens of each; `score` is alternative less
-    reference."""
+    """Scores of two alleles of M variants, on the CPU: (M,) float64 nats and numbers of tokens of each."""
 
     reference: Tensor
     alternative: Tensor
@@ -50,22 +49,18 @@ class AlleleScores(NamedTuple):
 
     @property
     def score(self) -> Tensor:
-        """(M,) float64 nats; above 0 where the model finds the alternative allele the likelier."""
+        """Alternative minus reference, (M,) float64 nats; above 0 if the alternative allele is likelier."""
         return self.alternative - self.reference
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
 def reads_bases(model: Any) -> bool:
-    """Return whether a model's vocabulary may be a genome's: A C G T N, and at most a few further tokens."""
+    """Return whether a model's vocabulary can be a genome's: A C G T N, and at most a few further tokens."""
     return len(LETTERS) <= model.vocab_size <= MOST_GENOME_TOKENS
 
 
 def read_sequences(model: Any, sequences: Any, strands: str) -> list[Tensor]:
-    """Each sequence as tokens (N,) int64 on the CPU.
-
-    Raises:
-        TypeError, ValueError: as `score`.
-    """
+    """Return each sequence as tokens (N,) int64 on the CPU. Raises TypeError or ValueError as `score`."""
     one_of(strands, "strands", ("forward", "reverse", "both"))
     if strands != "forward" and not reads_bases(model):
         raise ValueError(f"strands={strands!r} is for genomes, and this model has vocab_size={model.vocab_size}.")
@@ -103,25 +98,25 @@ def _tokens(model: Any, number: int, sequence: Any) -> Tensor:
 
 
 def padded(sequences: Sequence[Tensor], device: Any) -> tuple[Tensor, Tensor | None]:
-    """(tokens (B, N) on the device, padded on the right with 0; their numbers (B,) on the CPU, None where all are N)."""
+    """Return (tokens (B, N) on the device, padded on the right with 0; lengths (B,) on the CPU, or None if all are N)."""
     sizes = [len(x) for x in sequences]
     tokens = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
     return send(tokens, device), None if min(sizes) == max(sizes) else torch.tensor(sizes)
 
 
 def in_batches(sizes: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-    """Numbers of sequences by batches of similar length, the longest first: memory runs out at once, or not at all."""
+    """Yield numbers of sequences in batches of similar length, the longest first, so that memory runs out early if ever."""
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
     yield from (order[i : i + batch_size] for i in range(0, len(order), batch_size))
 
 
 def read_by(strands: str) -> tuple[bool, ...]:
-    """Return whether the other strand is read, for each reading."""
+    """Return for each reading whether it reads the other strand."""
     return {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
 
 
 def left_out(model: Any, ignore_tokens: Iterable[int] | None) -> list[int]:
-    """The tokens that are not scored: as given, else those that the model never masks, and a genome's N."""
+    """Return the tokens that are not scored: `ignore_tokens`, else tokens that the model never masks, and a genome's N."""
     never = set(range(model.vocab_size, model.embedded_tokens))  # a mask token has no probability
     if ignore_tokens is not None:
         return sorted(never | {integer(x, "ignore_tokens", 0) for x in ignore_tokens})
@@ -139,7 +134,7 @@ def score(
     ignore_tokens: Iterable[int] | None,
     batch_size: int,
 ) -> Scores:
-    """What `LongNetLM.score` and `LongNetMLM.score` return; `passes` is None for the former."""
+    """Compute `LongNetLM.score` and `LongNetMLM.score`; `passes` is None for the former."""
     tokens, size = read_sequences(model, sequences, strands), integer(batch_size, "batch_size", 1)
     never = left_out(model, ignore_tokens)
     model.configure_model()
@@ -154,12 +149,12 @@ def score(
 
 
 def _scored(tokens: Tensor, never: Sequence[int]) -> Tensor:
-    """(N,) bool: which tokens count."""
+    """Return a mask (N,) bool of the tokens that count."""
     return ~torch.isin(tokens, torch.tensor(never, dtype=tokens.dtype))
 
 
 def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch_size: int) -> Tensor:
-    """(B, 2) float64: nats of all tokens but the first, each by those before it, and their number."""
+    """Return (B, 2) float64: nats of all tokens but the first, each given the tokens before it, and their number."""
     out = torch.zeros(len(sequences), 2, dtype=torch.float64)
     for numbers in in_batches([len(x) for x in sequences], batch_size):
         chosen = [sequences[i] for i in numbers]
@@ -167,7 +162,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
         target = torch.full(tokens.shape, IGNORE)
         for row, x in zip(target, chosen, strict=True):
             row[: len(x) - 1] = torch.where(_scored(x, never), x, IGNORE)[1:]
-        # what follows a token does not change it, so padding need not be told
+        # later tokens do not change a token's nats, so the model need not know the padding
         nats = model._label_nats({"tokens": tokens, "labels": send(target, model.embedding.weight.device)})
         out[numbers, 0] = -nats.double().sum(1).cpu()
         out[numbers, 1] = (target != IGNORE).sum(1).double()
@@ -177,7 +172,7 @@ def _causal(model: Any, sequences: Sequence[Tensor], never: Sequence[int], batch
 def _masked(
     model: Any, sequences: Sequence[Tensor], never: Sequence[int], passes: int | None, batch_size: int
 ) -> Tensor:
-    """(B, 2) float64: nats of the tokens, each masked, by the others, and their number."""
+    """Return (B, 2) float64: nats of the tokens, each masked and given the others, and their number."""
     rows = []
     for number, tokens in enumerate(sequences):
         scored, step = _scored(tokens, never), passes or len(tokens)
@@ -189,13 +184,13 @@ def _masked(
     return _site_nats(model, rows, len(sequences), batch_size)
 
 
-#: numbers of the results that a row adds to, the tokens (N,) that each of them scores, and the sites (M,); a model
+#: indices of the results that a row adds to, the tokens (N,) that each of them scores, and the sites (M,); the model
 #: reads the first tokens, with all sites masked
 MaskedRow = tuple[Sequence[int], Sequence[Tensor], Tensor]
 
 
 def _site_nats(model: Any, rows: Sequence[MaskedRow], results: int, batch_size: int) -> Tensor:
-    """(results, 2) float64: nats of the tokens at the sites, and their number."""
+    """Return (results, 2) float64: nats of the tokens at the sites, and their number."""
     out = torch.zeros(results, 2, dtype=torch.float64)
     for numbers in in_batches([len(texts[0]) for _, texts, _ in rows], batch_size):
         chosen = [rows[i] for i in numbers]
@@ -208,22 +203,22 @@ def _site_nats(model: Any, rows: Sequence[MaskedRow], results: int, batch_size: 
 
 
 def site_log_probabilities(model: Any, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """For each (tokens (N,), sites (M,)): (M, V) float64 log-probabilities of every token there, all these sites masked."""
+    """Return for each (tokens (N,), sites (M,)) log-probabilities (M, V) float64 at the sites, all of them masked."""
     tokens, lengths = padded([x for x, _ in rows], model.embedding.weight.device)
     at = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (_, sites) in zip(at, rows, strict=True):
         row[sites] = True
     at = send(at, model.embedding.weight.device)
     logits = model(tokens.masked_fill(at, model.mask_token), at=at, lengths=lengths)
-    found = logits.double().log_softmax(-1).cpu().split([len(sites) for _, sites in rows])
+    by_row = logits.double().log_softmax(-1).cpu().split([len(sites) for _, sites in rows])
     # logits come in the order of positions
-    return [x[sites.argsort().argsort()] for x, (_, sites) in zip(found, rows, strict=True)]
+    return [x[sites.argsort().argsort()] for x, (_, sites) in zip(by_row, rows, strict=True)]
 
 
 # -- two alleles -------------------------------------------------------------------------------------------------------
 def compared_sites(windows: AlleleWindows, flank: int) -> Tensor:
-    """(M,) sites of both windows to compare: of a substitution those that differ, which are masked together; else from
-    `flank` tokens before the alleles to `flank` behind them."""
+    """Return the sites (M,) to compare in both windows: for a substitution the different tokens, which are masked together;
+    else from `flank` tokens before the alleles to `flank` after them."""
     if windows.substitution:
         return (windows.reference != windows.alternative).nonzero()[:, 0]
     return torch.arange(max(0, windows.start - flank), min(len(windows.reference), windows.stop + flank))
@@ -233,7 +228,7 @@ def compared_sites(windows: AlleleWindows, flank: int) -> Tensor:
 def score_alleles(
     model: Any, variants: Sequence[AlleleWindows], strands: Strands, flank: int, batch_size: int
 ) -> AlleleScores:
-    """What `TokenModel.score_alleles` returns."""
+    """Compute `TokenModel.score_alleles`."""
     pairs = [(a.reference, a.alternative) for a in variants]
     read_sequences(model, [x for pair in pairs for x in pair], strands)
     never, readings = left_out(model, None), []
@@ -252,7 +247,7 @@ def score_alleles(
 def _masked_alleles(
     model: Any, variants: Sequence[AlleleWindows], other: bool, flank: int, never: Sequence[int], batch_size: int
 ) -> Tensor:
-    """(variants, 2 alleles, 2) float64: nats at the sites, and their number."""
+    """Return (variants, 2 alleles, 2) float64: nats at the sites, and their number."""
     rows: list[MaskedRow] = []
     for number, alleles in enumerate(variants):
         sites = compared_sites(alleles, flank)
@@ -271,14 +266,9 @@ def _masked_alleles(
 # -- embeddings --------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def embed(
-    model: Any,
-    sequences: Any,
-    pool: Literal["mean", "none"],
-    layer: int | None,
-    strands: Strands,
-    batch_size: int,
+    model: Any, sequences: Any, pool: Literal["mean", "none"], layer: int | None, strands: Strands, batch_size: int
 ) -> Tensor:
-    """What `TokenModel.embed` returns."""
+    """Compute `TokenModel.embed`."""
     tokens, size = read_sequences(model, sequences, strands), integer(batch_size, "batch_size", 1)
     one_of(pool, "pool", ("mean", "none"))
     if layer is not None and not -model.depth <= integer(layer, "layer") < model.depth:
@@ -298,18 +288,18 @@ def embed(
 
 
 def _states(model: Any, sequences: Sequence[Tensor], sizes: Tensor, layer: int | None, other: bool) -> Tensor:
-    """(B, N, E) in the order of the sequences, at least fp32, read from one strand."""
+    """Return (B, N, E) in the order of the sequences, at least fp32, read from one strand."""
     tokens, lengths = padded([reverse_complement(x) if other else x for x in sequences], model.embedding.weight.device)
-    seen: list[Tensor] = []
-    wanted, calls = None if layer is None else layer % model.depth + 1, iter(range(model.depth + 1))
+    states: list[Tensor] = []
+    target, calls = None if layer is None else layer % model.depth + 1, iter(range(model.depth + 1))
 
     def watch(x: Tensor) -> None:
-        if next(calls) == wanted:
-            seen.append(x)
+        if next(calls) == target:
+            states.append(x)
 
     watching = {} if layer is None else {"watch": watch}
     x = model._hidden(tokens, lengths=lengths, **watching)
-    x = model.final_norm(x) if layer is None else seen[0]
+    x = model.final_norm(x) if layer is None else states[0]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if not other:
         return x

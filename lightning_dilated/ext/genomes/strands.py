@@ -1,4 +1,4 @@
-"""OtherStrand, which lets a masked language model read a genome's reverse complement, too.
+"""OtherStrand: lets a masked language model also read a genome's reverse complement.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -21,8 +21,7 @@ from lightning_dilated.sequence import active_sequence
 class OtherStrand:
     """The reverse complement of a batch, and the complement of each of V tokens.
 
-    Raises:
-        ValueError: for a vocabulary that is not a genome's.
+    Raises: ValueError for a vocabulary that is not a genome's.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -31,14 +30,13 @@ class OtherStrand:
                 f"strands='both' is for genomes, whose vocab_size is 5 to {MOST_GENOME_TOKENS} (A C G T N first), got "
                 f"{vocab_size}."
             )
-        #: for each token, its complement; tokens that are no bases stay
+        #: complement of each token; tokens that are no bases map to themselves
         self.complements = [*COMPLEMENTS, *range(len(COMPLEMENTS), vocab_size)]
 
     def read(self, tokens: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the reverse complement of tokens (B, N), and the places (B, N) from which it was read.
+        """Return the reverse complement of tokens (B, N), and the source positions (B, N) of its tokens.
 
-        Raises:
-            ValueError: if ranks share a sequence.
+        Raises: ValueError if ranks share a sequence.
         """
         group = active_sequence()
         if group is not None and group.ranks > 1:

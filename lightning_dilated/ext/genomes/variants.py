@@ -1,4 +1,4 @@
-"""Variants of a VCF file, checked against a genome, and windows of bases around each with either allele.
+"""Variants of a VCF file, checked against a genome, and windows of bases around each variant with either allele.
 
 Positions are counted from 0 here, and from 1 in the file. Shape letters: N bases of a window.
 """
@@ -23,12 +23,12 @@ class Variant:
     """One alternative allele of a line of a VCF file.
 
     Attributes:
-        line: of the file, counted from 1.
+        line: line of the file, counted from 1.
         record: CHROM.
         start: the first base of REF, counted from 0 (POS - 1).
         name: ID.
-        ref, alt: the alleles as the file has them.
-        note: why the allele has no bases, such as a symbolic one; "" where it has.
+        ref, alt: the alleles as in the file.
+        note: the reason if the allele has no bases, such as a symbolic allele; else "".
     """
 
     line: int
@@ -41,16 +41,16 @@ class Variant:
 
 
 def read_variants(path: str | Path) -> list[Variant]:
-    """Every alternative allele of a VCF file, plain or compressed by gzip, in its order.
+    """Read every alternative allele of a VCF file, plain or compressed by gzip, in file order.
 
-    Only the columns CHROM, POS, ID, REF and ALT are read. Alleles that are no bases (`*`, `<DEL>`, breakends, the missing
-    one `.`) are kept with a `note`.
+    Only the columns CHROM, POS, ID, REF and ALT are read. Alleles that are no bases (`*`, `<DEL>`, breakends, the
+    missing allele `.`) are included with a `note`.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        FileNotFoundError, ValueError: for a file that cannot be read, or a line that is not a variant, naming the line.
+        FileNotFoundError, ValueError: for a file that cannot be read, or a line that is not a variant, with the line.
     """
     variants: list[Variant] = []
     for number, fields in table_rows(path, "a VCF file", 5):
@@ -87,7 +87,7 @@ def _wrong(bases: str) -> bool:
 
 
 def _note(alt: str) -> str:
-    """Return why an alternative allele has no bases; "" where it has."""
+    """Return the reason if an alternative allele has no bases, else ""."""
     if alt in (".", ""):
         return "no alternative allele" if alt else ""
     if alt == "*":
@@ -96,11 +96,11 @@ def _note(alt: str) -> str:
 
 
 def check_references(variants: Sequence[Variant], genome: Genome, vcf: str | Path) -> dict[str, int]:
-    """{record's name: its number} of a genome, in which every variant's REF stands.
+    """Return {record name: number} of a genome, after checking that it contains every variant's REF.
 
     Raises:
-        ValueError: for a name that is not in the genome, or is there twice, or a REF that does not stand there; naming the
-            first such line and how many there are.
+        ValueError: for a name that the genome lacks or has twice, or a REF that differs from the genome; with the first
+            such line and the number of such lines.
     """
     files = sorted({record.file for record in genome.records})
     fasta = files[0] if len(files) == 1 else f"the {len(files)} FASTA files"
@@ -113,16 +113,16 @@ def check_references(variants: Sequence[Variant], genome: Genome, vcf: str | Pat
     if wrong:
         variant, problem = wrong[0]
         lines = len({variant.line for variant, _ in wrong})
-        more = f" {lines - 1:,} more do not fit either." if lines > 1 else ""
+        tail = f" {lines - 1:,} more do not fit either." if lines > 1 else ""
         raise ValueError(
-            f"{vcf}, line {variant.line}: {problem.format(fasta=fasta)}{more} Pass the FASTA that the variants were called "
+            f"{vcf}, line {variant.line}: {problem.format(fasta=fasta)}{tail} Pass the FASTA that the variants were called "
             "against, with the same names of records."
         )
     return numbers
 
 
 def _mismatch(variant: Variant, genome: Genome, numbers: dict[str, int]) -> str:
-    """What does not fit, with {fasta} for the file; "" where all does."""
+    """Return the mismatch of a variant, with {fasta} as a placeholder of the file; "" if it fits."""
     number = numbers.get(variant.record)
     if number is None:
         known = [record.name for record in genome.records]
@@ -131,27 +131,26 @@ def _mismatch(variant: Variant, genome: Genome, numbers: dict[str, int]) -> str:
     length, stop = genome.records[number].length, variant.start + len(variant.ref)
     place = f"{variant.record}:{variant.start + 1}"
     if variant.start in (-1, length) and variant.ref in ("N", "n"):
-        return ""  # before the first base, or behind the last: a telomere, of which a genome has no bases
+        return ""  # a telomere, before the first or after the last base: the genome has no bases there
     if variant.start < 0 or stop > length:
         return f"REF is {variant.ref!r} at {place}, and the record has the bases 1 to {length} in {{fasta}}."
     letters = genome.letters(number, variant.start, stop).tobytes().decode()
-    there = decode_bases(encode_bases(letters))
-    # the format has an A for R: of the bases that a letter stands for, the first in the alphabet
-    if decode_bases(encode_bases(variant.ref)) not in (there, reduced(letters)):
-        return f"REF is {variant.ref!r} at {place}, and {{fasta}} has {there!r} there."
+    bases = decode_bases(encode_bases(letters))
+    # the format replaces an ambiguous letter, such as R, by its alphabetically first base, A
+    if decode_bases(encode_bases(variant.ref)) not in (bases, reduced(letters)):
+        return f"REF is {variant.ref!r} at {place}, and {{fasta}} has {bases!r} there."
     return ""
 
 
 @dataclass(frozen=True)
 class AlleleWindows:
-    """A variant in its surroundings: N bases with the reference allele, and N with the alternative one.
+    """A variant in its surroundings: N bases with the reference allele, and N with the alternative allele.
 
     Attributes:
         reference, alternative: (N,) int64 tokens each.
-        start, stop: positions [start, stop) of both windows, as many as the longer allele has bases, hold the alleles,
-            without bases at their ends that they share. Of alleles of unequal length the shorter one's neighbours lie
-            there, too.
-        substitution: whether the alleles are equally long.
+        start, stop: positions [start, stop) of the alleles in both windows, with the length of the longer allele and
+            without shared bases at their ends. Next to a shorter allele the range also holds neighbouring bases.
+        substitution: whether the alleles have equal lengths.
     """
 
     reference: Tensor
@@ -162,15 +161,15 @@ class AlleleWindows:
 
 
 def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, length: int) -> AlleleWindows | None:
-    """Windows of `length` bases around a variant; None where the alleles do not fit into them.
+    """Return windows of `length` bases around a variant, or None if the alleles do not fit into them.
 
-    The variant is in the middle, or nearer to an end of the record, where the windows end, too. Both windows are equally
-    long: before the alleles they are equal, and behind the shorter one more of the record follows; or the other way round
-    where the record ends too soon for that. Of a shorter record they have as many bases as it has with either allele.
+    The variant is in the middle, or nearer to an end of the record, where the windows end, too. Both windows have the
+    same length. They are equal before the alleles, and the window of the shorter allele has more of the record after
+    it; or the reverse, if the record ends too soon. A record shorter than `length` shortens both windows.
 
     Args:
-        genome: where the record is read.
-        number: of the record.
+        genome: source of the record.
+        number: number of the record.
         start: the first base of `ref` in it, counted from 0.
         ref, alt: the alleles.
         length: N, at least 2.
@@ -185,23 +184,22 @@ def allele_windows(genome: Genome, number: int, start: int, ref: str, alt: str, 
     if start < 0 or stop > size:  # at a telomere
         return None
     length = min(length, size + min(0, len(alt) - len(ref)))
-    more = longer - shorter  # bases behind the shorter allele
-    at_left = size - stop >= more
-    if longer > length or not (at_left or start >= more):
+    added = longer - shorter  # bases after the shorter allele
+    at_left = size - stop >= added
+    if longer > length or not (at_left or start >= added):
         return None
-    # bases that both windows have on the side where they are equal, and what the record has on either side
+    # bases of the record on the side where both windows are equal, and on the other side
     near, far = (start, size - stop) if at_left else (size - stop, start)
     same = min(max((length - longer) // 2, length - shorter - far), near, length - longer)
     windows = []
     for allele in (ref, alt):
-        rest, middle = length - same - len(allele), encode_bases(allele).numpy()
-        before, behind = (same, rest) if at_left else (rest, same)
+        different, middle = length - same - len(allele), encode_bases(allele).numpy()
+        before, behind = (same, different) if at_left else (different, same)
         codes = [genome.read(number, start - before, start), middle, genome.read(number, stop, stop + behind)]
         windows.append(torch.from_numpy(np.concatenate(codes).astype(np.int64)))
     first = same if at_left else length - same - longer
-    return AlleleWindows(windows[0], windows[1], first, first + longer, more == 0)
+    return AlleleWindows(windows[0], windows[1], first, first + longer, added == 0)
 
 
 def _common(a: str, b: str) -> int:
-    """Return how many letters two words begin with alike."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,6 +1,6 @@
-"""AttentionWriter, which writes the attention of each slide that `predict` computes.
+"""AttentionWriter: writes the attention of each slide that `predict` computes.
 
-Shape letters: B slides of a batch, N rows (the blank one first), F features, T tiles of a slide, H heads.
+Shape letters: B slides of a batch, N rows (blank row first), F features, T tiles of a slide, H heads.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ THUMBNAILS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
 
 class AttentionWriter(pl.Callback):
     """Writes `attention/SLIDE_ID.npz` into the run folder for every slide that a SlideEncoder predicts, with the arrays
-    `attention` (T,), or (T, H) with heads="all", and `coords` (T, 2), both in the order in which the tiles were read; and
-    `attention/SLIDE_ID.png`, a heat map of it (`data.write_heat_map`; of all heads their mean).
+    `attention` (T,), or (T, H) with heads="all", and `coords` (T, 2), both in the order in which the tiles were read.
+    Also writes `attention/SLIDE_ID.png`, a heat map (`data.write_heat_map`; the mean over all heads).
 
-    The arrays go on to `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`.
-    Every slide is encoded a second time for it, up to the layer.
+    The arrays fit `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`.
+    Every slide is encoded a second time, up to the layer.
 
     Args:
-        layer, heads: as in `SlideEncoder.attention_map`; of one layer.
-        path: of the folder; None means `attention` in the logger's folder.
+        layer, heads: as in `SlideEncoder.attention_map`; one layer only.
+        path: path of the folder; None means `attention` in the logger's folder.
         pictures: write the PNGs.
-        thumbnails: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg, .jpeg, .tif or .tiff, on which the heat
-            maps are drawn; or one such file, for one slide. A slide without one gets a white ground, which is reported.
-        scale: of the colours, see `data.write_heat_map`.
+        thumbnails: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg, .jpeg, .tif or .tiff, as background
+            of the heat maps; or one such file, for one slide. Slides without one get a white background and a warning.
+        scale: scale of the colours, see `data.write_heat_map`.
 
     Raises:
-        TypeError, ValueError, FileNotFoundError: when predicting begins, for another model, or if ranks share a slide or
-            shard the weights; for thumbnails that are not there, of patients, or of slides whose size no file states.
+        TypeError, ValueError, FileNotFoundError: when predicting begins, for another model, or if ranks share a slide
+            or shard the weights; for missing thumbnails, or thumbnails of merged groups or of slides of unknown size.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class AttentionWriter(pl.Callback):
         self.pictures, self.thumbnails, self.scale = flag(pictures, "pictures"), thumbnails, scale
         if thumbnails is not None and not pictures:
             raise ValueError("thumbnails are the ground of pictures: set pictures to True, or leave thumbnails out.")
-        #: thumbnail, and size of the slide where it has one, of each slide
+        #: {slide: (thumbnail, size of the slide)}
         self._grounds: dict[str, tuple[Path, tuple[int, int]]] = {}
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check the model and strategy, and find the folder, which takes every rank."""
+        """Check the model and strategy, and determine the folder, which needs every rank."""
         if not isinstance(pl_module, SlideEncoder):
             raise TypeError(f"AttentionWriter is for a SlideEncoder, got {type(pl_module).__name__}: leave it out.")
         strategy = trainer.strategy
@@ -83,15 +83,15 @@ class AttentionWriter(pl.Callback):
         self._folder = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "attention")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that `validate` writes nothing."""
+        """Log that `validate` writes nothing."""
         say_when(self, trainer)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that `test` writes nothing."""
+        """Log that `test` writes nothing."""
         say_when(self, trainer)
 
     def _find_thumbnails(self, where: Path, trainer: Any) -> dict[str, tuple[Path, tuple[int, int]]]:
-        """{slide: (thumbnail, the slide's size)} of the slides to be predicted."""
+        """Return {slide: (thumbnail, the slide's size)} of the slides to be predicted."""
         data = trainer.datamodule
         if not isinstance(data, SlideDataModule) or data.merge_groups:
             what = "samples of several slides" if isinstance(data, SlideDataModule) else "no SlideDataModule's slides"
@@ -100,28 +100,28 @@ class AttentionWriter(pl.Callback):
         if not where.exists():
             raise FileNotFoundError(f"thumbnails {where}: no such file or folder.")
         if where.is_dir():
-            found = {slide_name(x.stem): x for x in sorted(where.iterdir()) if x.suffix.lower() in THUMBNAILS}
+            paths = {slide_name(x.stem): x for x in sorted(where.iterdir()) if x.suffix.lower() in THUMBNAILS}
         elif len(sizes) == 1:
-            found = dict.fromkeys(sizes, where)
+            paths = dict.fromkeys(sizes, where)
         else:
             raise ValueError(
                 f"thumbnails {where} is one file, but {len(sizes)} slides are predicted: give a folder of files "
                 "SLIDE_ID.png."
             )
-        without = [name for name in sizes if name not in found]
+        without = [name for name in sizes if name not in paths]
         if without:
             rank_zero_warn(
                 f"{len(without)} of {len(sizes)} slides have no thumbnail in {where}, so their heat maps have a white "
                 f"ground: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}."
             )
-        unknown = [name for name in sizes if name in found and sizes[name] is None]
+        unknown = [name for name in sizes if name in paths and sizes[name] is None]
         if unknown:
             raise ValueError(
                 f"thumbnails need the size of a slide, which the files of {len(unknown)} slides do not state (as TRIDENT's "
                 f"level0_width and level0_height of coords), the first {unknown[0]}: leave thumbnails out, or draw by "
                 "data.write_heat_map with slide_size."
             )
-        return {name: (found[name], cast(tuple[int, int], size)) for name, size in sizes.items() if name in found}
+        return {name: (paths[name], cast(tuple[int, int], size)) for name, size in sizes.items() if name in paths}
 
     def on_predict_batch_end(
         self,
@@ -150,7 +150,7 @@ class AttentionWriter(pl.Callback):
     def _write(
         self, trainer: pl.Trainer, module: Any, names: Any, features: Tensor, coords: Tensor, lengths: Tensor | None
     ) -> None:
-        """Encode slides (B, N, F), and write a file for each."""
+        """Encode slides (B, N, F), and write the files of each."""
         tiles, coords = features[:, 1:], coords[:, 1:]  # the first row is blank
         counts = None if lengths is None else lengths - 1
         with trainer.precision_plugin.predict_step_context():

@@ -1,9 +1,8 @@
-"""SlideBackbone, from tile features of slides to hidden states: shared by the slide encoder and its pretraining.
+"""SlideBackbone: from tile features of slides to hidden states, shared by the slide encoder and its pretraining.
 
-Also the positions of tiles: coordinates checked and converted to cells, and the fixed 2-D sin-cos embedding of cells.
+It also has the positions of tiles: checks and cells of coordinates, and the fixed 2-D sin-cos embedding of cells.
 
-Shape letters: B batch, N rows (tiles and the class token's row), E embedding dim, T tiles, L rows of this rank, F
-features.
+Shape letters: B batch, N rows (tiles and the class token), E embedding dim, T tiles, L rows of this rank, F features.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from lightning_dilated.models.transformer_model import TransformerModel
 from lightning_dilated.pattern import DilatedPattern, Global
 from lightning_dilated.sequence import SequenceSpec
 
-#: coordinates of rows that are not tiles: the class token's and padding
+#: coordinates of rows that are not tiles: class token and padding
 BLANK = -1
-#: what the rows of a slide are
+#: the minimum rows of a slide, for errors
 ROWS = "a slide has the class token's row and at least one tile"
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 
@@ -37,8 +36,8 @@ _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 class GridPositions(nn.Module):
     """The sin-cos table of a `grid` x `grid` slide (as ViT-MAE, arXiv 2111.06377), computed for the requested cells.
 
-    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: row 1 + x grid + y of
-    a released GigaPath table. It has no parameters and no state.
+    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: row 1 + x grid + y
+    of a released GigaPath table. It has no parameters and no state.
     """
 
     def __init__(self, dim: int, grid: int) -> None:
@@ -49,24 +48,24 @@ class GridPositions(nn.Module):
         self._axes: dict[torch.device, Tensor] = {}
 
     def axis(self, device: torch.device) -> Tensor:
-        """(grid, E / 2) fp32: the embedding of one coordinate, computed in fp64."""
+        """Return the embedding of one coordinate, (grid, E / 2) fp32, computed in fp64."""
         if device not in self._axes:
             quarter = torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim / 4)
             angle = torch.arange(self.grid, dtype=torch.float64, device="cpu")[:, None] / 10000**quarter
             axis = torch.cat([angle.sin(), angle.cos()], 1).float().to(device)
-            if torch.compiler.is_compiling():  # a tensor of the graph, not of this process
+            if torch.compiler.is_compiling():  # a graph's tensor cannot be cached
                 return axis
             self._axes[device] = axis
         return self._axes[device]
 
     def forward(self, cells: Tensor) -> Tensor:
-        """(B, N, E) fp32 from cells (B, N, 2), integers in [0, grid)."""
+        """Return (B, N, E) fp32 for cells (B, N, 2), integers in [0, grid)."""
         axis = self.axis(cells.device)
         return torch.cat([axis[cells[..., 1]], axis[cells[..., 0]]], -1)
 
 
 def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> None:
-    """Raise where coordinates would silently give wrong positions.
+    """Raise if coordinates would silently give wrong positions.
 
     Args:
         coords: (B, N, 2), x and y of a tile's upper left corner, in pixels at the magnification of the tiles.
@@ -74,8 +73,7 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
         tile_size: pixels of a tile.
         grid: cells along an axis.
 
-    Raises:
-        TypeError, ValueError: for half precision, fractions, negative values or cells outside of the grid.
+    Raises: TypeError or ValueError for half precision, fractions, negative values or cells outside the grid.
     """
     if coords.dtype in (torch.float16, torch.bfloat16):
         raise TypeError(f"coords are {coords.dtype}, which rounds pixels above 2,048: keep them int64.")
@@ -104,14 +102,14 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
 
 
 def cells_of(coords: Tensor, counted: Tensor, tile_size: int) -> Tensor:
-    """(B, N, 2) int64 cells of tiles; (0, 0) for other rows."""
+    """Return cells (B, N, 2) int64 of tiles; (0, 0) for other rows."""
     return torch.div(_filled(coords, counted), tile_size, rounding_mode="floor").long()
 
 
 @torch.library.custom_op("lightning_dilated::checked_cells", mutates_args=())
 def checked_cells(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> Tensor:
-    """`cells_of` after `check_coords`, as one node of a graph: compiled models check coordinates, too."""
-    if not (coords.is_cuda and torch.cuda.is_current_stream_capturing()):  # which cannot wait for their values
+    """Return `cells_of` after `check_coords` as one graph node, so that compiled models check coordinates, too."""
+    if not (coords.is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture cannot read values
         check_coords(coords, counted, tile_size, grid)
     return cells_of(coords, counted, tile_size)
 
@@ -122,17 +120,17 @@ def _(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> Tensor:
 
 
 def _filled(coords: Tensor, counted: Tensor) -> Tensor:
-    """Coordinates with 0 in rows that are not tiles; int64 where they are integers, as torch supports few others fully."""
+    """Set rows that are not tiles to 0; integers become int64, because torch fully supports few other types."""
     return (coords if coords.is_floating_point() else coords.long()).masked_fill(~counted[..., None], 0)
 
 
 RELEASED_RATES = (1, 2, 4, 8, 16)
-#: tiles along an axis of the largest slide that GigaPath's segments are made for
+#: tiles along an axis of the largest slide that GigaPath's segments are designed for
 RELEASED_SIDE = 1024
 
 
 def released_segments(max_wsi_size: int, tile_size: int, branches: int = 5) -> list[int]:
-    """Segment lengths as GigaPath derives them: 2^linspace(10, floor(log2 T), branches), rounded down.
+    """Return segment lengths as in GigaPath: 2^linspace(10, floor(log2 T), branches), rounded down.
 
     Args:
         max_wsi_size: pixels along an axis of the largest slide; T = (max_wsi_size // tile_size)^2 tiles.
@@ -157,7 +155,7 @@ def released_pattern(
     padding: str,
     global_class_token: bool = False,
 ) -> DilatedPattern:
-    """GigaPath's pattern for these arguments of a slide model; None is the release's. Raises ValueError."""
+    """Return GigaPath's pattern for these arguments of a slide model; None is the release's. Raises ValueError."""
     rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
     if segment_lengths is None:
         size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
@@ -176,28 +174,28 @@ def released_pattern(
 
 
 class SlideBackbone(TransformerModel):
-    """The encoder of GigaPath's slide models, as far as `SlideEncoder` and `SlidePretrainer` share it.
+    """The part of GigaPath's slide models that `SlideEncoder` and `SlidePretrainer` share.
 
-    Its blocks are those of torchscale's released encoders: LayerNorm, GELU, sub-layer norms, no positions.
+    Its blocks equal torchscale's released encoders: LayerNorm, GELU, sub-layer norms, no positions.
 
-    Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a last `norm` of its own (eps 1e-6).
+    Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a final `norm` (eps 1e-6).
 
     Args:
-        feature_dim: F, of the tile encoder.
+        feature_dim: F, features of the tile encoder.
         dim: E; the defaults of the sizes are GigaPath's 12l768d.
         depth: number of layers.
         num_heads: attention heads.
-        segment_lengths: tokens, of the branches; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
-        dilation_rates: of the branches; None: GigaPath's 1, 2, 4, 8, 16.
-        max_wsi_size: pixels along an axis of the largest slide, which the segments follow from; None: 1024 tiles.
-        tile_size: pixels of a tile, in the pixels that coords count.
+        segment_lengths: tokens of the branches; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
+        dilation_rates: rates of the branches; None: GigaPath's 1, 2, 4, 8, 16.
+        max_wsi_size: pixels along an axis of the largest slide, which determines the segments; None: 1024 tiles.
+        tile_size: side of a tile, in the pixels of coords.
         grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
-        padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
-            last segment take part in the softmax).
+        padding: "masked", exact attention, or "attended", as released weights were trained (zero pads of the last
+            segment take part in the softmax).
         global_class_token: whether the class token sees all tiles of its slide, and all tiles see it, in every layer
             (`Global(1)` next to the other branches). For new models: released weights were trained without it.
-        pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
-            dilation_rates, max_wsi_size, padding and global_class_token.
+        pattern: a pattern as in `TransformerModel`, in place of segment_lengths, dilation_rates, max_wsi_size, padding
+            and global_class_token.
         options: ffn_dim, dropout, attention_dropout, drop_path, engine and the options of training.
     """
 
@@ -225,9 +223,9 @@ class SlideBackbone(TransformerModel):
         integer(tile_size, "tile_size", 1)
         settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
         replaced = {**settings, "global_class_token": global_class_token or None}
-        both = [name for name, value in replaced.items() if value is not None]
-        if pattern is not None and (both or padding != "masked"):
-            raise ValueError(f"pattern takes the place of {' and '.join(both or ['padding'])}: leave one of them out.")
+        names = [name for name, value in replaced.items() if value is not None]
+        if pattern is not None and (names or padding != "masked"):
+            raise ValueError(f"pattern takes the place of {' and '.join(names or ['padding'])}: leave one of them out.")
         self.released_pattern = pattern is None
         if pattern is None:
             pattern = released_pattern(*settings.values(), tile_size, padding, global_class_token)  # type: ignore[assignment]
@@ -242,13 +240,13 @@ class SlideBackbone(TransformerModel):
         GridPositions(dim, grid)
 
     def setup(self, stage: str) -> None:
-        """Check that features and tiles of the data are those of the model, and that all tiles lie on its grid."""
+        """Check that features and tiles of the data fit the model, and that its grid contains all tiles."""
         super().setup(stage)
         for name in ("feature_dim", "tile_size"):
-            there, here = self._data_setting(name), getattr(self, name)
-            if there is not None and there != here:
+            value, own_value = self._data_setting(name), getattr(self, name)
+            if value is not None and value != own_value:
                 raise ValueError(
-                    f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
+                    f"the model has {name}={own_value}, but the data's is {value}: set the model's {name} to {value}."
                 )
         check_places = self._data_setting("check_places")  # SlideDataModule's
         if callable(check_places):
@@ -259,14 +257,13 @@ class SlideBackbone(TransformerModel):
     token_meaning: str | None = "a row of a slide: a tile, or the class token's"
 
     def example_rows(self, rows: int) -> dict[str, Any]:
-        """The part of `example_batch` that holds a random slide, whose first row is blank."""
+        """Return the features and coords of a random slide with a blank first row, for `example_batch`."""
         place = torch.arange(rows - 1)
         cells = torch.stack([place % self.grid, place // self.grid % self.grid], 1) * self.tile_size
         coords = torch.cat([torch.full((1, 2), BLANK, dtype=cells.dtype), cells])[None]
         return {"features": torch.randn(1, rows, self.feature_dim), "coords": coords}
 
     def _documents(self, batch: Any) -> Documents | None:
-        """Of slides packed into one row."""
         bounds = batch.get("cu_seqlens")
         return None if bounds is None else Documents.of(bounds, batch["features"].shape[1])
 
@@ -291,7 +288,7 @@ class SlideBackbone(TransformerModel):
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
-        """Projected tiles (B, L, E) plus their positions, in the dtype of the parameters; checks coordinates."""
+        """Return projected tiles (B, L, E) plus their positions, in the dtype of the parameters; checks coordinates."""
         counted = counted.to(coords.device)
         if torch.compiler.is_compiling():
             cells = torch.ops.lightning_dilated.checked_cells(coords, counted, self.tile_size, self.grid)
@@ -304,7 +301,7 @@ class SlideBackbone(TransformerModel):
         return self.patch_embed(features.to(self.patch_embed.weight.dtype))
 
     def tile_tokens(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, 1 + T, E): the class token and the tiles, from tiles alone (B, T, F); `lengths` (B,) are in tiles."""
+        """Return the class token and the tiles, (B, 1 + T, E), from tiles alone (B, T, F); `lengths` (B,) count tiles."""
         self._check_shapes(features, coords)
         counted = _within(torch.arange(features.shape[1]), lengths, len(features))
         x = self._placed(self._project(features), coords, counted)
@@ -318,14 +315,14 @@ class SlideBackbone(TransformerModel):
         change: Callable[[Tensor, Tensor], Tensor] | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(tokens (B, L, E), positions (L,) in the slide) from this rank's rows of a batch whose first row is blank.
+        """Return (tokens (B, L, E), positions (L,) in the slide) of this rank's rows; each slide's first row is blank.
 
         Args:
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
-            lengths: (B,), rows of the whole slides, the blank one too.
+            lengths: (B,), rows of the whole slides, including the blank row.
             change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
-            documents: of slides packed into one row (B = 1), each of which has a blank row in front.
+            documents: the slides packed into one row (B = 1), each with a blank row in front.
         """
         checked_by_all(self._check_shapes, features, coords)
         positions = token_positions(0, features.shape[1]) if documents is None else documents.position
@@ -333,7 +330,7 @@ class SlideBackbone(TransformerModel):
         counted = _within(positions, lengths, len(features)) & (positions > 0)
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)
-        # torch.where, so that ranks without the class token have a gradient for it, which is 0
+        # torch.where gives ranks without the class token a zero gradient for it
         return torch.where(send(positions == 0, x.device)[None, :, None], self.cls_token.to(x.dtype), x), positions
 
     def _check_shapes(self, features: Any, coords: Any) -> None:
@@ -358,8 +355,8 @@ class SlideBackbone(TransformerModel):
 
 
 def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
-    """Raise unless every first row of a slide is blank; of slides that are not `packed` this rank's first row may be one."""
-    if torch.compiler.is_compiling():  # for any values
+    """Raise unless each slide's first row is blank; unless `packed`, only this rank's first row can be one."""
+    if torch.compiler.is_compiling():  # a graph must serve any values
         return
     at = (positions == 0).nonzero()[:, 0] if packed else torch.arange(int((positions[:1] == 0).any()))
     in_front = coords[:, send(at, coords.device)]
@@ -374,7 +371,7 @@ def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
 
 
 def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:
-    """(B, L) bool: the rows inside the slides' lengths."""
+    """Return a mask (B, L) bool of the rows inside the slides' lengths."""
     if lengths is None:
         return torch.ones(samples, positions.shape[0], dtype=torch.bool)
     return positions < lengths[:, None]

@@ -1,7 +1,7 @@
 """Checks of slides before training: coordinates against the tile size, files against the csv, sizes.
 
-An encoder places a tile at the cell (floor(x / tile_size), floor(y / tile_size)). Coordinates in another unit, or of another
-magnification than `tile_size`, give no error there: many tiles share a cell, or all lie too far apart.
+An encoder places a tile at the cell (floor(x / tile_size), floor(y / tile_size)). Coordinates in another unit, or at
+another magnification than `tile_size`, raise no error there: many tiles share a cell, or all tiles are too far apart.
 
 Shape letters: N tiles of a slide.
 """
@@ -19,9 +19,9 @@ from lightning_dilated._validation import integer
 from lightning_dilated.ext.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.ext.slides.labels import Row
 
-#: contours that were cut on separate grids share a few cells; below this share of unique cells the unit is wrong
+#: minimum share of unique cells; contours cut on separate grids share a few, but a lower share means a wrong unit
 UNIQUE = 0.9
-#: distances between neighbours that are needed to judge the tile size
+#: minimum number of distances between neighbours to judge the tile size
 ENOUGH = 16
 
 
@@ -32,18 +32,17 @@ def check_coordinates(
     where: str = "coords",
     extent: tuple[int, int] | None = None,
 ) -> None:
-    """Raise where coordinates look wrong for tiles of this size.
+    """Raise if coordinates look wrong for tiles of this size.
 
     Args:
-        coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real tiles
-            only: the rows of a class token and of padding (-1, -1) are not to be among them.
-        tile_size: side of a tile in the same pixels. TRIDENT's `patch_size_level0` is that for its level-0 coordinates.
-        grid: n, where positions exist for n x n cells only.
-        where: begins the error; name the slide.
-        extent: (width, height) of the slide in the same pixels, where they are known.
+        coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real
+            tiles only, without rows of a class token and of padding (-1, -1).
+        tile_size: side of a tile in the same pixels, such as TRIDENT's `patch_size_level0` for its level-0 coordinates.
+        grid: n, if positions exist for n x n cells only.
+        where: prefix of the error; name the slide.
+        extent: (width, height) of the slide in the same pixels, if known.
 
-    Raises:
-        ValueError: with every fault and what to set.
+    Raises: ValueError with every fault and its remedy.
     """
     faults = coordinate_faults(coords, tile_size, grid, extent)
     if faults:
@@ -80,12 +79,12 @@ def comparable(coords: np.ndarray) -> bool:
 
 
 def tile_cells(coords: np.ndarray, tile_size: int) -> np.ndarray:
-    """(N, 2) int64 cells (column, row) of (N, 2) integer coordinates."""
+    """Return cells (column, row), (N, 2) int64, of (N, 2) integer coordinates."""
     return np.floor_divide(coords.astype(np.int64), tile_size)
 
 
 def tile_step(coords: np.ndarray) -> int | None:
-    """The most common distance from a tile to the next in its row or column; None if no two tiles share one."""
+    """Return the most common distance of neighbours in a row or column; None if no two tiles share one."""
     gaps = _gaps(coords)
     if not len(gaps):
         return None
@@ -94,7 +93,7 @@ def tile_step(coords: np.ndarray) -> int | None:
 
 
 def _gaps(coords: np.ndarray) -> np.ndarray:
-    """Distances of neighbours along rows, then along columns, without those of tiles at one place."""
+    """Return distances of neighbours along rows, then along columns; ignores tiles at the same place."""
     gaps = []
     for along, across in ((coords[:, 0], coords[:, 1]), (coords[:, 1], coords[:, 0])):
         order = np.lexsort((along, across))
@@ -199,9 +198,9 @@ def _far_apart(values: np.ndarray, tile_size: int) -> str:
 
 
 def overlap_fault(coords: np.ndarray, tile_size: int, slide: Slide) -> str:
-    """Return a fault where a file states a side but no overlap, and most neighbours are not `tile_size` apart.
+    """Return a fault if a file states a side but no overlap, and most neighbours are not `tile_size` apart.
 
-    CLAM writes such files for a step_size below the patch_size: cells of the side would hold several tiles.
+    CLAM writes such files for a step_size below the patch_size: cells of that side would hold several tiles.
     """
     gaps = _gaps(coords)
     if slide.tile_size is None or slide.overlap_known or len(gaps) < ENOUGH:
@@ -232,7 +231,7 @@ def grid_fault(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: b
 
 
 # -- files, the csv and sizes ------------------------------------------------------------------------------------------
-#: faults that one error lists
+#: maximum faults listed in one error
 SHOWN = 5
 
 
@@ -240,8 +239,8 @@ SHOWN = 5
 class Inventory:
     """The slides of a SlideDataModule with their splits and labels, in one order.
 
-    `labels` is a number of each slide, or (time, event). `groups` are the names of the slides' groups, such as patients.
-    `by_column`: the splits are from the csv; `largest`: (x, y), the largest coordinates of each slide.
+    `labels` has a number or (time, event) for each slide, `groups` the names of the slides' groups, such as patients.
+    `by_column`: the splits are from the csv. `largest`: (x, y), the largest coordinates of each slide.
     """
 
     slides: list[Slide]
@@ -256,27 +255,27 @@ class Inventory:
 def matched(
     files: dict[str, str], rows: list[Row] | None, csv: str, leave_out: bool
 ) -> tuple[list[str], list[Row] | None]:
-    """Files and their rows, in the order of the files; a file or row alone is an error, or is left out with a warning."""
+    """Match files and rows, in the order of the files; an unmatched file or row is an error, or dropped with a warning."""
     if rows is None:
         return list(files.values()), None
     row_of = {row.slide: row for row in rows}
     faults = [f"{csv}, line {row.line}: no file is called {row.slide}" for row in rows if row.slide not in files]
     faults += [f"{path} has no line in {csv}" for name, path in files.items() if name not in row_of]
-    both = [name for name in files if name in row_of]
+    names = [name for name in files if name in row_of]
     if faults and not leave_out:
         remedy = "correct names, data.paths or the csv, or set data.unmatched to 'leave_out'"
         raise ValueError(f"{_listed('slides lack a file or a label', faults)}\nTo go on, {remedy}")
-    if not both:
+    if not names:
         raise ValueError(f"no file of data.paths is named in {csv}; the first of each: {faults[0]}; {faults[-1]}")
     if faults:
         warnings.warn(_listed("slides are left out", faults), stacklevel=3)
-    return [files[name] for name in both], [row_of[name] for name in both]
+    return [files[name] for name in names], [row_of[name] for name in names]
 
 
 def inspected(
     inspect: Any, files: list[str], rows: list[Row] | None, leave_out: bool
 ) -> tuple[list[Slide], list[Row] | None]:
-    """(`inspect(path)` of each file, their rows); slides without a tile are an error, or are left out with a warning."""
+    """Return (`inspect(path)` of each file, their rows); empty slides are an error, or dropped with a warning."""
     empty: list[str] = []
 
     def inspect_one(path: str) -> Slide | None:
@@ -300,7 +299,7 @@ def inspected(
 
 
 def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
-    """Raise ValueError where slides differ in F, or one has more than `max_tiles` tiles."""
+    """Raise ValueError if slides differ in F, or one has more than `max_tiles` tiles."""
     odd = next((s for s in slides if s.width != slides[0].width), None)
     if odd is not None:
         raise ValueError(
@@ -317,12 +316,12 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
 
 
 def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
-    """The side of a tile on which option and slides agree; None if none states it. Raises ValueError if they differ."""
+    """Return the side of a tile that option and slides agree on; None if none states it. Raises ValueError otherwise."""
     stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
     if tile_size is not None:
-        # a smaller one is the distance of overlapping tiles, which `overlap_fault` compares with the coordinates
-        others = [s for s in slides if s.tile_size not in (None, tile_size)]
-        other = next((s for s in others if s.overlap_known or tile_size > (s.tile_size or 0)), None)
+        # a smaller size is the distance of overlapping tiles, which `overlap_fault` compares with the coordinates
+        unequal = [s for s in slides if s.tile_size not in (None, tile_size)]
+        other = next((s for s in unequal if s.overlap_known or tile_size > (s.tile_size or 0)), None)
         if other is not None:
             raise ValueError(
                 f"{other.path} states that its tiles are {other.tile_size} level-0 pixels wide, but data.tile_size is "
@@ -339,7 +338,7 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
 
 
 def by_name(paths: list[str]) -> dict[str, str]:
-    """{slide: file}; ValueError for a file of another kind, or two of one name."""
+    """Return {slide: file}; raise ValueError for a file of another kind, or two files of one name."""
     files: dict[str, str] = {}
     for file in paths:
         if not file.lower().endswith((*H5, *PT)):
@@ -351,7 +350,7 @@ def by_name(paths: list[str]) -> dict[str, str]:
 
 
 def each(what: str, function: Any, items: list[Any]) -> list[Any]:
-    """[function(item) ...], and one error for all of the ValueErrors."""
+    """Return [function(item) ...]; collect all ValueErrors into one."""
     results, faults = [], []
     for item in items:
         try:
@@ -364,5 +363,5 @@ def each(what: str, function: Any, items: list[Any]) -> list[Any]:
 
 
 def _listed(what: str, faults: list[str]) -> str:
-    more = f"\nand {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-    return f"{len(faults)} {what}:\n" + "\n".join(faults[:SHOWN]) + more
+    hidden = f"\nand {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    return f"{len(faults)} {what}:\n" + "\n".join(faults[:SHOWN]) + hidden

@@ -1,5 +1,4 @@
-"""SlideEncoder: LongNet over the tile features of whole slides (GigaPath's architecture), for embeddings, fine-tuning and
-attention maps.
+"""SlideEncoder: LongNet over tile features of whole slides (GigaPath's architecture), for embeddings, fine-tuning and maps.
 
 Shape letters: B batch, N tokens, Q chosen queries, H query heads, E embedding dim, T tiles, F features.
 """
@@ -17,12 +16,7 @@ from torch import Tensor
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, attention_weights
-from lightning_dilated.ext.pooled.pooled_model import (
-    PooledModule,
-    check_lengths,
-    checked_by_all,
-    first_token,
-)
+from lightning_dilated.ext.pooled.pooled_model import PooledModule, check_lengths, checked_by_all, first_token
 from lightning_dilated.ext.slides.backbone import SlideBackbone
 from lightning_dilated.ext.slides.weights import (
     PUBLISHED,
@@ -49,19 +43,18 @@ def layer_weights(
     layers: Sequence[int],
     lengths: Tensor | None = None,
 ) -> list[Tensor]:
-    """Attention weights of chosen queries in chosen layers, exact and without an N x N matrix; later layers are not run.
+    """Return attention weights of chosen queries and layers, exact and without an N x N matrix; skips later layers.
 
-    They are computed from the op's own q and k, which low-rank updates and autocast have changed.
+    They are computed from the op's own q and k, including low-rank updates and autocast.
 
     Args:
-        transformer: without rotary positions, in eval mode.
+        transformer: a stack without rotary positions, in eval mode; `lengths` (B,) are its argument.
         x: (B, N, E), its input.
         queries: Q positions in [0, N).
         layers: numbers in [0, depth), in increasing order.
-        lengths: (B,), as the transformer takes them.
 
     Returns:
-        For each layer (B, H, Q, N), as `attention_weights` returns it.
+        For each layer (B, H, Q, N), as from `attention_weights`.
     """
     weights: list[Tensor] = []
 
@@ -70,7 +63,7 @@ def layer_weights(
         q, k = args[:2]
         weights.append(attention_weights(q, k, core.pattern, queries, scale=core.scale, **options))
 
-    with torch.compiler.set_stance("force_eager"):  # a hook would make torch compile the block again
+    with torch.compiler.set_stance("force_eager"):  # a hook would make torch recompile the block
         for i, block in enumerate(transformer.blocks[: max(layers) + 1]):
             cores = [m for m in block.modules() if isinstance(m, DilatedAttention)] if i in layers else []
             hooks = [core.register_forward_pre_hook(look, with_kwargs=True) for core in cores]
@@ -83,7 +76,7 @@ def layer_weights(
 
 
 def chosen_layers(layer: Any, depth: int) -> list[int]:
-    """Numbers of the layers that `layer` names: "all", or one from -depth to depth - 1. Raises ValueError."""
+    """Return the numbers of the layers that `layer` names: "all", or a number from -depth to depth - 1."""
     if isinstance(layer, str) and layer == "all":
         return list(range(depth))
     if isinstance(layer, bool) or not hasattr(layer, "__index__") or not -depth <= index(layer) < depth:
@@ -94,10 +87,9 @@ def chosen_layers(layer: Any, depth: int) -> list[int]:
 
 
 def tile_rows(queries: Any, tiles: int) -> list[int]:
-    """Rows of tiles, which follow the class token's.
+    """Return the rows of tiles, which follow the class token's row.
 
-    Raises:
-        TypeError, ValueError: unless `queries` is a list of tiles in [0, `tiles`).
+    Raises: TypeError or ValueError unless `queries` is a list of tiles in [0, `tiles`).
     """
     numbers = queries.tolist() if isinstance(queries, Tensor) else queries
     if not isinstance(numbers, (list, tuple, range)):
@@ -116,21 +108,21 @@ class SlideEncoder(SlideBackbone, PooledModule):
     """The slide encoder of GigaPath (doi 10.1038/s41586-024-07441-w): tile features and coordinates to one embedding.
 
     Called with tiles it returns embeddings, see `forward`. For training, batches are mappings with `features` (B, N, F)
-    whose first row is blank, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`. Or D slides
-    packed into one row: B = 1, a blank row in front of each, `cu_seqlens` (D + 1,) int32 on the CPU, and `label` (D,);
-    predictions are then (D,).
+    with a blank first row, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`. Or D
+    slides are packed into one row: B = 1, a blank row in front of each, `cu_seqlens` (D + 1,) int32 on the CPU, and
+    `label` (D,); predictions are then (D,).
 
     Args:
-        pool: "class", the class token, or "mean" over the tiles; either is then normalised.
-        pretrained: a file to start from: a release, or a checkpoint of this class or of `SlidePretrainer`.
+        pool: "class", the class token, or "mean" over the tiles; the result is then normalised.
+        pretrained: a file of initial weights: a release, or a checkpoint of this class or of `SlidePretrainer`.
         feature_dim, dim, depth, num_heads: see `SlideBackbone`.
         dropout: see `BlockOptions`.
         drop_path: see `BlockOptions`.
-        options: others of `SlideBackbone` and `PooledModule`.
+        options: other options of `SlideBackbone` and `PooledModule`.
 
     Raises:
         FileNotFoundError: if there is no file `pretrained`.
-        ValueError, TypeError: naming the argument.
+        ValueError, TypeError: names the argument.
     """
 
     def __init__(
@@ -154,37 +146,37 @@ class SlideEncoder(SlideBackbone, PooledModule):
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """A random slide of N rows, and its label."""
+        """Return a random slide of N rows, and its label."""
         return {**self.example_rows(tokens), **self.example_label()}
 
     export_rows = 1
 
     def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
-        """Features (B, T, F) and coords (B, T, 2)."""
+        """Return features (B, T, F) and coords (B, T, 2)."""
         rows, device = self.example_rows(1 + length), self.cls_token.device
         features = torch.randn(batch_size, length, self.feature_dim, device=device)
         return {"features": features, "coords": rows["coords"][:, 1:].repeat(batch_size, 1, 1)}
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Embeddings (B, E), and logits (B, C) with a task."""
+        """Return embeddings (B, E), and logits (B, C) with a task."""
         return self._exported(self(inputs["features"], inputs["coords"]))
 
     @classmethod
     def from_gigapath(
         cls, path: str | Path, compat: bool = True, num_heads: int = 16, grid: int = 1000, **options: Any
     ) -> SlideEncoder:
-        """An encoder in eval mode with released weights; its sizes follow from the tensors.
+        """Load released weights into an encoder in eval mode; its sizes follow from the tensors.
 
         Args:
-            path: `{"model": state_dict}` or a bare state dict of a GigaPath layout (12l768d, 24l1024d, 12l1536d, 12l384d),
-                alone or inside a fine-tuned model; loaded with `weights_only=True`.
+            path: `{"model": state_dict}` or a bare state dict of a GigaPath layout (12l768d, 24l1024d, 12l1536d,
+                12l384d), alone or inside a fine-tuned model; loaded with `weights_only=True`.
             compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
-            num_heads, grid: which do not follow from weights; every release has 16 heads and 1000 cells.
-            options: other arguments of `SlideEncoder`. With `depth`, the file must have as many layers; without, as many
-                as GigaPath's encoder of its width, if there is one.
+            num_heads, grid: not determined by weights; every release has 16 heads and 1000 cells.
+            options: other arguments of `SlideEncoder`. The file must have `depth` layers if given, else at least the
+                layers of GigaPath's encoder of its width, if there is one.
 
         Raises:
-            FileNotFoundError, ValueError: naming what the file lacks. Unused entries are reported in one line.
+            FileNotFoundError, ValueError: with the missing parts of the file. Unused entries are logged in one line.
         """
         sizes = sizes_of(own_weights(read_weights(path), str(path), grid), str(path))
         known = PUBLISHED.get((sizes["feature_dim"], sizes["dim"]))
@@ -198,14 +190,13 @@ class SlideEncoder(SlideBackbone, PooledModule):
 
     @classmethod
     def from_pretrained_mae(cls, path: str | Path, **options: Any) -> SlideEncoder:
-        """An encoder in eval mode with weights and settings of a checkpoint of a `SlidePretrainer`.
+        """Load weights and settings of a `SlidePretrainer` checkpoint into an encoder in eval mode.
 
         Args:
             path: a Lightning checkpoint.
-            options: arguments of `SlideEncoder` that differ from the checkpoint's, or that it does not have, such as `task`.
+            options: arguments of `SlideEncoder` that differ from the checkpoint's or are new, such as `task`.
 
-        Raises:
-            FileNotFoundError, ValueError: for other files.
+        Raises: FileNotFoundError or ValueError for other files.
         """
         stored = read_file(path)
         settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
@@ -224,17 +215,16 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return model.eval()
 
     def released_state_dict(self) -> dict[str, Tensor]:
-        """The encoder's weights by the names of a GigaPath release, without the table of positions, which is computed.
+        """Return the encoder's weights by the names of a GigaPath release, without the table of positions.
 
-        Raises:
-            ValueError: while the model has low-rank updates.
+        Raises: ValueError while the model has low-rank updates.
         """
         if self.lora_rank is not None:
             raise ValueError("a release has no place for low-rank updates: call merge_lora() first.")
         return to_released(self.state_dict())
 
     def build(self) -> None:
-        """The encoder and the head, with fresh weights or those of `pretrained`."""
+        """Build the encoder and the head, with fresh weights or the weights of `pretrained`."""
         self._build_backbone()
         self.head = self._make_head()
         init_weights(self, self.depth, self.dim)
@@ -246,7 +236,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
     def forward(
         self, features: Tensor, coords: Tensor, lengths: Tensor | None = None, all_layers: bool = False
     ) -> Tensor | list[Tensor]:
-        """Embeddings of slides from their tiles.
+        """Return embeddings of slides from their tiles.
 
         Args:
             features: (B, T, F), any floating dtype; padded on the right.
@@ -257,12 +247,11 @@ class SlideEncoder(SlideBackbone, PooledModule):
         Returns:
             (B, E), or a list of depth + 1 of these.
 
-        Raises:
-            TypeError, ValueError: for shapes, or coordinates that would give wrong positions.
+        Raises: TypeError or ValueError for wrong shapes, or coordinates that would give wrong positions.
         """
         _one_rank("tiles alone are encoded on one rank; on several give batches with a blank row to `embed`.")
         x, rows = self._tiles(features, coords, lengths)
-        layers: list[Tensor] = []  # the stack's own last norm is no part of them
+        layers: list[Tensor] = []  # without the stack's own last norm
         pool = partial(self._pool, positions=torch.arange(x.shape[1]), lengths=rows)
         watch = (lambda y: layers.append(pool(y))) if all_layers else None
         out = self.transformer(self.dropout(x), lengths=rows, watch=watch)
@@ -279,26 +268,26 @@ class SlideEncoder(SlideBackbone, PooledModule):
         heads: Literal["mean", "all"] = "mean",
         queries: Sequence[int] | None = None,
     ) -> Tensor:
-        """Attention of the class token to each tile, exactly and without an N x N matrix: a heat map of the slide.
+        """Return the attention of the class token to each tile, exact and without an N x N matrix: a slide's heat map.
 
-        Memory beyond that of encoding the slides is O(B H T) a layer (times the number of `queries`).
+        Memory beyond encoding the slides is O(B H T) per layer (times the number of `queries`).
 
         Args:
-            features, coords, lengths: as of `forward`.
+            features, coords, lengths: as in `forward`.
             layer: 0 to depth - 1, or -1 for the last, and so on; "all" for every layer.
-            heads: "mean" over them, or "all".
+            heads: "mean" over heads, or "all".
             queries: Q tiles in place of the class token, such as [5].
 
         Returns:
-            (B, T) fp32 (fp64 for such weights), without a gradient: column t is tile t in the order of `features`, 0 in the
-            padding and where no branch of the pattern reaches. Up to three dims more, in this order: layers in front for
-            layer="all", (.., B, H, T) for heads="all", (.., Q, T) for `queries`; a query beyond its slide's length has 0.
-            A row sums to 1 less the class token's own weight (and, with padding="attended", that of the zero pads).
-            For slide b with n tiles, `heat_map(weights[b, :n], coords[b, :n], tile_size)` is a picture and
-            `write_attention(path, weights[b, :n])` writes into its file (both in `lightning_dilated.data`).
+            (B, T) fp32 (fp64 for fp64 weights), without a gradient: column t is tile t in the order of `features`, 0 in
+            the padding and for tiles that no branch of the pattern reaches. Up to three more dims, in this order:
+            layers in front for layer="all", (.., B, H, T) for heads="all", (.., Q, T) for `queries`; a query beyond its
+            slide's length has 0. A row sums to 1 minus the class token's own weight (and, with padding="attended", the
+            weight of zero pads). For slide b with n tiles, `heat_map(weights[b, :n], coords[b, :n], tile_size)` is a
+            picture and `write_attention(path, weights[b, :n])` writes into its file (both in `lightning_dilated.data`).
 
         Raises:
-            TypeError, ValueError: as of `forward`; for other arguments, in training mode, and while ranks share a sequence.
+            TypeError, ValueError: as `forward`; for other arguments, in training mode, or if ranks share a sequence.
         """
         _one_rank("attention_map takes whole slides on one rank: call it outside of the steps that share a sequence.")
         layers = chosen_layers(layer, self.depth)
@@ -314,7 +303,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return maps if layer == "all" else maps[0]
 
     def _tiles(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(class token and tiles (B, 1 + T, E), lengths (B,) that count both)."""
+        """Return (class token and tiles (B, 1 + T, E), lengths (B,) that count both)."""
         self.configure_model()
         if isinstance(features, Tensor) and features.ndim == 3 and not features.shape[1]:
             raise ValueError("a slide has at least one tile; got features without tiles.")
@@ -322,7 +311,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return self.tile_tokens(features, coords, tiles), None if tiles is None else tiles + 1
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E), or (D, E) of packed slides, from this rank's rows of a training batch; each slide's first row is blank."""
+        """Return (B, E), or (D, E) of packed slides, from this rank's rows of a training batch with blank first rows."""
         self.configure_model()
         checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
@@ -332,7 +321,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return self._pool(y, positions, lengths, documents)
 
     def _pool(self, x: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None) -> Tensor:
-        """(B, E) of hidden states (B, L, E), normalised."""
+        """Pool hidden states (B, L, E) to (B, E), normalised."""
         if self.pool == "class":
             return self.norm(first_token(x, positions, documents))
         return self.norm(mean_token(x, positions, lengths, start=1, documents=documents))

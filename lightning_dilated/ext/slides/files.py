@@ -1,4 +1,4 @@
-"""Slide files (.h5 and .pt): what a file states, and the features and coordinates of chosen tiles.
+"""Slide files (.h5 and .pt): their attributes, and the features and coordinates of chosen tiles.
 
 A file is opened for each read and closed after it, so that no handle crosses a fork or is pickled.
 
@@ -29,22 +29,21 @@ from lightning_dilated.ext.text.remote import RemoteFile
 # -- sizes in the attributes -------------------------------------------------------------------------------------------
 # TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
 # writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the
-# level-0 pixels of one of those. Coordinates of both count level-0 pixels.
+# number of level-0 pixels per pixel of that level. Coordinates of both count level-0 pixels.
 
-#: pixels that no slide reaches: above, an attribute is not a size
+#: pixels that no slide reaches; a larger attribute is not a size
 _LARGEST = 1 << 31
 
 
 def states_overlap(attributes: Mapping[str, Any]) -> bool:
-    """Return whether `tile_size_of` knows what tiles share. CLAM (step_size below patch_size) does not write it."""
+    """Return whether `tile_size_of` knows the overlap of tiles. CLAM (step_size below patch_size) does not write it."""
     return all(name in attributes for name in ("patch_size_level0", "overlap", "patch_size"))
 
 
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
-    """Side of a tile in level-0 pixels, less the overlap if stated (`states_overlap`); None if the attributes lack it.
+    """Return the side of a tile in level-0 pixels, less a stated overlap (`states_overlap`); None if not stated.
 
-    Raises:
-        ValueError: for an attribute that is no such number, naming file and attribute.
+    Raises: ValueError for an invalid attribute, with file and attribute.
     """
     if "patch_size_level0" in attributes:  # TRIDENT
         side = _whole(path, attributes, "patch_size_level0")
@@ -66,10 +65,9 @@ def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
 
 
 def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(width, height) of the slide in level-0 pixels, at least; None if the attributes lack it.
+    """Return a lower bound (width, height) of the slide in level-0 pixels, or None if the attributes lack it.
 
-    Raises:
-        ValueError: as `tile_size_of`.
+    Raises: ValueError as `tile_size_of`.
     """
     if "level0_width" in attributes and "level0_height" in attributes:  # TRIDENT
         return _whole(path, attributes, "level0_width"), _whole(path, attributes, "level0_height")
@@ -91,7 +89,7 @@ def _whole(path: str, attributes: Mapping[str, Any], name: str) -> int:
 
 
 def _numbers(path: str, attributes: Mapping[str, Any], name: str, count: int, least: float = 1e-6) -> list[float]:
-    """The first `count` numbers of an attribute, each of at least `least`."""
+    """Return the first `count` numbers of an attribute, each at least `least`."""
     what = "a number of pixels" if count == 1 else f"{count} numbers of pixels"
     try:
         values = np.asarray(attributes[name])
@@ -115,17 +113,17 @@ def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> Va
 
 
 # -- HDF5 files from other people --------------------------------------------------------------------------------------
-# HDF5 follows links, virtual data sets and external storage to any file that the user can read, and gives rows that were
-# never written as zeros, as many as a header declares. Both are refused before a row is read.
+# HDF5 follows links, virtual data sets and external storage to any file that the user can read, and returns zeros for
+# rows that were never written, up to the number in a header. Both are refused before a row is read.
 
-#: bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
+#: maximum bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
 LARGEST_RATIO = 1100
-#: links to links that are followed
+#: maximum number of links that are followed
 _LINKS = 16
 
 
 def import_h5py() -> Any:
-    """The module h5py; ModuleNotFoundError with what to install where it is missing."""
+    """Import h5py; ModuleNotFoundError names the extra to install."""
     try:
         import h5py
     except ImportError as error:
@@ -137,9 +135,9 @@ def import_h5py() -> Any:
 
 @contextmanager
 def opened_h5(path: str, opener: Opener | None = None) -> Iterator[Any]:
-    """The open file; of a URL what is read is fetched by range.
+    """Open an .h5 file; a URL is fetched by range.
 
-    Raises: ValueError, FileNotFoundError or PermissionError, naming it, for one that cannot be read.
+    Raises: ValueError, FileNotFoundError or PermissionError with the path, if it cannot be read.
     """
     h5py = import_h5py()
     if is_url(path):
@@ -163,20 +161,20 @@ def _h5_of_url(h5py: Any, path: str, opener: Opener) -> Iterator[Any]:
         with h5py.File(source, "r") as file:
             yield file
     except Exception as error:
-        of_store, source.error = source.error, None
-        if of_store is None:
+        store_error, source.error = source.error, None
+        if store_error is None:
             if isinstance(error, OSError):
                 raise _unreadable(path, error) from error
             raise
-        # Frames of h5py keep the file open, and so HDF5 the source: closed after Python has ended, it crashes the process.
-        for x in (error, of_store):
+        # h5py's frames keep the file open, and HDF5 the source; closing it after Python has ended crashes the process.
+        for x in (error, store_error):
             traceback.clear_frames(x.__traceback__)
-        if of_store is error:
+        if store_error is error:
             raise
-        raise of_store from error  # HDF5 hides it behind one of its own
+        raise store_error from error  # HDF5 hides it behind its own error
 
 
-#: {words of an error of HDF5: the cause and what to do}
+#: {words of an HDF5 error: cause and remedy}
 _REASONS = {
     "signature not found": "it is not an HDF5 file, or empty: write it again",
     "truncated": "it is truncated, as by a copy that was cut short: copy or write it again",
@@ -191,10 +189,9 @@ def _unreadable(path: str, error: OSError) -> ValueError:
 
 
 def own_dataset(path: str, file: Any, name: str) -> Any:
-    """The object of this name in the file, or None.
+    """Return the object of this name in the file, or None.
 
-    Raises:
-        ValueError: if it lies in another file: an external link, a virtual data set or external storage.
+    Raises: ValueError if it is stored in another file: an external link, a virtual data set or external storage.
     """
     if not _is_there(path, file, name):
         return None
@@ -207,7 +204,7 @@ def own_dataset(path: str, file: Any, name: str) -> Any:
 
 
 def check_declared_size(path: str, array: Any, name: str, size: int) -> None:
-    """Raise ValueError where a data set declares more than the file of `size` bytes holds."""
+    """Raise ValueError if a data set declares more than a file of `size` bytes can hold."""
     declared = math.prod(array.shape) * array.dtype.itemsize
     text = f"{path}: {name!r} declares the shape {tuple(array.shape)}, {declared:,} bytes"
     if array.chunks is None:
@@ -215,7 +212,7 @@ def check_declared_size(path: str, array: Any, name: str, size: int) -> None:
             raise ValueError(f"{text}, but the file of {size:,} bytes does not hold them: write it again")
         return
     needed = math.prod(-(-n // chunk) for n, chunk in zip(array.shape, array.chunks, strict=True))
-    # before counting chunks, which takes long for many
+    # check before counting chunks, which is slow for many
     if needed > size or declared > LARGEST_RATIO * size:
         raise ValueError(f"{text} in {needed:,} chunks, but the file has only {size:,} bytes: write it again")
     written = array.id.get_num_chunks()
@@ -227,7 +224,7 @@ def check_declared_size(path: str, array: Any, name: str, size: int) -> None:
 
 
 def _is_there(path: str, file: Any, name: str) -> bool:
-    """Return whether the file has an object of this name; ValueError for a link that leaves the file."""
+    """Return whether the file has an object of this name; raise ValueError for a link that leaves the file."""
     h5py = import_h5py()
     group, parts, links = file, _parts(name), 0
     while parts:
@@ -266,22 +263,22 @@ def _elsewhere(path: str, name: str, how: str, file: Any) -> ValueError:
 # -- slides ------------------------------------------------------------------------------------------------------------
 H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
-#: endings of images, which names of feature files and ids of a csv may carry or not
+#: suffixes of images, which names of feature files and ids of a csv may include
 IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vsi", ".czi")
-#: rows of one read, so that what is converted and checked at a time stays small
+#: maximum rows of one read, to bound the memory of conversion and checks
 BLOCK = 4096
-#: rows at most this far apart are read together: a call costs as much as some rows
+#: rows at most this far apart are read together, because a call costs as much as a few rows
 NEAR = 16
-#: tiles of a slide that its fingerprint looks at
+#: tiles of a slide that its fingerprint reads
 SAMPLED = 8
 
 
 @dataclass(frozen=True)
 class Slide:
-    """What the head of a file states.
+    """The header of a file.
 
-    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None where not stated.
-    Without `overlap_known`, tiles may lie closer than `tile_size`.
+    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None if not stated.
+    Without `overlap_known`, tiles may be closer than `tile_size`.
     """
 
     path: str
@@ -297,13 +294,13 @@ class Slide:
 
 
 def slide_name(path: str) -> str:
-    """What a file and its line in a csv are matched by: the name without folders and endings of files and images."""
+    """Return the name that matches a file with its csv line: without folders and suffixes of files and images."""
     name = os.path.basename(path)
     while True:
-        ending = next((x for x in (*H5, *PT, *IMAGES) if name.lower().endswith(x) and len(name) > len(x)), "")
-        if not ending:
+        suffix = next((x for x in (*H5, *PT, *IMAGES) if name.lower().endswith(x) and len(name) > len(x)), "")
+        if not suffix:
             return name
-        name = name[: -len(ending)]
+        name = name[: -len(suffix)]
 
 
 class EmptySlide(ValueError):
@@ -318,7 +315,7 @@ class _Rows:
         self.count, self.width = (int(x) for x in array.shape[-2:])
 
     def read(self, start: int, stop: int) -> Tensor:
-        """(stop - start, W), of signed integers or floats."""
+        """Return (stop - start, W) signed integers or floats."""
         rows = self.array[0, start:stop] if self.boxed else self.array[start:stop]
         if isinstance(rows, Tensor):
             return rows
@@ -326,35 +323,35 @@ class _Rows:
         return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
     def pick(self, rows: np.ndarray) -> Tensor:
-        """(n, W) of rising rows, in one read of all from the first to the last."""
+        """Return (n, W) of increasing rows, in one read from the first to the last."""
         block = self.read(int(rows[0]), int(rows[-1]) + 1)
         return block if len(block) == len(rows) else block[torch.from_numpy(rows - rows[0])]
 
 
 @dataclass(frozen=True)
 class SlideReader:
-    """Reads slides whose arrays are called so.
+    """Reads slides.
 
     Args:
         features: name of the (T, F) or (1, T, F) array; a .pt file may also hold that tensor alone.
-        coords: name of the (T, 2) array of pixel coordinates; None for slides that are read without.
-        dtype: of the features that are handed out.
+        coords: name of the (T, 2) array of pixel coordinates; None reads slides without coordinates.
+        dtype: dtype of the returned features.
         opener: opens the files, by path or URL.
     """
 
     features: str = "features"
     coords: str | None = "coords"
     dtype: torch.dtype = torch.float32
-    # how files are reached is no part of what a fingerprint says
+    # excluded from repr: a fingerprint does not depend on how files are opened
     opener: Opener = field(default_factory=Opener, repr=False, compare=False)
 
     def inspect(self, path: str) -> Slide:
-        """Look at names, shapes and types, reading no row.
+        """Read names, shapes and types, but no row.
 
         Raises:
             EmptySlide: for a file without tiles.
-            ValueError: for a file that cannot be used, with its path, what was found and what to change.
-            ImportError: where h5py is needed and missing.
+            ValueError: for an unusable file, with its path, the fault and the remedy.
+            ImportError: if h5py is needed and missing.
         """
         with self._opened(path) as (features, coords):
             for name, rows in ((self.features, features), (str(self.coords), coords)):
@@ -365,12 +362,11 @@ class SlideReader:
             return Slide(path, features.count, features.width, *sizes)
 
     def read(self, path: str, rows: np.ndarray) -> tuple[Tensor, Tensor | None]:
-        """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order.
+        """Return features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order.
 
-        No other tile is read, but for those between tiles that lie at most NEAR rows apart.
+        No other tile is read, except tiles between two that are at most NEAR rows apart.
 
-        Raises:
-            ValueError: as `inspect`, and for a feature that is not finite, with the tile's number.
+        Raises: ValueError as `inspect`, and for a feature that is not finite, with the tile's number.
         """
         with self._opened(path) as (features, coords):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)
@@ -382,17 +378,17 @@ class SlideReader:
         return values, places
 
     def read_coords(self, path: str) -> np.ndarray:
-        """All coordinates, (T, 2) int64. Raises ValueError as `inspect`, or where they are read without."""
+        """Return all coordinates, (T, 2) int64. Raises ValueError as `inspect`, or if the reader has no `coords`."""
         with self._opened(path) as (_, coords):
             if coords is None:
                 raise ValueError(f"{path} is read without coordinates: set data.coords_name to the array's name")
             return coords.read(0, coords.count).long().numpy()
 
     def digest(self, path: str) -> bytes:
-        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them.
+        """Return a digest of the features and coordinates of SAMPLED tiles, including the first and the last.
 
-        It covers nothing else, so that attention may be written into the file. Of a URL it covers what the store says about
-        the content, such as an ETag, so that thousands of slides need not be read for it.
+        It covers nothing else, so attention may be written into the file. For a URL it covers the store's version of
+        the content, such as an ETag, so that thousands of slides need not be read.
         """
         digest = hashlib.blake2b(digest_size=16)
         if is_url(path):
@@ -407,7 +403,7 @@ class SlideReader:
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
         """Return the values of these tiles in the reader's dtype, checked."""
         out = values.to(self.dtype)
-        # one pass without a mask: in float64 the sum of finite terms of these types is finite
+        # one pass without a mask: the float64 sum of finite values of these types is finite
         if out.sum(dtype=torch.float64).isfinite():
             return out
         wrong = (~out.isfinite()).any(1).nonzero()
@@ -429,7 +425,7 @@ class SlideReader:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None]]:
-        """(features, coords) of an open file, after all checks that need no row."""
+        """Yield (features, coords) of an open file, after all checks that need no row."""
         refuse_special(path)
         opened = opened_h5(path, self.opener) if path.lower().endswith(H5) else _pt(path, self.features, self.opener)
         with opened as arrays:
@@ -473,7 +469,7 @@ class SlideReader:
 
 
 def _kind(array: Any) -> str:
-    """ "f" for floating point, "i" for integers, else another letter."""
+    """Return "f" for floating point, "i" for integers, else another letter."""
     if isinstance(array, Tensor):
         plain = not (array.is_complex() or array.dtype == torch.bool)
         return "f" if array.is_floating_point() else "i" if plain else "?"
@@ -481,7 +477,7 @@ def _kind(array: Any) -> str:
 
 
 def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Places `at` in `rows` that are read together: rows[at] rises by at most NEAR, over at most BLOCK rows of the file."""
+    """Yield indices into `rows` that are read together: steps of at most NEAR, over at most BLOCK rows of the file."""
     order = np.argsort(rows, kind="stable")
     for run in np.split(order, np.flatnonzero(np.diff(rows[order]) > NEAR) + 1):
         if len(run):
@@ -505,7 +501,7 @@ def _array(path: str, arrays: Any, name: str, option: str) -> Any:
 
 
 def _check_stored(path: str, tensor: Tensor, name: str) -> None:
-    """Raise ValueError for a tensor whose values are not all in the file."""
+    """Raise ValueError unless a tensor's values are all in the file."""
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     if not plain or tensor.is_nested:
         kind = str(tensor.layout).removeprefix("torch.") if tensor.layout != torch.strided else tensor.device.type
@@ -523,10 +519,7 @@ def _check_stored(path: str, tensor: Tensor, name: str) -> None:
 
 @contextmanager
 def _pt(path: str, features: str, opener: Opener) -> Iterator[dict[str, Any]]:
-    """The tensors of a file, mapped to memory where its format allows that, so that only rows that are used are read.
-
-    A URL is read whole.
-    """
+    """Yield the tensors of a file, memory-mapped if its format allows; a URL is read whole."""
     refuse_special(path)
     try:
         try:

@@ -1,6 +1,6 @@
-"""Attention weights of tiles as a grid, as a PNG over the slide's thumbnail, and written into the slide's file.
+"""Attention weights of tiles as a grid, as a PNG over the slide's thumbnail, or written into the slide's file.
 
-Shape letters: N positions (tiles, and rows without a tile: a class token's, padding), T tiles of the file, H heads.
+Shape letters: N positions (tiles, class token, padding), T tiles of the file, H heads.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from lightning_dilated.data.opener import refuse_url
 from lightning_dilated.ext.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.ext.slides.files import H5, SlideReader, import_h5py
 
-#: more cells of a picture are taken for a mistake
+#: maximum cells of a picture; more are taken for a mistake
 MOST_CELLS = 10**8
 
 
 def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
-    """One value a tile as a picture: grid[row, column] of the cell that covers pixels row * tile_size and on.
+    """Return one value per tile as a picture; grid[row, column] covers pixels from (row, column) * tile_size on.
 
     Args:
-        weights: (N,) such as `encoder.attention_map(...)[0]`, or `attention_weights(...)[0, :, 0].mean(0)` of other models.
-        coords: (N, 2) integer pixels, x and y; rows below 0 (a class token's, padding) are left out.
+        weights: (N,) such as `encoder.attention_map(...)[0]`, or `attention_weights(...)[0, :, 0].mean(0)` of other
+            models.
+        coords: (N, 2) integer pixels, x and y; rows below 0 (class token, padding) are left out.
         tile_size: side of a tile in these pixels.
 
     Returns:
-        (rows, columns) float64 from cell (0, 0) on, NaN where there is no tile. Where a few tiles share a cell, their sum.
+        (rows, columns) float64 from cell (0, 0) on, NaN without a tile. Tiles that share a cell are summed.
 
-    Raises:
-        ValueError: for shapes that do not agree, or coordinates that `check_coordinates` refuses.
+    Raises: ValueError for shapes that do not agree, or coordinates that `check_coordinates` refuses.
     """
     values, places = _tile_weights("heat_map", weights, coords, tile_size)
     columns, rows = tile_cells(places, tile_size).T
@@ -47,7 +47,7 @@ def heat_map(weights: Any, coords: Any, tile_size: int = 256) -> np.ndarray:
 
 #: pixels of the longer side of a picture without a thumbnail, and of the largest tile in it
 LONGEST, LARGEST_TILE = 2048, 16
-#: how far the proportions of a thumbnail may be from the slide's
+#: maximum difference between the proportions of a thumbnail and of the slide
 PROPORTION = 0.05
 COLOURS, OPACITY = "inferno", 0.6
 
@@ -62,20 +62,20 @@ def write_heat_map(
     slide_size: tuple[int, int] | None = None,
     scale: str = "rank",
 ) -> None:
-    """A PNG of attention weights: a coloured square a tile, dark for little and bright for much.
+    """Write a PNG of attention weights: a coloured square per tile, dark for small and bright for large weights.
 
     Args:
-        path: of the picture.
-        weights: (N,), as of `heat_map`.
+        path: path of the picture.
+        weights: (N,), as in `heat_map`.
         coords: (N, 2) integer pixels, x and y; rows below 0 are left out.
         tile_size: side of a tile in these pixels.
-        thumbnail: a picture of the whole slide, on which tiles are drawn half transparent; None for a white ground.
+        thumbnail: a picture of the whole slide, on which tiles are drawn half transparent; None: a white background.
         slide_size: (width, height) of the slide in the pixels of coords; needed with a thumbnail.
-        scale: "rank" colours by the share of tiles that have less, which shows differences however skewed the weights are;
-            "linear" from the least weight to the largest.
+        scale: "rank" colours by the share of tiles with less weight, which shows differences even if weights are
+            skewed; "linear" from the smallest weight to the largest.
 
     Raises:
-        ValueError: as `heat_map`; for a thumbnail without `slide_size`, or of other proportions than the slide's.
+        ValueError: as `heat_map`; for a thumbnail without `slide_size`, or with other proportions than the slide.
         FileNotFoundError: for a missing thumbnail.
     """
     from matplotlib import colormaps
@@ -95,14 +95,14 @@ def write_heat_map(
     canvas = np.full((*stops.max(0)[::-1], 3), 255, np.uint8) if picture is None else picture
     colours = 255 * colormaps[COLOURS](_shares(values, scale))[:, :3]
     ground = canvas.copy()
-    for i in order:  # the largest last, where several tiles share a pixel
+    for i in order:  # draw the largest last, because tiles may share a pixel
         at = slice(starts[i, 1], stops[i, 1]), slice(starts[i, 0], stops[i, 0])
         canvas[at] = np.round(opacity * colours[i] + (1 - opacity) * ground[at])
     Image.fromarray(canvas).save(os.fspath(path), format="PNG")
 
 
 def _shares(values: np.ndarray, scale: str) -> np.ndarray:
-    """(N,) from 0 to 1: how much of the range of colours each value takes; of equal values the same."""
+    """Return each value's place in the range of colours, (N,) from 0 to 1; equal values get equal places."""
     if scale == "linear":
         return (values - values.min()) / (np.ptp(values) or 1.0)
     distinct, number, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -124,7 +124,7 @@ def _open_thumbnail(path: str | os.PathLike[str]) -> Any:
 
 
 def _factors(path: Any, shape: tuple[int, int], slide_size: tuple[int, int] | None) -> np.ndarray:
-    """(2,) pixels of the thumbnail for one of the slide, along x and y."""
+    """Return thumbnail pixels per slide pixel along x and y, (2,)."""
     if slide_size is None:
         raise ValueError(
             f"thumbnail {os.fspath(path)} can be drawn on only where the slide's size is known, and its file does not state "
@@ -153,18 +153,18 @@ def write_attention(
 
     Args:
         path: an .h5 slide with features (T, F) and coords (T, 2).
-        weights: (N,) or (N, H), one row a position.
-        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they identify the tile of a row. Rows
-            below 0 are left out, and tiles without a row get NaN. None: weights are the T tiles in the file's order,
-            without a class token.
-        name: of the dataset.
+        weights: (N,) or (N, H), one row per position.
+        coords: (N, 2) of the same positions, such as a sample's coords in a batch; they identify the tile of a row.
+            Rows below 0 are left out, and tiles without a row get NaN. None: weights are the T tiles in the file's
+            order, without a class token.
+        name: name of the dataset.
         features_name, coords_name: names of the slide's arrays.
         overwrite: replace a dataset of that name.
 
     Raises:
         ValueError: for shapes that do not agree, weights that are not finite, coordinates that the file lacks or has
-            twice, a file that cannot be used, or a dataset that exists already.
-        ImportError: where h5py is missing.
+            twice, an unusable file, or a dataset that exists.
+        ImportError: if h5py is missing.
     """
     path = os.fspath(path)
     refuse_url(path, "path")
@@ -193,7 +193,7 @@ def write_attention(
 
 
 def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-    """(T, ...) with each row of `values` at the tile of its coordinates, NaN elsewhere."""
+    """Return (T, ...) with each row of `values` at the tile of its coordinates, NaN elsewhere."""
     if coords.shape != (len(values), 2):
         raise ValueError(f"coords must be ({len(values)}, 2), one for each weight; got {coords.shape}")
     values, coords = _tiles(values, coords)
@@ -213,7 +213,7 @@ def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.
 
 
 def _tile_weights(name: str, weights: Any, coords: Any, tile_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(values (T,) float64, coords (T, 2)) of the rows that are tiles, checked, for the function `name`."""
+    """Check rows and return (values (T,) float64, coords (T, 2)) of the tiles; errors name the function `name`."""
     values, places = _plain(weights).astype(np.float64), _plain(coords)
     if values.ndim != 1 or places.shape != (len(values), 2):
         raise ValueError(
@@ -228,7 +228,7 @@ def _tile_weights(name: str, weights: Any, coords: Any, tile_size: int) -> tuple
 
 
 def _tiles(values: np.ndarray, coords: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(values, coords) without the rows of no tile."""
+    """Remove rows that are not tiles from (values, coords)."""
     real = (coords >= 0).all(1)
     return values[real], coords[real]
 

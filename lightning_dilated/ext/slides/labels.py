@@ -1,6 +1,6 @@
 """The labels csv of slides: rows, splits, and labels as numbers; every fault is reported with its line.
 
-A row has a slide's id and, in columns whose names are options, its label, its split and its group (a patient, say).
+A row has a slide's id, and optional columns for its label, its split and its group (such as a patient).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.opener import Opener, is_url
 from lightning_dilated.ext.slides.files import slide_name
 
-#: most characters of a line
+#: maximum characters of a line
 LONGEST = 1 << 22
 
 
@@ -26,7 +26,7 @@ LONGEST = 1 << 22
 class Columns:
     """Names of columns; `split` "auto" is a column called split if there is one; None: no such column.
 
-    `time` and `event` are those of survival.
+    `time` and `event` are the columns of survival.
     """
 
     slide: str = "slide_id"
@@ -38,7 +38,7 @@ class Columns:
 
     @property
     def named(self) -> dict[str, str | None]:
-        """{option: column} of all but the split's, which may be "auto"."""
+        """{option: column} without the split's column, which may be "auto"."""
         return {
             "slide_column": self.slide,
             "label_column": self.label,
@@ -60,12 +60,12 @@ class Row:
 
 
 def read_rows(path: str, columns: Columns, opener: Opener | None = None) -> list[Row]:
-    """All rows, in the file's order; of a URL by the `opener`.
+    """Return all rows, in the file's order; `opener` reads a URL.
 
     Raises:
-        FileNotFoundError, PermissionError: naming the path.
-        ValueError: for a missing column (with those there are), a ragged line, an empty value, an unknown split word, a
-            slide named twice; with the line.
+        FileNotFoundError, PermissionError: with the path.
+        ValueError: for a missing column (with the existing ones), a ragged line, an empty value, an unknown split word,
+            a slide named twice; with the line.
     """
     try:
         with io.TextIOWrapper((opener or Opener()).open(path), encoding="utf-8-sig", newline="") as file:
@@ -85,7 +85,7 @@ def _unopened(path: str, error: OSError) -> OSError:
         return FileNotFoundError(f"data.labels_csv {path} is not a file: pass the path of a csv file")
     if isinstance(error, PermissionError):
         return PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions")
-    # such as a link to itself
+    # for example a link to itself
     return OSError(f"data.labels_csv {path} cannot be read ({error}): pass the path of a csv file")
 
 
@@ -166,16 +166,14 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
 def class_numbers(
     path: str, rows: Iterable[Row], classes: list[str] | None, trained: bool = False
 ) -> tuple[list[str], list[int]]:
-    """(classes, number of each row's class): in the order given, else sorted, whole numbers by size.
+    """Return (classes, number of each row's class): in the order of `classes`, else sorted, whole numbers by size.
 
     Args:
-        path: of the csv, for errors.
-        rows: of the csv.
-        classes: those that there are; None: those of the rows.
-        trained: whether `classes` are those of a trained model, rather than data.classes.
+        path, rows: path of the csv, for errors, and its rows.
+        classes: all classes; None: the classes of the rows.
+        trained: whether `classes` come from a trained model, rather than from data.classes.
 
-    Raises:
-        ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
+    Raises: ValueError for a label that `classes` lacks, for fractions, or for fewer than two classes.
     """
     rows = list(rows)
     repeated = sorted(name for name, count in Counter(classes or ()).items() if count > 1)
@@ -219,17 +217,17 @@ def class_numbers(
 
 
 def _written_whole(word: str) -> str:
-    """A whole number without a point, as 1 for 1.0; other words as they are."""
+    """Write a whole number without a point, 1 for 1.0; return other words unchanged."""
     value = _number(word)
     return word if value is None or value != int(value) or _padded(word) else str(int(value))
 
 
 def survival_of(path: str, rows: Iterable[Row], columns: Columns) -> list[tuple[float, float]]:
-    """(time, event) of each row: event 1 where it happened at that time, 0 where it had not by then (censored).
+    """Return (time, event) of each row: event 1 if it happened at that time, 0 if it had not by then (censored).
 
     Raises:
-        ValueError: for a time that is negative or no finite number, or an event other than 0 and 1, with its line; and where
-            no slide has an event.
+        ValueError: with the line, for a time that is negative or not finite, or an event other than 0 and 1; and if no
+            slide has an event.
     """
     out = []
     for row in rows:
@@ -254,7 +252,7 @@ def survival_of(path: str, rows: Iterable[Row], columns: Columns) -> list[tuple[
 
 
 def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
-    """The rows' labels for regression. Raises ValueError for a label that is no finite number, with its line."""
+    """Return the rows' labels for regression. Raises ValueError with the line for a label that is no finite number."""
     numbers = []
     for row in rows:
         value = _number(str(row.label))

@@ -1,7 +1,6 @@
 """SlidePretrainer: masked-autoencoder pretraining of the slide encoder on tile features, without labels.
 
-Shape letters: B slides, N rows (the class token's in front), L rows of this rank, F features, M hidden tiles,
-E embedding dim.
+Shape letters: B slides, N rows (class token first), L rows of this rank, F features, M hidden tiles, E embedding dim.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from lightning_dilated.pattern.rows import in_turns
 class SlidePretrainer(SlideBackbone):
     """Hides most tiles of a slide and learns to predict their features from the others (after MAE, arXiv 2111.06377).
 
-    Unlike in MAE the encoder runs over all rows, with a learned token in place of hidden tiles, so that a slide keeps its
-    length, its dilated attention, and its sharding. A light decoder and a linear layer predict the features; the loss is
-    their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) reads checkpoints.
+    Unlike MAE, the encoder runs over all rows, with a learned token in place of hidden tiles, so a slide keeps its
+    length, its dilated attention, and its sharding. A light decoder and a linear layer predict the features; the loss
+    is the mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` reads checkpoints.
 
-    Batches are mappings with `features`, `coords`, `lengths` or `cu_seqlens` as of `SlideEncoder`, and `index` (B,), or (D,)
-    of packed slides: the slide's number in the data set. Hidden tiles follow from (mask_seed, optimizer step, index,
-    position) alone, on any number of ranks and in a resumed run; validation hides the same tiles every time.
+    Batches are mappings with `features`, `coords`, `lengths` or `cu_seqlens` as in `SlideEncoder`, and `index` (B,), or
+    (D,) for packed slides: the slide's number in the data set. Hidden tiles depend on (mask_seed, optimizer step,
+    index, position) alone, on any number of ranks and in a resumed run; validation hides the same tiles every time.
 
     Args:
         mask_ratio: probability in (0, 1) that a tile is hidden.
@@ -41,10 +40,10 @@ class SlidePretrainer(SlideBackbone):
         decoder_dim: features of the decoder; its heads and pattern are the encoder's.
         decoder_depth: layers of the decoder.
         mask_seed: seed of the choice of hidden tiles.
-        options: those of `SlideBackbone`; the decoder has no dropout.
+        options: options of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
-        ValueError, TypeError: naming the argument.
+        ValueError, TypeError: names the argument.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class SlidePretrainer(SlideBackbone):
             raise ValueError(f"num_heads={self.num_heads} must divide decoder_dim={decoder_dim}.")
 
     def build(self) -> None:
-        """Encoder and decoder, with fresh weights."""
+        """Build encoder and decoder with fresh weights."""
         self._build_backbone()
         self.mask_token = nn.Parameter(torch.zeros(1, 1, self.dim))
         self.decoder_embed = nn.Linear(self.dim, self.decoder_dim)
@@ -82,22 +81,22 @@ class SlidePretrainer(SlideBackbone):
             self.decoder.compile_blocks()
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """A random slide of N rows."""
+        """Return a random slide of N rows."""
         return {**self.example_rows(tokens), "index": torch.zeros(1, dtype=torch.int64)}
 
     def planning_copy(self, depth: int) -> SlidePretrainer:
-        """DilatedModule's, hiding as many tiles as in the mean: which ones follows from values."""
-        made = super().planning_copy(depth)
+        """Copy as DilatedModule does, with the mean number of hidden tiles, because the true ones depend on values."""
+        copy = super().planning_copy(depth)
         rows = lambda hidden: torch.zeros(round(self.hiding.p * hidden.numel()), dtype=torch.int64)  # noqa: E731
-        made.hidden_rows = rows  # type: ignore[method-assign]
-        return made
+        copy.hidden_rows = rows  # type: ignore[method-assign]
+        return copy
 
     def token_features(self) -> tuple[int, ...]:
-        """Those of a row and of the decoder's input; and of the decoder's output, for hidden tiles."""
+        """Return features of a row plus the decoder's input, and of the decoder's output, averaged over hidden tiles."""
         return self.feature_dim + self.decoder_dim, round(self.hiding.p * self.feature_dim)
 
     def planning_notes(self) -> list[str]:
-        """How many tiles are hidden."""
+        """Return a note on the number of hidden tiles."""
         return [
             f"as many tiles are hidden as in the mean, mask_ratio={self.hiding.p:g}; what the decoder's blocks save is "
             "counted as temporary."
@@ -106,9 +105,9 @@ class SlidePretrainer(SlideBackbone):
     def hidden_tiles(
         self, index: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None
     ) -> Tensor:
-        """(B, L) bool on the CPU: the tiles that this step hides, for slides `index` (B,) at global `positions` (L,).
+        """Return the tiles that this step hides, (B, L) bool on the CPU, of slides `index` (B,) at `positions` (L,).
 
-        Of D slides packed into one row: `index` (D,), and `positions` in each slide.
+        For D slides packed into one row, `index` is (D,), and `positions` count within each slide.
         """
         step = 1 + self._optimizer_step() if self.training else 0
         zero = torch.zeros((), dtype=torch.int64)
@@ -118,11 +117,11 @@ class SlidePretrainer(SlideBackbone):
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
     def hidden_rows(self, hidden: Tensor) -> Tensor:
-        """(M,) int64: numbers of the hidden rows among all B L; computed on the CPU, so as not to wait for a GPU."""
+        """Return numbers (M,) int64 of the hidden rows among all B L; computed on the CPU to avoid waiting for a GPU."""
         return hidden.flatten().nonzero()[:, 0]
 
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
+        """Return (predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
         self.configure_model()
         checked_by_all(_check_index, batch)
         checked_by_all(self._check_entries, batch)
@@ -146,7 +145,7 @@ class SlidePretrainer(SlideBackbone):
         return self.decoder_predict(x.flatten(0, 1)[rows]).to(target.dtype), target
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """(sum of the mean squared errors of this rank's hidden tiles, their number)."""
+        """Return (sum of the mean squared errors of this rank's hidden tiles, number of these tiles)."""
         predicted, target = self.reconstruct(batch)
         return (predicted - target).square().mean(1).sum(), len(target)
 

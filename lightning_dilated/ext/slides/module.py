@@ -1,4 +1,4 @@
-"""SlideDataModule: whole slides as sequences of unequal length, of which a rank reads its tiles only.
+"""SlideDataModule: whole slides as sequences of unequal length; each rank reads only its own tiles.
 
 Shape letters: B batch, N positions, T tiles, F features.
 """
@@ -47,78 +47,75 @@ from lightning_dilated.sequence.shard import SequenceSpec
 _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-
-#: no slide's shifts
-_NONE = np.empty((0, 2), np.int64)
+#: shifts of no slides
+_EMPTY = np.empty((0, 2), np.int64)
 
 
 class SlideDataModule(SplitDataModule):
     """Slides as .h5 files with `features` (N, F) and `coords` (N, 2), as CLAM and TRIDENT write them, or .pt files.
 
     Batches are {"features": (B, Nmax, F), "coords": (B, Nmax, 2) int64, "lengths": (B,) int64, "label", "index": (B,),
-    "slide_id": list of B names}, padded on the right with features 0 and coords -1. Labels are (B,) int64 of classes, (B,)
-    float32 of numbers, or (B, 2) float32 of times and events. A slide's name is that of its file without the ending. With
-    `class_token` a blank row of the same kind comes first, which `lengths` counts: a slide of T tiles has T + 1 positions,
-    tile t at position t + 1. Under "ring_dilated" a rank reads the tiles of its part only (for B > 1, of its part of the
-    positions of the longest slide).
+    "slide_id": list of B names}, padded on the right with features 0 and coords -1. Labels are (B,) int64 classes, (B,)
+    float32 numbers, or (B, 2) float32 times and events. A slide's name is its file name without the suffix. With
+    `class_token` each slide begins with a blank row like padding, which `lengths` counts: a slide of T tiles has T + 1
+    positions, tile t at position t + 1. Under "ring_dilated" a rank reads only the tiles of its part (for B > 1, of its
+    part of the positions of the longest slide).
 
     Args:
-        paths: slide files, directories (read recursively) or globs, or URLs of them; a .pt file by URL is read whole, of an
-            .h5 file only what is used. A .pt file holds a tensor (N, F), or a dict of tensors;
-            features may be (1, N, F).
+        paths: slide files, directories (read recursively) or globs, or URLs of them. A .pt file by URL is read whole,
+            an .h5 file only in part. A .pt file holds a tensor (N, F), or a dict of tensors; features may be (1, N, F).
         labels_csv: a csv (or its URL) with a line for each slide; null for none, as in pretraining.
         labels: "classes" (whole numbers or words; see `classes`), "numbers" (regression), "survival" (`time_column` and
             `event_column`) or "none"; null is "classes" with a csv and "none" without.
-        slide_column: column of the slide's id, which is the file's name; the ending of a file may follow.
+        slide_column: column of the slide's id, which is the file's name, with or without a suffix.
         label_column: column of the label.
-        split_column: column of train, val or test; "auto" is one called `split` where there is one; null splits by
+        split_column: column of train, val or test; "auto" uses a column called `split` if there is one; null splits by
             fractions.
-        group_column: slides with the same value here, such as a patient's, stay in one split; a split column that puts them
-            into several is an error.
-        classes: the labels in the order of their numbers; null takes those of the model that is tested, or sorts those there
-            are.
-        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. Which ones
-            depends on `seed`; each split has its share of every class (see `labels.split_groups`). With
-            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are
-            tested or predicted, and none is trained on.
-        unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning, and
+        group_column: slides with the same value here, such as a patient's, stay in one split; a split column that puts
+            them into several is an error.
+        classes: the labels in the order of their numbers; null takes the classes of the tested model, or sorts the
+            labels of the csv.
+        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1, chosen
+            by `seed`; each split gets its share of every class (see `labels.split_groups`). With test_fraction 1 and
+            val_fraction 0, or a split column that says test everywhere, all slides are tested or predicted.
+        unmatched: "error" if a slide has no line or a line no slide; "leave_out" drops them with a warning, and drops
             slides without a tile too.
         batch_size: B, slides of a batch on each device.
         class_token: put a blank row first.
-        max_tiles: the most tiles of a slide; null for no limit.
-        over: what to do with longer slides: "error", or "sample", a random subset, new in each epoch of training.
-        order: of a slide's tiles in the sequence, which changes what a dilated branch sees: "raster", by rows of the slide
-            from its top, from left to right, or "file", as they lie in the file. null takes the order that the model was
-            trained with, and for a new model "raster" (without coordinates "file").
+        max_tiles: maximum tiles of a slide; null for no limit.
+        over: for longer slides: "error", or "sample", a random subset, new in each epoch of training.
+        order: order of a slide's tiles in the sequence, which changes what a dilated branch sees: "raster", by rows of
+            the slide from top to bottom and left to right, or "file", as in the file. null takes the order that the
+            model was trained with, and for a new model "raster" (without coordinates "file").
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
-        tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
-            takes the file's (TRIDENT's patch_size_level0, CLAM's patch_size), or the model's if the file has none. CLAM
-            does not write its step_size: where that is below the patch_size, set it here, in level-0 pixels.
-        check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
-            again whenever they are read. Coordinates of all slides are.
+        tile_size: side of a tile (less the overlap of tiles) in pixels of the coordinates, which are checked against
+            it; null takes the file's (TRIDENT's patch_size_level0, CLAM's patch_size), or the model's if the file has
+            none. CLAM does not write its step_size: if that is below the patch_size, set it here, in level-0 pixels.
+        check_values: features to read before training: of the "first" slide of each split, or of "all"; features are
+            checked again on every read. Coordinates of all slides are always read.
         seed: fixes the training order, the splits and the subsets.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous (null: if there is a
             GPU). Slides are large, and page-locked memory is not freed.
-        pack_tokens: the most positions of a batch on each device: slides are filled into one row up to here, in place of
-            `batch_size` padded ones; null does not pack. A larger slide is a batch by itself. Batches are then {"features":
-            (1, N, F), "coords": (1, N, 2), "cu_seqlens": (D + 1,) int32 on the CPU, where the D slides begin and end, each
-            with its blank row, "label", "index": (D,), "slide_id": list of D names}.
-        sampling: of training slides: "all", each once an epoch, or "balanced", all classes equally often: an epoch is as
-            long, and holds slides of rare classes several times (`ResumableSampler`).
-        folds: the number of folds of a cross-validation, in place of `test_fraction`: slides (or groups) are dealt to so
-            many folds, each with its share of every class; one is tested, and of the others `val_fraction` validates.
-        fold: which one is tested, from 0 to folds - 1.
-        time_column, event_column: columns of survival: time to the event or to the last visit, in a unit of your choice, and
-            1 where the event happened at that time, 0 where it had not.
-        merge_groups: make one sample of all slides of a group, such as a patient: one class token, then their tiles, slide
-            after slide; coordinates are shifted so that slides lie side by side. The sample's name is the group's, and the
-            labels of its slides must agree.
-        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
-            and the most GiB that it takes, see `Opener`.
+        pack_tokens: maximum positions of a batch on each device: slides are packed into one row, in place of
+            `batch_size` padded ones; null does not pack. A larger slide is a batch by itself. Batches are then
+            {"features": (1, N, F), "coords": (1, N, 2), "cu_seqlens": (D + 1,) int32 on the CPU, bounds of the D slides
+            with their blank rows, "label", "index": (D,), "slide_id": list of D names}.
+        sampling: "all" takes each training slide once an epoch; "balanced" draws all classes equally often: an epoch
+            has the same length and repeats slides of rare classes (`ResumableSampler`).
+        folds: number of folds of a cross-validation, in place of `test_fraction`: slides (or groups) are dealt to folds
+            with equal shares of every class. One fold is tested, and `val_fraction` of the other slides validates.
+        fold: number of the tested fold, from 0 to folds - 1.
+        time_column, event_column: columns of survival: time to the event or to the last visit, in any unit, and 1 if
+            the event happened at that time, else 0.
+        merge_groups: make one sample of all slides of a group, such as a patient: one class token, then the tiles of
+            each slide; coordinates are shifted so that slides are side by side. The sample is named after the group,
+            and the labels of its slides must agree.
+        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null is remote in the package's cache folder)
+            and its maximum size in GiB, see `Opener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     collate = staticmethod(collate_slides)
@@ -213,19 +210,19 @@ class SlideDataModule(SplitDataModule):
         self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
         self._inventory: Inventory | None = None
         self._logged_unchecked = False
-        #: of the model that is run: the classes and the order of tiles that it was trained with, its tile_size and grid
+        #: from the running model: its classes and order of tiles in training, and its (tile_size, grid)
         self._trained_classes: list[str] | None = None
         self._trained_order: str | None = None
         self._places: tuple[int | None, int | None] = None, None
 
-    # -- what a trained model brings ------------------------------------------------------------------------------------
+    # -- settings of a trained model -----------------------------------------------------------------------------------
     @property
     def order(self) -> str:
-        """Of a slide's tiles, "file" or "raster"."""
+        """Order of a slide's tiles, "file" or "raster"."""
         return self._order or self._trained_order or ("file" if self.reader.coords is None else "raster")
 
     def follow_order(self, trained: str) -> None:
-        """Take the order of tiles that the model was trained with, unless `order` says one, which is then reported."""
+        """Take the order of tiles that the model was trained with; if `order` differs, keep it and warn."""
         self._trained_order = one_of(trained, "the model's order of tiles", ("file", "raster"))
         if self.order != trained:
             rank_zero_warn(
@@ -239,13 +236,13 @@ class SlideDataModule(SplitDataModule):
             dataset.order = self.order
 
     def follow_classes(self, trained: list[str] | None) -> None:
-        """Number the classes as the model was trained, unless `classes` says otherwise."""
+        """Number the classes as in the model's training, unless `classes` is set."""
         if trained != self._trained_classes and self.classes_wanted is None:
             self._inventory = None
         self._trained_classes = trained
 
     def setup(self, stage: str | None = None) -> None:
-        """SplitDataModule's; a trained model that is tested brings its classes."""
+        """Set up as SplitDataModule does, with the classes of a trained model outside of `fit`."""
         self._trained_order = None
         if self.trainer is not None and stage != "fit":
             self.follow_classes(getattr(self.trainer.lightning_module, "classes", None) or self._trained_classes)
@@ -254,21 +251,21 @@ class SlideDataModule(SplitDataModule):
         super().setup(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """SplitDataModule's, and the order of tiles."""
+        """Return SplitDataModule's state with the order of tiles."""
         state = super().state_dict()
         return {**state, "order": self.order} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """SplitDataModule's; tiles come in the checkpoint's order (of older ones, the file's) unless `order` says one."""
+        """Load SplitDataModule's state and the order of tiles ("file" in old checkpoints), unless `order` is set."""
         if "train" in state_dict:
             self.follow_order(state_dict.get("order", "file"))
         super().load_state_dict(state_dict)
 
     # -- the slides -------------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Check every file's head, the csv, splits and labels, and the values of the slides that `check_values` selects.
+        """Check every file's header, the csv, splits and labels, and the values that `check_values` selects.
 
-        Raises: FileNotFoundError, PermissionError, ImportError or ValueError, with file, row or line, and what to change.
+        Raises: FileNotFoundError, PermissionError, ImportError or ValueError, with file, row or line, and the remedy.
         """
         if self._inventory is not None:
             return
@@ -307,17 +304,17 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def feature_dim(self) -> int:
-        """F, the features of a tile."""
+        """F, features of a tile."""
         return self.inventory.slides[0].width
 
     @property
     def classes(self) -> list[str] | None:
-        """The classes in the order of their numbers; None without classes."""
+        """The classes in the order of their numbers, or None."""
         return self.inventory.classes
 
     @property
     def longest(self) -> int:
-        """The most positions of a slide."""
+        """Maximum positions of a sample."""
         return max(data.length_of(i) for data in map(self.dataset, SPLITS) for i in range(len(data)))
 
     def dataset(self, split: str) -> SlideSequences:
@@ -331,17 +328,16 @@ class SlideDataModule(SplitDataModule):
             place = {i: at for at, i in enumerate(indices)}
             options["groups"] = {name: [place[i] for i in members] for name, members in samples.items()}
             if self.reader.coords is not None:
-                options["shifts"] = np.concatenate([self._shifts(members) for members in samples.values()] or [_NONE])
+                options["shifts"] = np.concatenate([self._shifts(members) for members in samples.values()] or [_EMPTY])
         settings = self.class_token, self.max_tiles, self.order, self.seed
         return SlideSequences(self.reader, slides, self._labels(split), *settings, **options)
 
     def _labels(self, split: str) -> list[Any] | None:
-        """Return the label of each sample of a split; None without labels."""
         labels = self.inventory.labels
         return None if labels is None else [labels[members[0]] for members in self._samples(split).values()]
 
     def _samples(self, split: str, inventory: Inventory | None = None) -> dict[str, list[int]]:
-        """{name: slides} of each sample of a split: a slide by itself, or those of a group."""
+        """Return {name: slides} of each sample of a split: one slide, or the slides of a group."""
         inventory = inventory or self.inventory
         out: dict[str, list[int]] = {}
         for i, (slide, group) in enumerate(zip(inventory.slides, inventory.groups, strict=True)):
@@ -350,19 +346,19 @@ class SlideDataModule(SplitDataModule):
         return out
 
     def _shifts(self, members: list[int]) -> np.ndarray:
-        """(slides, 2) pixels by which the slides of a sample are shifted, whole cells of the model."""
+        """Return shifts (slides, 2) of a sample's slides in pixels, whole cells of the model."""
         tile_size, grid = self._places
         cell = self.tile_size or tile_size or 1
         sizes = np.array([self.inventory.largest[i] for i in members], np.int64) // cell + 1
         return side_by_side(sizes, grid) * cell
 
     def groups(self, split: str) -> list[str]:
-        """The group of each sample of a split, such as its patient; its own name where there are no groups."""
+        """Return the group of each sample of a split, such as its patient; its own name without groups."""
         return [self.inventory.groups[members[0]] for members in self._samples(split).values()]
 
     @property
     def class_counts(self) -> list[int] | None:
-        """Training samples of each class; None without classes."""
+        """Number of training samples of each class, or None without classes."""
         if self.classes is None:
             return None
         numbers = self._labels("train") or []
@@ -370,15 +366,15 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def training_survival(self) -> list[tuple[float, float]] | None:
-        """(time, event) of each training sample; None for other labels."""
+        """Pairs (time, event) of the training samples, or None for other labels."""
         return self._labels("train") if self.labels == "survival" else None
 
     def balanced_classes(self) -> list[int] | None:
-        """The class of each training sample, where all classes are drawn equally often."""
+        """Return the class of each training sample if all classes are drawn equally often, else None."""
         return self._labels("train") if self.sampling == "balanced" else None
 
     def describe(self) -> str:
-        """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
+        """Return one line: slides, tiles, features, slides of each split, and the classes with their numbers."""
         inventory = self.inventory
         tiles = [s.tiles for s in inventory.slides]
         counts = ", ".join(f"{inventory.splits.count(split):,} {split}" for split in SPLITS)
@@ -403,17 +399,16 @@ class SlideDataModule(SplitDataModule):
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
 
     def check_places(self, tile_size: int, grid: int | None = None) -> None:
-        """Compare the coordinates of all slides with the cells of a model, and log in one line what could not be compared.
+        """Compare the coordinates of all slides with the cells of a model, and log in one line what cannot be compared.
 
-        A `SlideEncoder` that is trained or run with this module calls it. Files are read where neither they nor
-        `data.tile_size` state a tile size; where one is stated, it must be the model's.
+        A `SlideEncoder` calls it before it uses this module. Files are read if neither they nor `data.tile_size` state
+        a tile size; a stated size must equal the model's.
 
         Args:
             tile_size: side of a cell, in pixels of the coordinates.
             grid: cells along an axis; None for no limit.
 
-        Raises:
-            ValueError: naming the file, what was found and what to set.
+        Raises: ValueError with the file, the fault and the remedy.
         """
         inventory = self.inventory
         if self.reader.coords is None:
@@ -442,7 +437,7 @@ class SlideDataModule(SplitDataModule):
         self._log_unchecked(tile_size, few)
 
     def _check_merged(self, tile_size: int, grid: int) -> None:
-        """Raise ValueError for a group whose slides do not fit the grid side by side."""
+        """Raise ValueError for a group with slides that do not fit the grid side by side."""
         for split in SPLITS:
             for name, members in self._samples(split).items():
                 ends = self._shifts(members) + np.array([self.inventory.largest[i] for i in members])
@@ -456,7 +451,7 @@ class SlideDataModule(SplitDataModule):
 
     # -- the parts of check --------------------------------------------------------------------------------------------
     def _splits(self, rows: list[Row] | None, groups: list[str], strata: list[int] | None) -> tuple[list[str], bool]:
-        """(split of each slide, whether the csv has them)."""
+        """Return (split of each slide, whether the csv has them)."""
         if rows is not None and rows[0].split is not None:
             column = "split" if self.columns.split == "auto" else str(self.columns.split)
             if self.folds is not None:
@@ -472,13 +467,12 @@ class SlideDataModule(SplitDataModule):
         return split_groups(groups, strata, self.val_fraction, self.test_fraction, self.seed), False
 
     def _strata(self, labels: list[Any] | None) -> list[int] | None:
-        """What each split has its share of: classes, or slides with and without an event."""
+        """Return the labels that splits are balanced by: classes, or slides with and without an event."""
         if self.labels == "survival":
             return [int(event) for _, event in labels or ()]
         return labels if self.labels == "classes" else None
 
     def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
-        """(label of each slide, names of the classes)."""
         if rows is None or self.labels == "none":
             return None, None
         if self.labels == "numbers":
@@ -490,7 +484,7 @@ class SlideDataModule(SplitDataModule):
         return numbers, classes
 
     def _check_splits(self, inventory: Inventory) -> None:
-        """Raise ValueError for a requested split without slides; warn of classes that a split lacks."""
+        """Raise ValueError for a requested split without slides; warn about classes that a split lacks."""
         for split in SPLITS:
             if split not in inventory.splits and self.wanted(split, inventory) is None:
                 raise ValueError(
@@ -527,7 +521,7 @@ class SlideDataModule(SplitDataModule):
         return x, y
 
     def _log_unchecked(self, tile_size: int | None, few: int = 0) -> None:
-        """One line for all slides, once, about what the coordinates could not be compared with."""
+        """Log one line, once, about checks of coordinates that were not possible."""
         if self._logged_unchecked or self.reader.coords is None:
             return
         self._logged_unchecked = True

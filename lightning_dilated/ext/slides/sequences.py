@@ -1,7 +1,7 @@
-"""SlideSequences: slides as sequences of unequal length, of which only the tiles that are asked for are read; and batches.
+"""SlideSequences: slides as sequences of unequal length, with only the requested tiles read; and their batches.
 
-A slide of T tiles is a sequence of N positions: T + 1 with a class token, whose blank row (features 0, coords -1) comes
-first, so that tile t lies at position t + 1; T without.
+A slide of T tiles is a sequence of N = T positions, or N = T + 1 with a class token: its blank row (features 0, coords
+-1) comes first, and tile t has position t + 1.
 
 Shape letters: B batch, N positions, T tiles, F features.
 """
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from lightning_dilated.data.files import MARK
 from lightning_dilated.ext.slides.files import Slide, SlideReader
 
-#: coordinates of a position without a tile: the class token's, and padding
+#: coordinates of a position without a tile: class token and padding
 NOWHERE = -1
 
 
@@ -27,20 +27,20 @@ class SlideSequences(Dataset):
 
     Each is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index", "slide_id": the sample's name}.
 
-    A sample is a slide, or with `groups` several slides, one after the other in one sequence. "label" is there where labels
-    are, "coords" where the reader has a name for them.
+    A sample is a slide, or with `groups` several slides in one sequence. "label" is present if there are labels,
+    "coords" if the reader has a name for them.
 
     Args:
         reader: reads the files.
-        slides: what they hold.
-        labels: one a sample, a number or several; None for none.
+        slides: headers of the files.
+        labels: one per sample, a number or several; None for none.
         class_token: whether a blank row comes first.
-        max_tiles: take at most this many tiles of a slide, a random subset that depends on (seed, epoch, its place in
-            `slides`) alone; None for all.
-        order: of a slide's tiles: "file", or "raster": by rows of the slide from its top, from left to right.
-        seed: of the subsets.
-        groups: {name: places in `slides`} of each sample; None: each slide by itself, by its own name.
-        shifts: (slides, 2) int64, added to the coordinates of each slide, so that those of a sample lie apart; None for 0.
+        max_tiles: maximum tiles of a slide, a random subset that depends on (seed, epoch, index in `slides`) alone;
+            None for all.
+        order: order of a slide's tiles: "file", or "raster": by rows of the slide from top to bottom and left to right.
+        seed: seed of the subsets.
+        groups: {name: indices in `slides`} of each sample; None: each slide is a sample, by its own name.
+        shifts: (slides, 2) int64, added to coordinates to separate the slides of a sample; None for 0.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class SlideSequences(Dataset):
         return len(self._members)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the loader before each epoch: random subsets change with it."""
+        """Set the epoch, which random subsets depend on; the loader calls it before each epoch."""
         self.epoch = epoch
 
     def fingerprint(self) -> str:
-        """Depends on names, sizes, settings and some tiles of each slide (`SlideReader.digest`); computed once."""
+        """Return a digest of names, sizes, settings and some tiles of each slide (`SlideReader.digest`); cached."""
         values: tuple[Any, ...] = ([(s.name, s.tiles, s.width) for s in self.slides], self.labels, self.reader)
         settings: tuple[Any, ...] = (self.class_token, self.max_tiles, self.order, self.seed)
         if self.groups is not None:
@@ -85,21 +85,21 @@ class SlideSequences(Dataset):
         return f"{named}{MARK}{self._content}"
 
     def tiles_of(self, index: int) -> int:
-        """T, the tiles that a sample takes."""
+        """Return T, the tiles of a sample."""
         return sum(map(self._taken, self._known(index)))
 
     def length_of(self, index: int) -> int:
-        """N, the positions of a sample; no file is read."""
+        """Return N, the positions of a sample; reads no file."""
         return self.tiles_of(index) + self.class_token
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only, in this order; "length" stays N. Positions from N on are padding.
+        """Return the sample at some positions only, in this order; "length" stays N. Positions from N on are padding.
 
-        Of the files only the tiles at these positions are read (and rows between tiles a
-        few rows apart, as in the strided layout; with order="raster" all coordinates).
+        Only the tiles at these positions are read (and rows between tiles that are a few rows apart, as in the strided
+        layout; with order="raster" all coordinates).
 
         Raises:
             IndexError: if there is no such sample or a position is negative.
@@ -112,10 +112,10 @@ class SlideSequences(Dataset):
         tiles_at = tiles_at - self.class_token
         ends = np.cumsum([self._taken(slide) for slide in members])
         owner = np.where(tiles_at < 0, -1, np.searchsorted(ends, tiles_at, side="right"))
-        there = [(i, np.flatnonzero(owner == i)) for i in range(len(members))]
-        there = [(i, at) for i, at in there if len(at)] or [(0, np.empty(0, np.int64))]
-        parts = [self._read(members[i], tiles_at[at] - (ends[i - 1] if i else 0)) for i, at in there]
-        at = np.concatenate([at for _, at in there])
+        owned = [(i, np.flatnonzero(owner == i)) for i in range(len(members))]
+        owned = [(i, at) for i, at in owned if len(at)] or [(0, np.empty(0, np.int64))]
+        parts = [self._read(members[i], tiles_at[at] - (ends[i - 1] if i else 0)) for i, at in owned]
+        at = np.concatenate([at for _, at in owned])
         sample: dict[str, Any] = {"features": _placed([x for x, _ in parts], at, len(tiles_at), 0)}
         if self.reader.coords is not None:
             sample["coords"] = _placed([x for _, x in parts], at, len(tiles_at), NOWHERE)
@@ -123,14 +123,14 @@ class SlideSequences(Dataset):
         return sample if self.labels is None else {**sample, "label": self.labels[index]}
 
     def _read(self, slide: int, tiles: np.ndarray) -> tuple[torch.Tensor, Any]:
-        """(features, shifted coords) of some of the tiles that are taken of a slide."""
+        """Return (features, shifted coords) of some of a slide's selected tiles."""
         features, coords = self.reader.read(self.slides[slide].path, self._rows(slide)[tiles])
         if coords is None or self.shifts is None:
             return features, coords
         return features, coords + torch.from_numpy(self.shifts[slide])
 
     def _rows(self, slide: int) -> np.ndarray:
-        """(T,) the file's row of each tile that is taken of a slide."""
+        """Return the file's row of each selected tile of a slide, (T,)."""
         stored, tiles = self.slides[slide], self._taken(slide)
         rows = np.arange(stored.tiles)
         if tiles < stored.tiles:
@@ -146,14 +146,14 @@ class SlideSequences(Dataset):
         return tiles if self.max_tiles is None else min(tiles, self.max_tiles)
 
     def _known(self, index: int) -> list[int]:
-        """Places in `slides` of a sample."""
+        """Return the indices in `slides` of a sample."""
         if not 0 <= index < len(self._members):
             raise IndexError(f"slide {index} was asked for, but there are {len(self._members)}")
         return self._members[index]
 
 
 def _placed(parts: list[torch.Tensor], rows: np.ndarray, count: int, blank: int) -> torch.Tensor:
-    """(count, W) with the values of `parts` at some rows and `blank` at the others."""
+    """Return (count, W) with the values of `parts` at `rows` and `blank` elsewhere."""
     if len(parts) == 1 and len(rows) == count:
         return parts[0]  # a slide may be large: no copy
     out = parts[0].new_full((count, parts[0].shape[1]), blank)
@@ -165,9 +165,9 @@ def _placed(parts: list[torch.Tensor], rows: np.ndarray, count: int, blank: int)
 
 
 def side_by_side(sizes: np.ndarray, grid: int | None) -> np.ndarray:
-    """(S, 2) int64 cells (column, row) where each of S slides of (columns, rows) cells begins, so that none overlap.
+    """Place S slides of (columns, rows) cells without overlap; return the first cell (column, row) of each, (S, 2) int64.
 
-    They stand in rows from left to right, each row as wide as the grid; None for one row.
+    They are placed in rows from left to right, each row as wide as the grid; None for one row.
     """
     out, x, y, height = np.zeros_like(sizes), 0, 0, 0
     for i, (columns, rows) in enumerate(sizes):
@@ -179,12 +179,12 @@ def side_by_side(sizes: np.ndarray, grid: int | None) -> np.ndarray:
 
 
 def collate_slides(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of samples, padded on the right with features 0 and coords -1.
+    """Return a batch of samples, padded on the right with features 0 and coords -1.
 
     Returns:
-        {"features": (B, Nmax, F), "coords": (B, Nmax, 2), "lengths": (B,) int64, "label", "index": (B,), "slide_id": list of
-        B str}; "coords" and "label" where the samples have them. Labels are (B,) int64 of classes, or float32 of numbers,
-        (B, 2) float32 of times and events.
+        {"features": (B, Nmax, F), "coords": (B, Nmax, 2), "lengths": (B,) int64, "label", "index": (B,), "slide_id":
+        list of B str}; "coords" and "label" if the samples have them. Labels are (B,) int64 classes, (B,) float32
+        numbers, or (B, 2) float32 times and events.
     """
     batch: dict[str, Any] = {"features": _padded([s["features"] for s in samples], 0)}
     if "coords" in samples[0]:

@@ -1,4 +1,4 @@
-"""Splits of slides by group: fractions and folds that keep groups whole and spread every class, and warnings about them."""
+"""Splits of slides by group: fractions and folds that keep groups whole and spread every class, with warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_dilated.ext.slides.labels import Row
 
 
 def check_groups(path: str, rows: list[Row], split_column: str, group_column: str) -> None:
-    """Raise ValueError where the split column puts slides of one group, such as a patient's, into several splits."""
+    """Raise ValueError if the split column puts slides of one group, such as a patient's, into several splits."""
     counts: dict[str, Counter[str]] = {}
     for row in rows:
         counts.setdefault(str(row.group), Counter())[str(row.split)] += 1
@@ -35,17 +35,13 @@ def check_groups(path: str, rows: list[Row], split_column: str, group_column: st
 
 
 def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: int) -> list[int]:
-    """The fold of each slide, from 0 to folds - 1: groups are shuffled and dealt in turn, class by class.
+    """Return the fold of each slide, from 0 to folds - 1: groups are shuffled and dealt in rotation, class by class.
 
-    Slides of one group stay together. Folds differ by at most one group, and by at most one group of each class; a group
-    counts as the class among its slides that fewest groups have. Depends on the names of the groups, their classes and the
-    seed alone.
+    Slides of one group stay together. Folds differ by at most one group, and by at most one group of each class. A
+    group counts as its rarest class: the class that the fewest groups have. The result depends only on the names of the
+    groups, their classes and the seed. Arguments are the same as in `split_groups`.
 
-    Args:
-        groups, labels: as of `split_groups`.
-
-    Raises:
-        ValueError: for fewer groups than folds.
+    Raises: ValueError for fewer groups than folds.
     """
     names = sorted(set(groups))
     if len(names) < folds:
@@ -63,18 +59,16 @@ def deal_groups(groups: list[str], labels: list[int] | None, folds: int, seed: i
 def split_folds(
     groups: list[str], labels: list[int] | None, folds: int, fold: int, val_fraction: float, seed: int
 ) -> list[str]:
-    """A split for each slide: fold number `fold` is tested; of the others `val_fraction` validates, and the rest trains.
+    """Return a split for each slide: fold number `fold` tests, `val_fraction` of the other slides validates, others train.
 
-    Args:
-        groups, labels: as of `split_groups`.
-        folds, seed: as of `deal_groups`.
+    Arguments are the same as in `split_groups` and `deal_groups`.
     """
     fold_of = deal_groups(groups, labels, folds, seed)
-    rest = [i for i, number in enumerate(fold_of) if number != fold]
-    labels_there = None if labels is None else [labels[i] for i in rest]
-    words = split_groups([groups[i] for i in rest], labels_there, val_fraction, 0, seed)
+    untested = [i for i, number in enumerate(fold_of) if number != fold]
+    labels_there = None if labels is None else [labels[i] for i in untested]
+    words = split_groups([groups[i] for i in untested], labels_there, val_fraction, 0, seed)
     out = ["test"] * len(groups)
-    for i, word in zip(rest, words, strict=True):
+    for i, word in zip(untested, words, strict=True):
         out[i] = word
     return out
 
@@ -82,14 +76,15 @@ def split_folds(
 def split_groups(
     groups: list[str], labels: list[int] | None, val_fraction: float, test_fraction: float, seed: int
 ) -> list[str]:
-    """A split for each slide: random groups, as many as the fractions say, with each class in its share.
+    """Return a split for each slide: random groups according to the fractions, with each class in its share.
 
-    Slides of one group stay together. A fraction above 0 gives at least one group, and a group of each class where it gives
-    as many groups as there are classes and the class has one to spare: one stays for training. A group counts as the class
-    among its slides that fewest groups have. Depends on the names of the groups, their classes and the seed alone.
+    Slides of one group stay together. A fraction above 0 gives at least one group. If it gives at least one group per
+    class, each class with a group to spare gives one; one group of a class stays for training. A group counts as its
+    rarest class: the class that the fewest groups have. The result depends only on the names of the groups, their
+    classes and the seed.
 
     Args:
-        groups: of each slide.
+        groups: group of each slide.
         labels: class number of each slide; None for no classes.
     """
     names = sorted(set(groups))
@@ -112,7 +107,7 @@ def split_groups(
 
 
 def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
-    """The class that each group counts as: the rarest of its slides', so that rare ones are spread over the splits."""
+    """Return the class that each group counts as: the rarest of its slides, so that splits share rare classes."""
     classes: dict[str, set[int]] = {}
     for group, label in zip(groups, labels or [0] * len(groups), strict=True):
         classes.setdefault(group, set()).add(label)
@@ -121,7 +116,7 @@ def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
 
 
 def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
-    """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
+    """Divide `size` groups among classes by their shares, limited to unassigned groups; rounded to sum to `size`."""
     total = sum(counts.values())
     available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
     size = min(size, sum(map(len, unassigned.values())))
@@ -143,11 +138,11 @@ def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int,
 
 
 def check_agreement(path: str, rows: list[Row], labels: Sequence[object] | None, group_column: str) -> None:
-    """Raise ValueError where slides that become one sample have different labels."""
-    seen: dict[str, tuple[Row, object]] = {}
+    """Raise ValueError if slides that become one sample have different labels."""
+    first_of: dict[str, tuple[Row, object]] = {}
     for row, label in zip(rows, labels or (), strict=bool(labels)):
-        first, there = seen.setdefault(str(row.group), (row, label))
-        if there != label:
+        first, first_label = first_of.setdefault(str(row.group), (row, label))
+        if first_label != label:
             raise ValueError(
                 f"{path}, lines {first.line} and {row.line}: slides {first.slide!r} and {row.slide!r} of {group_column} "
                 f"{row.group!r} have different labels, but data.merge_groups makes one sample of them: give them one label, "
@@ -156,7 +151,7 @@ def check_agreement(path: str, rows: list[Row], labels: Sequence[object] | None,
 
 
 def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
-    """Warn of validation and test splits whose slides are all of one class."""
+    """Warn of validation and test splits with slides of one class only."""
     for split in SPLITS[1:]:
         numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
         if numbers_there and len(set(numbers_there)) == 1:

@@ -1,7 +1,7 @@
 """Synthetic slides in the shape of real ones, for tests, recipes and a first run.
 
-Features of real slides come from patients and cannot be distributed with a package. These have their shape
-only: ragged numbers of tiles on a grid of pixels, under a mask of blobs as tissue has, and noise that depends on the label.
+Real slide features come from patients and cannot be distributed with a package. Synthetic slides share only their
+shape: ragged numbers of tiles on a grid of pixels, a mask of tissue-like blobs, and noise that depends on the label.
 
 Shape letters: T tiles of a slide, F features of a tile.
 """
@@ -31,18 +31,18 @@ def write_synthetic_slides(
 ) -> str:
     """Write slides slide_000, slide_001, ... and labels.csv (slide_id, label, score, patient) to a folder.
 
-    No real slide features: each is standard normal noise, to which tiles within a round spot (0.2 to 0.6 of the
-    tissue) add `signal` times a direction of the slide's class. `score`, for regression, is the label plus the spot's
-    share; two slides belong to a patient. Equal arguments write equal values.
+    Features are standard normal noise; tiles within a round spot (0.2 to 0.6 of the tissue) add `signal` times a
+    direction of the slide's class. `score`, for regression, is the label plus the spot's share; two slides belong to a
+    patient. Equal arguments write equal values.
 
     Args:
         folder: created if missing; files of the same names are replaced.
-        slides: how many.
-        tiles: the least and the most tiles of a slide; T is drawn between them.
+        slides: number of slides.
+        tiles: minimum and maximum tiles of a slide; T is drawn between them.
         features: F.
-        classes: labels 0 to classes - 1, in turn.
+        classes: slides take labels 0 to classes - 1 in rotation.
         tile_size: side of a tile in level-0 pixels; coordinates are multiples of it.
-        signal: how far the means of two classes lie apart, in standard deviations.
+        signal: length of the class direction that spots add, in standard deviations of the noise.
         seed: fixes everything.
         kind: "h5" (as TRIDENT writes: `features`, `coords` with sizes of tile and slide) or "pt" (a dict of tensors).
 
@@ -51,7 +51,7 @@ def write_synthetic_slides(
 
     Raises:
         TypeError, ValueError: for values outside these ranges.
-        ImportError: where h5py is needed and missing.
+        ImportError: if h5py is needed and missing.
     """
     for name, value in (("slides", slides), ("features", features), ("classes", classes), ("tile_size", tile_size)):
         integer(value, name, 1)
@@ -79,7 +79,7 @@ def write_synthetic_slides(
 
 
 def _tissue(rng: np.random.Generator, tiles: int) -> np.ndarray:
-    """(T, 2) int64 cells, row by row: the T cells where a smooth random field is highest, so blobs with ragged edges."""
+    """Return T cells (T, 2) int64 in raster order where a smooth random field is highest: blobs with ragged edges."""
     side = int(np.ceil(np.sqrt(3 * tiles))) + 2
     y, x = np.mgrid[:side, :side] / side
     field = np.zeros((side, side))
@@ -88,12 +88,12 @@ def _tissue(rng: np.random.Generator, tiles: int) -> np.ndarray:
         field += np.cos(2 * np.pi * (fx * x + fy * y) + phase)
     field -= 6 * ((x - 0.5) ** 2 + (y - 0.5) ** 2)
     chosen = np.sort(np.argsort(-field, axis=None, kind="stable")[:tiles])
-    corner = rng.integers(0, 8, 2)  # glass before the tissue begins
+    corner = rng.integers(0, 8, 2)  # a margin of glass before the tissue
     return np.stack([chosen % side, chosen // side], 1) + corner
 
 
 def _spot(rng: np.random.Generator, cells: np.ndarray) -> np.ndarray:
-    """(T,) bool: the tiles nearest to one of them, 0.2 to 0.6 of all."""
+    """Return a mask (T,) bool of the tiles nearest to a random tile, 0.2 to 0.6 of all."""
     centre = cells[rng.integers(len(cells))]
     order = np.argsort(((cells - centre) ** 2).sum(1), kind="stable")
     spot = np.zeros(len(cells), dtype=bool)

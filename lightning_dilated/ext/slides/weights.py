@@ -1,4 +1,4 @@
-"""Weights of slide encoders in files, by the names of releases (GigaPath) or of this package, checked by name and shape.
+"""Weight files of slide encoders, by the names of releases (GigaPath) or of this package, checked by name and shape.
 
 Shape letters: E embedding dim, F features of a tile.
 """
@@ -19,7 +19,7 @@ from lightning_dilated.ext.slides.backbone import GridPositions, released_patter
 from lightning_dilated.models.pretrained import check_finite, layers_of
 from lightning_dilated.pattern.layers import read_patterns
 
-#: (release, ours) of a layer's parameters; q, k and v become one
+#: {release: ours} of a layer's parameters; q, k and v are joined
 LAYER = {
     "self_attn.inner_attn_ln": "attention.sub_norm",
     "self_attn.out_proj": "attention.out_proj",
@@ -39,7 +39,7 @@ PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12
 
 
 def missing_file(path: str | Path, what: str) -> str:
-    """The message for a missing file; for the name of a Hugging Face repository, how to download it."""
+    """Return the message for a missing file; for a Hugging Face repository, with instructions to download it."""
     name = str(path).removeprefix("hf_hub:").removeprefix("hf-hub:")
     if name == str(path) and not re.fullmatch(r"[\w-]+/[\w-]+", name):
         return f"{path}: no such file of {what}."
@@ -51,10 +51,9 @@ def missing_file(path: str | Path, what: str) -> str:
 
 
 def read_file(path: str | Path) -> Any:
-    """The contents of a torch.save file; tensors stay on disk until they are used, and no code in the file is run.
+    """Read a torch.save file; tensors are memory-mapped, and no code in the file is run.
 
-    Raises:
-        FileNotFoundError, ValueError: for a missing file, or one that cannot be read.
+    Raises: FileNotFoundError or ValueError for a file that is missing or cannot be read.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(missing_file(path, "slide encoder weights"))
@@ -66,7 +65,7 @@ def read_file(path: str | Path) -> Any:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict of a file: `{"model": ...}`, `{"state_dict": ...}` or bare; raises as `read_file`."""
+    """Return the state dict of a file: `{"model": ...}`, `{"state_dict": ...}` or bare; raises as `read_file`."""
     stored = read_file(path)
     for name in ("model", "state_dict"):
         if isinstance(stored, Mapping) and isinstance(stored.get(name), Mapping):
@@ -78,7 +77,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def released_parameters(depth: int) -> dict[str, tuple[str, ...]]:
-    """{ours: the names in a release} of an encoder of `depth` layers; a parameter of several names is joined from them."""
+    """Return {ours: names in a release} of an encoder of `depth` layers; several names are concatenated."""
     modules = {ours: (theirs,) for theirs, ours in OUTER.items()}
     for i in range(depth):
         old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
@@ -92,16 +91,15 @@ def released_parameters(depth: int) -> dict[str, tuple[str, ...]]:
 
 
 def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: bool = False) -> dict[str, Tensor]:
-    """The encoder's part of a state dict, in this package's names.
+    """Return the encoder's part of a state dict, in this package's names.
 
     Args:
-        stored: of a release, also as part of a larger model (with names such as `slide_encoder.norm.bias`), or ours.
+        stored: a release, alone or in a larger model (with names such as `slide_encoder.norm.bias`), or ours.
         where: the file, for messages.
-        grid: cells along an axis, to check a stored table of positions against.
-        report: log in one line what else the file holds.
+        grid: cells along an axis, to check a stored table of positions.
+        report: log unused entries of the file in one line.
 
-    Raises:
-        ValueError: naming missing parameters, or where the table of positions is another one.
+    Raises: ValueError for missing parameters, with names, or another table of positions.
     """
     if any(".lora_" in name or ".base_layer." in name for name in stored):
         raise ValueError(
@@ -140,36 +138,35 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
     return encoder
 
 
-def to_released(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
-    names, released = released_parameters(_own_depth(own)), {}
-    for name, x in own.items():
+def to_released(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
+    names, released = released_parameters(_own_depth(state)), {}
+    for name, x in state.items():
         if OWN.match(name):
             released |= zip(names[name], x.chunk(len(names[name])) if x.ndim else (x,), strict=True)
     return released
 
 
-def _own_depth(own: Mapping[str, Tensor]) -> int:
-    return 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, own) if m), default=-1)
+def _own_depth(state: Mapping[str, Tensor]) -> int:
+    return 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, state) if m), default=-1)
 
 
-def _check_own(own: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless all layers are there and their shapes fit each other; by this package's names."""
-    layers_of([m[1] for m in map(_OWN_LAYERS.match, own) if m], len(own), where)
+def _check_own(state: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless all layers exist and their shapes fit each other; by this package's names."""
+    layers_of([m[1] for m in map(_OWN_LAYERS.match, state) if m], len(state), where)
     try:
-        check_layer_shapes(to_released(own), where)
+        check_layer_shapes(to_released(state), where)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{where} is no slide encoder ({error}).") from None
 
 
-def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
-    """feature_dim, dim, depth and ffn_dim of weights by this package's names; the number of heads does not follow from them.
+def sizes_of(state: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
+    """Return feature_dim, dim, depth and ffn_dim of weights by our names; weights do not determine the number of heads.
 
-    Raises:
-        ValueError: naming `where`, for weights that are not those of an encoder.
+    Raises: ValueError with `where`, for weights of anything but an encoder.
     """
-    depth = _own_depth(own)
-    embed, first = own.get("patch_embed.weight"), own.get("transformer.blocks.0.ffn.fc1.weight")
+    depth = _own_depth(state)
+    embed, first = state.get("patch_embed.weight"), state.get("transformer.blocks.0.ffn.fc1.weight")
     if (
         depth < 1
         or embed is None
@@ -184,33 +181,32 @@ def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str,
 
 
 def load_backbone(model: Any, path: str | Path) -> None:
-    """Copy the encoder's weights of a file into `model`; its head or decoder is left alone.
+    """Copy the encoder's weights of a file into `model`; its head or decoder does not change.
 
-    Raises:
-        FileNotFoundError, ValueError: also where the model's sizes differ from the file's, naming the settings.
+    Raises: FileNotFoundError or ValueError, also if the model's sizes differ from the file's, with the settings.
     """
     _check_settings(model, path)
-    own = own_weights(read_weights(path), str(path), model.grid, report=True)
-    theirs, ours = sizes_of(own, str(path)), sizes_of(dict(model.named_parameters()))
+    weights = own_weights(read_weights(path), str(path), model.grid, report=True)
+    theirs, ours = sizes_of(weights, str(path)), sizes_of(dict(model.named_parameters()))
     wrong = [f"{name}={theirs[name]} there and {ours[name]} here" for name in theirs if theirs[name] != ours[name]]
     if wrong:
         raise ValueError(f"{path} does not fit this model: {', '.join(wrong)}. Set the model's sizes to the file's.")
     named = {name: x for name, x in model.named_parameters() if OWN.match(name)}
-    missing = [name for name in named if name not in own]
+    missing = [name for name in named if name not in weights]
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} parameters of the encoder: {few(missing)}.")
-    check_finite({name: own[name] for name in named}, path)
+    check_finite({name: weights[name] for name in named}, path)
     with torch.no_grad():
         for name, parameter in named.items():
-            if own[name].shape != parameter.shape:
+            if weights[name].shape != parameter.shape:
                 raise ValueError(
-                    f"{path}: {name} is {tuple(own[name].shape)}, but here it is {tuple(parameter.shape)}."
+                    f"{path}: {name} is {tuple(weights[name].shape)}, but here it is {tuple(parameter.shape)}."
                 )
-            parameter.copy_(own[name])
+            parameter.copy_(weights[name])
 
 
 def _check_settings(model: Any, path: str | Path) -> None:
-    """Raise ValueError where heads, tile size or grid of our checkpoint, which weights do not show, are not the model's."""
+    """Raise ValueError if heads, tile size or grid of our checkpoint, which shapes do not show, are not the model's."""
     stored = read_file(path)
     settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
     for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
@@ -232,14 +228,14 @@ def _check_settings(model: Any, path: str | Path) -> None:
 
 
 def _check_table(table: Tensor, grid: int, where: str) -> None:
-    """Raise ValueError unless a release's stored table of positions is the fixed one that is computed here."""
+    """Raise ValueError unless a release's stored table of positions equals the fixed table that is computed here."""
     rows, dim = table.shape[-2:]
     side = round((rows - 1) ** 0.5)
     if rows != 1 + side * side or side != grid:
         raise ValueError(
             f"{where} has {rows} positions, those of a {side} x {side} grid; set grid={side} (it is {grid})."
         )
-    # a sample of its rows: the whole table would take gigabytes
+    # sample the rows: the whole table would take gigabytes
     index = torch.linspace(0, side * side - 1, min(side * side, 4096), dtype=torch.float64).long()
     cells = torch.stack([index // side, index % side], -1)[None]
     stored, expected = table.reshape(rows, dim), GridPositions(dim, grid)(cells)[0]
@@ -250,13 +246,13 @@ def _check_table(table: Tensor, grid: int, where: str) -> None:
 
 
 def few(names: Iterable[str], most: int = 6) -> str:
-    """The first names in alphabetical order, and how many more there are."""
+    """Return the first names in alphabetical order, and the number of further names."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
-    """Raise ValueError for tensors whose names are not strings, and for tensors without values."""
+    """Raise ValueError for tensors without values, and for names that are not strings."""
     wrong = next((name for name in state if not isinstance(name, str)), None)
     if wrong is not None:
         raise ValueError(f"{where} names a tensor {wrong!r:.40}, but names are strings: save a module's state_dict().")
@@ -265,25 +261,25 @@ def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
         raise ValueError(f"{where}: {empty} is on the meta device and has no values. Save the weights themselves.")
 
 
-def check_depth(found: int, asked: int | None, known: int | None, where: str | Path, what: str = "") -> None:
-    """Raise ValueError where a file has another number of layers than requested, or fewer than the published model.
+def check_depth(depth: int, requested: int | None, published: int | None, where: str | Path, what: str = "") -> None:
+    """Raise ValueError if a file has another number of layers than requested, or fewer than the published model.
 
     Args:
-        found: layers of the file.
-        asked: the argument `depth`, if it was passed.
-        known: layers of the published model with these sizes, if there is one; it is called `what`.
+        depth: layers of the file.
+        requested: the argument `depth`, if it was passed.
+        published: layers of the published model of these sizes, if any; errors call it `what`.
     """
-    if asked is not None and asked != found:
-        raise ValueError(f"{where} has {found} layers, and depth={asked} was asked for: is the file complete?")
-    if asked is None and known is not None and found < known:
+    if requested is not None and requested != depth:
+        raise ValueError(f"{where} has {depth} layers, and depth={requested} was asked for: is the file complete?")
+    if requested is None and published is not None and depth < published:
         raise ValueError(
-            f"{where} has {found} layers, and {what} of its width has {known}: its last layers are missing. Download it "
-            f"again; for a model that has no more, pass depth={found}."
+            f"{where} has {depth} layers, and {what} of its width has {published}: its last layers are missing. Download it "
+            f"again; for a model that has no more, pass depth={depth}."
         )
 
 
 def layer_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of a layer, by torchscale's names; a bias has the first dim."""
+    """Return the shape of each weight of a layer, by torchscale's names; a bias has the first dim."""
     square = {f"self_attn.{x}_proj": (dim, dim) for x in ("q", "k", "v", "out")}
     norms = {"self_attn.inner_attn_ln": (dim,), "self_attn_layer_norm": (dim,), "final_layer_norm": (dim,)}
     ffn = {"ffn.fc1": (ffn_dim, dim), "ffn.fc2": (dim, ffn_dim), "ffn.ffn_layernorm": (ffn_dim,)}
@@ -291,10 +287,9 @@ def layer_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
 
 
 def check_layer_shapes(state: Mapping[str, Tensor], where: str | Path) -> None:
-    """Raise ValueError for a layer whose tensors do not fit each other, naming the first.
+    """Raise ValueError for the first layer with tensors that do not fit each other.
 
-    Args:
-        state: by torchscale's names, prefixes included; other tensors are ignored.
+    `state` has torchscale's names, with any prefix; other tensors are ignored.
     """
     layers = [(m, x) for name, x in state.items() if (m := re.match(r"(.*\blayers\.\d+)\.(.+)\.(weight|bias)$", name))]
     first = next((x for m, x in layers if m[2] == "ffn.fc1" and m[3] == "weight"), None)

@@ -1,4 +1,4 @@
-"""TextTokenizer: one face for a tokenizer.json and for tokenizers of transformers (an optional extra)."""
+"""TextTokenizer: one interface to a tokenizer.json and to tokenizers of transformers (an optional extra)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Loaded = TypeVar("Loaded", bound="TextTokenizer")
 
 
 class LoadsTokenizer(ABC, Generic[Loaded]):
-    """A DataModule's tokenizer, loaded when it is first asked for."""
+    """A DataModule's tokenizer, loaded on first use."""
 
     tokenizer_source: str
 
@@ -36,46 +36,46 @@ class LoadsTokenizer(ABC, Generic[Loaded]):
 
     @functools.cached_property
     def tokenizer(self) -> Loaded:
-        """The tokenizer, loaded when it is first asked for."""
+        """The tokenizer, loaded on first use."""
         return self._load_tokenizer()
 
     @property
     def vocab_size(self) -> int:
-        """V of the tokenizer, with which models compare their own."""
+        """V of the tokenizer; models compare it with their own."""
         return self.tokenizer.vocab_size
 
     def tokenizer_files(self) -> dict[str, str]:
-        """The tokenizer's files by name, which checkpoints keep."""
+        """Return the tokenizer's files by name, for checkpoints."""
         return self.tokenizer.files()
 
 
 class TextTokenizer(ABC):
-    """Texts to tokens."""
+    """Converts texts to tokens."""
 
     source: str
-    #: V, such that every token lies in 0 to V - 1
+    #: V: tokens are 0 to V - 1
     vocab_size: int
-    #: tokens at which a text is cut before anything else
+    #: tokens at which the tokenizer splits a text first
     special: frozenset[int]
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, and none that the tokenizer would put around it."""
+        """Return the tokens of a text, without tokens that the tokenizer would add around it."""
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, including special tokens."""
 
     @abstractmethod
     def end_token(self, name: str | None = None) -> int:
-        """The token after a document, by its text; None: the tokenizer's own. Raises: ValueError without one."""
+        """Return the token after a document, by its text; None: the tokenizer's own. Raises ValueError if missing."""
 
     @abstractmethod
     def files(self) -> dict[str, str]:
-        """The tokenizer's files by name, from which it loads again."""
+        """Return the tokenizer's files by name, from which it can be loaded."""
 
     def digest(self) -> str:
-        """Of all that tokens depend on."""
+        """Return a digest of everything that determines the tokens."""
         return hashlib.blake2b(json.dumps(sorted(self.files().items())).encode(), digest_size=16).hexdigest()
 
 
@@ -131,20 +131,20 @@ class TransformersText(TextTokenizer):
 
 
 def load_text_tokenizer(source: str) -> TextTokenizer:
-    """The tokenizer of a tokenizer.json, or of a folder or repository of transformers.
+    """Load a tokenizer.json, or the tokenizer of a folder or repository of transformers.
 
-    Raises: ModuleNotFoundError without the library; OSError or ValueError naming what to change.
+    Raises: ModuleNotFoundError without the library; OSError or ValueError with the remedy.
     """
     return JsonText(source) if is_json(source) else TransformersText(source)
 
 
 def is_json(source: str) -> bool:
-    """Whether a tokenizer is one file, a tokenizer.json."""
+    """Return whether a tokenizer is one file, a tokenizer.json."""
     return Path(source).suffix == ".json" or Path(source).is_file()
 
 
 def checked_source(source: object) -> str:
-    """`data.tokenizer`. Raises: TypeError if it is not a name."""
+    """Check `data.tokenizer`. Raises TypeError if it is not a name."""
     if not isinstance(source, str) or not source:
         raise TypeError(
             "data.tokenizer must be a folder of transformers, the name of a repository, or a tokenizer.json; got "
@@ -155,9 +155,9 @@ def checked_source(source: object) -> str:
 
 
 def load_transformers(source: str) -> Any:
-    """The tokenizer of a folder or a hub repository.
+    """Load the tokenizer of a folder or a hub repository.
 
-    Raises: ModuleNotFoundError without transformers; FileNotFoundError where there is neither; ValueError for a folder
+    Raises: ModuleNotFoundError without transformers; FileNotFoundError if neither exists; ValueError for a folder
         without a tokenizer.
     """
     try:
@@ -178,7 +178,7 @@ def load_transformers(source: str) -> Any:
     try:
         with panics_named(source):
             return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # of several kinds, of transformers and of the hub
+    except Exception as error:  # transformers and the hub raise several kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = (
             "has no tokenizer that transformers can read" if is_folder else "is no folder here, and cannot be fetched"
@@ -188,7 +188,7 @@ def load_transformers(source: str) -> Any:
 
 
 def transformers_files(tokenizer: Any) -> dict[str, str]:
-    """The text files that `save_pretrained` of a tokenizer writes, by name.
+    """Return the text files that `save_pretrained` of a tokenizer writes, by name.
 
     Raises: ValueError for a tokenizer without tokenizer.json.
     """

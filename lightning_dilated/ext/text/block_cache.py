@@ -1,4 +1,4 @@
-"""BlockCache: a folder of blocks of remote files, bounded, that all processes of a machine share.
+"""BlockCache: a bounded folder of blocks of remote files, shared by all processes of a machine.
 
 fsspec's caches on disk have no bound, and processes that share one do not see each other's entries.
 """
@@ -18,32 +18,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: names the one folder of the package's caches
+#: environment variable that names the folder of all the package's caches
 VARIABLE = "LIGHTNING_DILATED_CACHE"
-#: share of the limit that stays when blocks leave, so that they leave many at a time
+#: evict down to this share of the limit, so that evictions come in batches
 STAYS = 0.9
 #: bytes of the checksum at the end of a block's file
 _CHECKSUM = 4
-#: locks of processes that fetch; two blocks may share one
+#: number of lock files for fetches; two blocks may share one
 _LOCKS = 1024
-#: seconds after which a file that nobody moved into its place is one of a process that ended
+#: seconds after which a temporary file counts as left over by a dead process
 _ABANDONED = 3600
 
 
 def cache_root() -> Path:
-    """The folder of the package's caches: $LIGHTNING_DILATED_CACHE, or lightning-dilated in $XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get(VARIABLE)
-    if own:
-        return Path(own).expanduser()
+    """Return the root of caches: $LIGHTNING_DILATED_CACHE, or lightning-dilated in $XDG_CACHE_HOME or ~/.cache."""
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-dilated"
 
 
 def within(path: Path, root: Path) -> Path:
-    """`path`, which is inside of `root` or is it.
+    """Return `path`, which is `root` or inside it, after checking that no link is followed below `root`.
 
-    The folder `root` is the user's choice and may be reached through links. What is in it may be another user's.
+    The user chooses `root`, which may be reached through links. Its contents may belong to another user.
 
-    Raises: OSError where the path, or a folder between, is a symbolic link, or is there and is neither a file nor a folder.
+    Raises: OSError if the path, or a folder between, is a symbolic link, or exists and is neither a file nor a folder.
     """
     for step in (*reversed(path.parents), path):
         if step != root and step.is_relative_to(root):
@@ -61,7 +61,7 @@ def within(path: Path, root: Path) -> Path:
 
 
 def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
-    """The descriptor of a regular file in a cache folder. Raises: OSError, as `within`."""
+    """Return the descriptor of a regular file in a cache folder. Raises OSError, as `within`."""
     # a link or fifo that appears after the check is neither followed nor waited for
     extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(within(path, root), flags | extra, 0o600)
@@ -74,26 +74,23 @@ def opened(path: Path, root: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_bytes(path: Path, root: Path) -> bytes:
-    """The contents of a file in a cache folder. Raises: OSError, as `within`."""
+    """Return the contents of a file in a cache folder. Raises OSError, as `within`."""
     with open(opened(path, root), "rb") as file:
         return file.read()
 
 
 def write_part(path: Path, root: Path, data: bytes) -> Path:
-    """Write data next to where it belongs, under a name that nobody can foresee. Raises: OSError, as `within`."""
+    """Write data next to its destination, under an unpredictable name. Raises OSError, as `within`."""
     part = within(path.parent, root) / f"{path.name}.{secrets.token_hex(8)}.part"
-    with open(part, "xb") as file:  # which makes the file, and follows no link
+    with open(part, "xb") as file:  # x creates the file and follows no link
         file.write(data)
     return part
 
 
 def private_folder(folder: Path, root: Path | None = None) -> None:
-    """Make a folder and its parents, those that are missing for this user only.
+    """Make a folder and its missing parents, accessible to this user only.
 
-    Args:
-        root: the cache folder that it is in, for `within`.
-
-    Raises: OSError, naming it.
+    `root` is the cache folder that contains it, for `within`. Raises OSError with the path.
     """
     if root is not None:
         within(folder, root)
@@ -113,16 +110,15 @@ def private_folder(folder: Path, root: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def locked(file: Path, root: Path | None = None) -> Iterator[None]:
-    """One process or thread of this machine at a time; `file` is made, in a folder that may be made too.
+    """Hold an exclusive lock on `file` across processes and threads of this machine; creates file and folder.
 
-    Args:
-        root: the cache folder that it is in; None: the file's folder.
+    `root` is the cache folder that contains the file; None: the file's folder.
     """
     root = root or file.parent
     private_folder(file.parent, root)
     try:
         import fcntl
-    except ImportError:  # Windows: files are written whole and replaced atomically
+    except ImportError:  # Windows has no fcntl: files are written whole and replaced atomically
         yield
         return
     handle = opened(file, root, os.O_RDWR | os.O_CREAT)
@@ -135,20 +131,20 @@ def locked(file: Path, root: Path | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """Blocks by key. Those that were not used for longest leave where a new one would make the folder larger than `limit`.
+    """Blocks by key. The least recently used blocks are evicted if a new one would make the folder exceed `limit`.
 
-    A block's file appears whole (it is moved into its place) and ends in a checksum, without which it counts as missing.
+    A block's file appears whole, by a rename, and ends in a checksum. A file with a wrong checksum counts as missing.
 
     Args:
-        folder: of the blocks; made when the first is put.
-        limit: bytes of all blocks; 0 keeps none. Processes whose limits differ each keep to their own.
+        folder: folder of the blocks; created with the first block.
+        limit: maximum bytes of all blocks; 0 stores none. Processes with different limits each apply their own.
     """
 
     folder: str
     limit: int
 
     def get(self, key: str) -> bytes | None:
-        """The block, or None. It counts as used now."""
+        """Return the block, or None, and mark it as used now."""
         path = self._path(key)
         try:
             stored = read_bytes(path, Path(self.folder))
@@ -157,9 +153,9 @@ class BlockCache:
         data, checksum = stored[:-_CHECKSUM], stored[-_CHECKSUM:]
         if zlib.crc32(data).to_bytes(_CHECKSUM, "big") != checksum:
             with contextlib.suppress(OSError):
-                path.unlink()  # as after a power failure
+                path.unlink()  # damaged, as after a power failure
             return None
-        with contextlib.suppress(OSError):  # another process may just have removed it
+        with contextlib.suppress(OSError):  # another process may have removed it
             os.utime(path, follow_symlinks=False)
         return data
 
@@ -171,7 +167,7 @@ class BlockCache:
             return False
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep a block. Where the disk cannot take it, a warning says so once, and nothing is kept."""
+        """Store a block. If the disk cannot store it, warn once and store nothing."""
         if len(data) + _CHECKSUM > self.limit:
             return
         target, root, part = self._path(key), Path(self.folder), None
@@ -193,7 +189,7 @@ class BlockCache:
 
     @contextlib.contextmanager
     def fetching(self, key: str) -> Iterator[None]:
-        """Held by the process that fetches a block, so that others wait for it and do not fetch it too."""
+        """Hold a lock while fetching a block, so that other processes wait for it instead of fetching it too."""
         if self.limit == 0:
             yield
             return
@@ -205,7 +201,7 @@ class BlockCache:
         return Path(self.folder) / "blocks" / key[:2] / key
 
     def _place(self, part: Path, target: Path) -> None:
-        """Move a written block into its place, after others have left; called under the folder's lock."""
+        """Move a written block into place after evicting others; called under the folder's lock."""
         if self.has(target.name):
             return
         counter, size = Path(self.folder) / "bytes", part.stat().st_size
@@ -215,17 +211,17 @@ class BlockCache:
             total = self._shrink(self.limit - size)
         if total + size > self.limit:
             total = self._shrink(min(int(self.limit * STAYS), self.limit - size))
-        # counted before it is there: a process that ends in between leaves a count that is too high, never too low
+        # count before the move: a process that dies in between leaves a count that is too high, never too low
         os.replace(write_part(counter, Path(self.folder), str(total + size).encode()), counter)
         os.replace(part, target)
 
     def _shrink(self, most: int) -> int:
-        """Remove the blocks that were not used for longest, down to `most` bytes; the bytes that are left."""
+        """Remove the least recently used blocks, down to `most` bytes; return the bytes that remain."""
         files, now = [], time.time()
         blocks = within(Path(self.folder) / "blocks", Path(self.folder))
         for folder in (x for x in os.scandir(blocks) if x.is_dir(follow_symlinks=False)):
             for entry in os.scandir(folder.path):
-                with contextlib.suppress(FileNotFoundError):  # a part that its process has just moved or removed
+                with contextlib.suppress(FileNotFoundError):  # its process may have moved or removed a part
                     state = entry.stat(follow_symlinks=False)
                     if not entry.name.endswith(".part"):
                         files.append((state.st_mtime_ns, state.st_size, entry.path))

@@ -1,4 +1,4 @@
-"""ChatDataModule: conversations to training samples, packed into rows, with labels on what the assistant writes."""
+"""ChatDataModule: conversations packed into rows, with labels on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_dilated.ext.text.template import ChatTokenizer, load_chat_tokeniz
 
 
 class ReadsConversations(LoadsTokenizer[ChatTokenizer]):
-    """Options of a DataModule by which conversations become tokens."""
+    """Options of a DataModule that control how conversations become tokens."""
 
     def _take_conversations(
         self, tokenizer: str, template: str | None, train_on: str, too_long: str, column: str
@@ -30,33 +30,33 @@ class ReadsConversations(LoadsTokenizer[ChatTokenizer]):
 
 
 class ChatDataModule(ReadsConversations, SplitDataModule):
-    """Conversations, several in a row: batches of {"tokens", "labels", "index", "cu_seqlens"} for any causal language model.
+    """Conversations packed into rows: batches of {"tokens", "labels", "index", "cu_seqlens"} for causal models.
 
-    tokens and labels are (1, N), labels the next token where the assistant writes it and -100 elsewhere; cu_seqlens (D + 1,)
-    int32 on the CPU says where the D conversations of the row begin and end, index (D,) which they are. Losses and gradients
-    are those of the conversations one by one. They are encoded once on a machine, into the package's cache folder; a rank
-    then reads its part of a row only.
+    tokens and labels are (1, N). Labels are the next token if the assistant writes it, and -100 elsewhere. cu_seqlens
+    (D + 1,) int32 on the CPU holds the bounds of the D conversations of the row, index (D,) their numbers. Losses and
+    gradients equal the result of separate conversations. Each machine encodes the data once, into the package's cache
+    folder; each rank then reads only its part of a row.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs of them, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. Parquet and the latter two
-            take the extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt` and `completion`.
-        tokenizer: a folder of transformers or the name of a repository, whose chat template is used; or a tokenizer.json.
-        seq_len: the most tokens of a conversation.
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
+            arguments of `datasets.load_dataset` as a mapping: {path: owner/name, split: train}. All but JSON needs the
+            extra `datasets`. A row has `messages`, a list of {"role", "content"}, or `prompt` and `completion`.
+        tokenizer: a folder of transformers or the name of a repository, with its chat template; or a tokenizer.json.
+        seq_len: maximum tokens of a conversation.
         template: a Jinja chat template, or a file that holds one, in place of the tokenizer's own.
-        train_on: "assistant" learns what the assistant writes, "all" every token.
-        too_long: conversations of more than `seq_len` tokens are an "error", left out ("skip"), or end there ("cut").
-        pack_tokens: the most tokens of a row, see `SplitDataModule`; null is `seq_len`. 1 puts each conversation into a row
-            of its own.
+        train_on: "assistant" trains on tokens that the assistant writes, "all" on every token.
+        too_long: for conversations of more than `seq_len` tokens: raise an "error", "skip" or "cut" them.
+        pack_tokens: maximum tokens of a row, see `SplitDataModule`; null is `seq_len`. 1 puts each conversation into
+            its own row.
         val_paths, test_paths: conversations for validation and for test, instead of a share of `paths`.
-        val_fraction, test_fraction: shares of the conversations of `paths`, the last ones; null is 0.05, or 0 if `val_paths`
-            or `test_paths` is set.
-        val_limit: use at most this many conversations of the validation split; null for all.
+        val_fraction, test_fraction: shares of the conversations of `paths`, taken from the end; null is 0.05, or 0 if
+            `val_paths` or `test_paths` is set.
+        val_limit: maximum number of conversations of the validation split; null for all.
         column: the name of the messages in a row.
         seed, num_workers, pin_memory: see `SplitDataModule`.
         cache_dir: folder of the encoded conversations; null is `chat` in the package's cache folder.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
     def check(self) -> None:
         """Encode all conversations, unless this machine has them, and check that each requested split has one.
 
-        Raises: OSError, ValueError or ModuleNotFoundError, saying which row, what is wrong and what to change.
+        Raises: OSError, ValueError or ModuleNotFoundError with the row, the problem and the remedy.
         """
         if self._samples is not None:
             return
@@ -122,7 +122,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         return self._samples[split]
 
     def describe(self) -> str:
-        """One line: conversations of each split, and tokens."""
+        """Return one line: conversations of each split, and tokens."""
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
         return f"conversations of up to {self.seq_len:,} tokens: {counts}; {self._about}"
 
@@ -141,7 +141,7 @@ class ChatDataModule(ReadsConversations, SplitDataModule):
         return encoded(rows, self.tokenizer, self.train_on, self.column, self.cache_dir)
 
     def _fitting(self, store: TokenStore, numbers: np.ndarray, split: str) -> Conversations:
-        """The conversations of a split that are samples. Raises: ValueError for one that is too long, unless allowed."""
+        """Return the conversations of a split that fit. Raises ValueError for one that is too long, unless allowed."""
         lengths = np.diff(store.bounds)[numbers]
         longer = lengths > self.seq_len
         if not longer.any():

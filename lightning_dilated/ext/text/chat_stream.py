@@ -1,4 +1,4 @@
-"""ChatStreamDataModule: conversations that are encoded while training, for data that is too large to be encoded before."""
+"""ChatStreamDataModule: conversations that are encoded during training, for data too large to encode in advance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_dilated.ext.text.template import ChatTokenizer
 
 @dataclass
 class ChatEncoder:
-    """The tokens of a conversation, and which of them are to be learned; counts those that are too long."""
+    """Encode a conversation and mark the tokens to train on; counts conversations that are too long."""
 
     tokenizer: ChatTokenizer
     column: str
@@ -28,7 +28,7 @@ class ChatEncoder:
     longer: int = 0
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """None for a conversation that is left out. Raises: ValueError for one that is too long, unless allowed."""
+        """Return (tokens, marks), or None to skip it. Raises ValueError if it is too long, unless allowed."""
         ids, learn = self.tokenizer.tokens(conversation(row, where, self.column), self.train_on)
         if len(ids) <= self.seq_len:
             return ids, learn
@@ -48,17 +48,18 @@ class ChatEncoder:
 
 
 class ChatStreamDataModule(ReadsConversations, StreamedDataModule):
-    """Conversations as of `ChatDataModule`, encoded while training: nothing is written before, and lengths are not known.
+    """Conversations as in `ChatDataModule`, encoded during training: no cache is written, and lengths are unknown.
 
-    Each of the readers packs its own conversations into rows, in their order; rows are the same on any number of ranks and
-    loader workers, and a run goes on after the rows that were used. Where the source ends it begins again.
+    Each reader packs its own conversations into rows, in order. Rows are the same on any number of ranks and loader
+    workers, and a resumed run continues after the rows that were used. At its end the source starts over.
 
     Args:
-        paths, tokenizer, seq_len, template, train_on, too_long, column: as of `ChatDataModule`. A repository is streamed.
-        pack_tokens: the most tokens of a row; null is `seq_len`.
-        readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see `StreamedDataModule`.
+        paths, tokenizer, seq_len, template, train_on, too_long, column: see `ChatDataModule`. A repository is streamed.
+        pack_tokens: maximum tokens of a row; null is `seq_len`.
+        readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
+            `StreamedDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     pack = staticmethod(packed)

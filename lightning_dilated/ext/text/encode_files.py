@@ -1,10 +1,10 @@
-"""encode_files: text files to a file of tokens, in bounded memory.
+"""encode_files: encode text files into a file of tokens, in bounded memory.
 
-A long text is encoded in pieces that overlap, which are joined at a run of tokens on which both agree, far from the ends of
-either. The result is that of the whole text for every tokenizer whose tokens depend on at most OVERLAP // 2 = 2,048
-characters before and after their beginning, as those that cut at words do, unless a word is longer.
-Pieces that disagree are encoded together, or refused. A dependence on text farther away is NOT detected while the pieces
-agree, such as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart.
+A long text is encoded in overlapping pieces. Neighbouring pieces are joined at a run of tokens on which they agree, far
+from the ends of both. The result equals the whole text's for every tokenizer that looks at most OVERLAP // 2 = 2,048
+characters before and after the start of a token, such as one that cuts at words, unless a word is longer. Pieces that
+disagree are encoded together, or refused. A dependence on more distant text is NOT detected while the pieces agree, as
+in a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart.
 """
 
 from __future__ import annotations
@@ -21,43 +21,37 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_dilated.data.files import collect_files, path_list
-from lightning_dilated.ext.text.tokenizer import (
-    end_token,
-    load_tokenizer,
-    panics_named,
-    unknown_token,
-    vocabulary_size,
-)
+from lightning_dilated.ext.text.tokenizer import end_token, load_tokenizer, panics_named, unknown_token, vocabulary_size
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-#: characters of a piece, and of what it shares with the next one
+#: characters of a piece, and characters that it shares with the next piece
 PIECE, OVERLAP = 1 << 17, 1 << 12
-#: pieces that are encoded at once, on as many cores
+#: pieces that are encoded at once, on several cores
 _AT_ONCE = 8
-#: a piece that cannot be joined to its next one is encoded together with it, up to so many characters
+#: maximum characters of pieces that are encoded together because they could not be joined
 LONGEST = 1 << 23
-#: two pieces agree if they do so on this many tokens at least
+#: minimum number of tokens on which two pieces must agree
 _AGREE = 4
-#: (file, begin, text, whether it is the last one) of a piece
+#: (file, start, text, whether it is the last) of a piece
 _Text = tuple[str, int, str, bool]
 
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """What `encode_files` wrote, and the settings of TokenDataModule and of the model that fit it.
+    """A report of `encode_files`, with the settings for TokenDataModule and the model.
 
     Attributes:
-        path: of the file of tokens.
-        files: texts that were read.
-        documents: ends of documents, also those that a text spells out.
-        tokens: in the file.
-        text_bytes: of the texts.
-        unknown: tokens that stand for what the vocabulary does not have.
+        path: path of the file of tokens.
+        files: number of texts.
+        documents: number of ends of documents, including ends that a text spells out.
+        tokens: number of tokens in the file.
+        text_bytes: bytes of the texts.
+        unknown: number of unknown tokens, for text outside the vocabulary.
         dtype: "uint16" or "uint32".
-        vocab_size: of the tokenizer.
-        eos_token: the number of the token that ends documents; None where no document ends.
+        vocab_size: vocabulary size of the tokenizer.
+        eos_token: id of the token that ends documents; None if ends are not written.
     """
 
     path: str
@@ -72,7 +66,7 @@ class EncodedFiles:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean bytes of text a token, ends of documents counted as tokens: `bytes_per_token` of a LongNetLM."""
+        """Mean bytes of text per token, with ends of documents counted as tokens: `bytes_per_token` of a LongNetLM."""
         return self.text_bytes / self.tokens
 
 
@@ -85,23 +79,23 @@ def encode_files(
 ) -> EncodedFiles:
     """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
 
-    The tokens are those of each whole text if the tokenizer looks at most 2,048 characters around (see above); one that
-    looks farther, as for pairs of quotes, may cut a text of more than 131,072 characters otherwise, without an error.
-    Special tokens that a text spells out become those tokens, as in the library. No tokens of a template are added. `out`
-    appears only once all is written.
+    The tokens equal the whole text's if the tokenizer looks at most 2,048 characters around a token (see above). A
+    tokenizer that looks farther, as for pairs of quotes, may split a text of more than 131,072 characters differently,
+    without an error. Special tokens that a text spells out become those tokens, as in the library. No template tokens
+    are added. `out` appears only when it is complete.
 
     Args:
         tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
-        inputs: files, directories (read recursively, all files) or globs; within a directory they are sorted.
-        out: the file to write, in .bin.
-        eos_token: the text of the token after each document; None takes the tokenizer's special token if it has one only.
-        documents: False writes no ends: one text after another.
+        inputs: files, directories (read recursively, all files) or globs; files of a directory are sorted.
+        out: the .bin file to write.
+        eos_token: the text of the token after each document; None takes the tokenizer's only special token.
+        documents: False writes no ends of documents.
 
     Raises:
         ModuleNotFoundError: without `tokenizers`.
-        OSError, ValueError: before anything is written: for files that are missing, empty or not UTF-8 (with the offset of
-            the byte), an `out` that is there already or not in .bin, a tokenizer that cannot be read, has no such token, or
-            would silently drop characters.
+        OSError, ValueError: before anything is written: for files that are missing, empty or not UTF-8 (with the byte's
+            offset), an `out` that exists or is not .bin, a tokenizer that cannot be read, lacks the token, or would
+            silently drop characters.
     """
     loaded = load_tokenizer(tokenizer)
     how = "name it by eos_token, or write no ends by documents=False (--no_documents)"
@@ -130,7 +124,7 @@ def encode_files(
 
 
 def check_text(path: str) -> int:
-    """Bytes of a file of UTF-8 text. Raises: ValueError for an empty one, or naming the first byte that is not UTF-8."""
+    """Return the size of a UTF-8 file. Raises ValueError for an empty file, or with the first byte that is not UTF-8."""
     size = os.path.getsize(path)
     if size == 0:
         raise ValueError(f"{path} is empty: an empty document has nothing to learn from; leave it out.")
@@ -140,11 +134,11 @@ def check_text(path: str) -> int:
 
 
 def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
-    """Raise if the tokenizer would silently leave out anything but white space; encodes all texts to see it."""
+    """Raise if the tokenizer would silently drop anything but white space; encodes all texts to find out."""
     if (marking := marking_dropped(tokenizer)) is None:
         return
     marker, mark = marking
-    half = OVERLAP // 2  # nearer to a cut a word may be cut, too; the neighbour has it whole
+    half = OVERLAP // 2  # a cut may split words closer to it; the neighbouring piece has them whole
     for (file, begin, text, last), encoding in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
         if mark not in encoding.ids:
             continue
@@ -176,7 +170,7 @@ def _text_files(inputs: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
-    """The text of a file block by block. Raises: ValueError naming the first byte that is not UTF-8."""
+    """Yield the text of a file in blocks. Raises ValueError with the first byte that is not UTF-8."""
     decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
     with open(path, "rb") as file:
         try:
@@ -194,9 +188,9 @@ def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Characters of a text from `begin` on, and of its tokens the ids (T,) and their places in the text (T, 2).
+    """A piece of a text from character `begin` on, with its token ids (T,) and their character ranges (T, 2).
 
-    Tokens before `first` have been written as those of an earlier piece.
+    An earlier piece has already written the tokens before `first`.
     """
 
     file: str
@@ -209,7 +203,7 @@ class _Piece:
 
 
 def _pieces(file: str) -> Iterator[_Text]:
-    """Pieces that share OVERLAP characters with the next."""
+    """Yield pieces of a file that share OVERLAP characters with the next piece."""
     text, begin = "", 0
     for block in _decoded(file):
         text += block
@@ -220,7 +214,7 @@ def _pieces(file: str) -> Iterator[_Text]:
 
 
 def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Iterator[np.ndarray]:
-    """The ids of all texts in order, a part at a time, each text with its end."""
+    """Yield the ids of all texts in order, in parts; each text is followed by its end."""
     left: _Piece | None = None
     waiting: list[_Piece] = []
     for piece in _encoded(tokenizer, itertools.chain.from_iterable(map(_pieces, files))):
@@ -232,9 +226,9 @@ def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Itera
             left = replace(piece, first=seam[1])
         else:
             waiting.append(piece)
-            # twice as much each time, so that encoding again costs at most as much as once more
+            # double the length each time, so that re-encoding costs at most as much as one more encoding
             if piece.last or piece.begin + len(piece.text) - left.begin >= 2 * len(left.text):
-                left, waiting = _together(tokenizer, left, waiting), []
+                left, waiting = _joined(tokenizer, left, waiting), []
         if piece.last:
             yield left.ids[left.first :]
             left = None
@@ -261,9 +255,10 @@ def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
 
 
 def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
-    """(index in left, index in right) of the first token of the middle half of what both share; None unless all agree there.
+    """Return (index in left, index in right) of the first token in the middle half of the overlap, or None.
 
-    A token that depends on OVERLAP // 2 characters around is right in one of both wherever it is, so all that agree are.
+    None means that the pieces differ there. A token that depends on OVERLAP // 2 characters around it is right in at
+    least one of the pieces, so tokens on which both agree are right.
     """
     quarter = OVERLAP // 4
     runs = []
@@ -274,13 +269,13 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     alike = b - a == d - c >= _AGREE and np.array_equal(left.ids[a:b], right.ids[c:d])
     if not alike or not np.array_equal(left.places[a:b] + left.begin, right.places[c:d] + right.begin):
         return None
-    return int(a), int(c)  # not before left.first, which is of the same place in the overlap before
+    return int(a), int(c)  # a is never before left.first, which has the same place in the previous overlap
 
 
-def _together(tokenizer: Tokenizer, left: _Piece, others: list[_Piece]) -> _Piece:
-    """One piece of several neighbours. Raises: ValueError where it is too long, or what is written would change."""
+def _joined(tokenizer: Tokenizer, left: _Piece, pieces: list[_Piece]) -> _Piece:
+    """Join neighbours into one piece. Raises ValueError if it is too long, or would change written tokens."""
     text = left.text
-    for piece in others:
+    for piece in pieces:
         text = text[: piece.begin - left.begin] + piece.text
     new = next(_encoded(tokenizer, iter([(left.file, left.begin, text, False)]))) if len(text) <= LONGEST else None
     if new is None or not np.array_equal(new.ids[: left.first], left.ids[: left.first]):
@@ -288,29 +283,29 @@ def _together(tokenizer: Tokenizer, left: _Piece, others: list[_Piece]) -> _Piec
             f"{left.file}: the tokenizer finds no place to cut the text after character {left.begin:,} (a run of one "
             f"character, or a word without end): cut the file there, or leave that part out."
         )
-    return replace(new, last=others[-1].last, first=left.first)
+    return replace(new, last=pieces[-1].last, first=left.first)
 
 
 def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
-    """A tokenizer that puts the token M where `tokenizer` leaves out a character or a part of it, and M.
+    """Return (a tokenizer that emits a mark for dropped text, the mark), or None if `tokenizer` drops nothing.
 
-    BPE without unknown token silently leaves out what its vocabulary does not have. What that is depends on the word (a
-    suffix at its end, a prefix inside) and on the normaliser, so characters alone do not show it. The other tokens are not
-    those of `tokenizer`. None if nothing can be left out.
+    BPE without an unknown token silently drops text that its vocabulary lacks. The dropped text depends on the word (a
+    suffix at its end, a prefix inside) and on the normaliser, so single characters do not show it. The other tokens may
+    differ from the tokens of `tokenizer`.
     """
     state = json.loads(tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE" or model["unk_token"] is not None or _has_all_bytes(state):
         return None
-    name = max(model["vocab"], key=len) + "\0"  # longer than any token, so it is none
-    # loading counts the added tokens on from the size of the vocabulary: above all of them
+    name = max(model["vocab"], key=len) + "\0"  # longer than any token, so it is new
+    # loading numbers the added tokens from the size of the vocabulary on; stay above all of them
     mark = vocabulary_size(tokenizer) + len(state["added_tokens"]) + 1
     model["vocab"][name], model["unk_token"], state["post_processor"] = mark, name, None
     return type(tokenizer).from_str(json.dumps(state)), mark
 
 
 def _has_all_bytes(state: dict[str, Any]) -> bool:
-    """Whether a BPE has a token for each of the 256 bytes, and its words are made of bytes or fall back to them."""
+    """Return whether a BPE has a token for each of the 256 bytes, and its words consist of or fall back to bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     model, last = state["model"], state["pre_tokenizer"] or {"type": None}

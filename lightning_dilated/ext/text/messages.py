@@ -1,4 +1,4 @@
-"""A row of the data as a conversation: its messages, checked."""
+"""Read and check conversations: the messages of a row of data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = "assistant"
-#: what a conversation looks like, for errors
+#: an example of a conversation, for errors
 SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
-#: keys by which a message says that it is not learned
+#: keys by which a message can opt out of training
 _SWITCHES = ("weight", "train")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as templates take them, the tools that they may call, and where they come from."""
+    """Messages in the form that templates take, the tools that they may call, and the row's location for errors."""
 
     messages: list[dict[str, Any]]
     where: str
@@ -26,13 +26,13 @@ class Conversation:
 
 
 def conversation(row: Any, where: str, column: str = "messages") -> Conversation:
-    """The conversation of a row.
+    """Read the conversation of a row.
 
     Args:
-        row: a mapping with `column`, a list of {"role", "content"}; or with "prompt" and "completion", each a text or a list
-            of messages. "tools", if there, is passed to the template. Keys of messages whose value is null are left out.
-            Tools, and the `tool_calls` of a message, may be JSON as text: a column of a table has one type.
-        where: the row's place, for errors.
+        row: a mapping with `column`, a list of {"role", "content"}; or with "prompt" and "completion", each a text or a
+            list of messages. Optional "tools" are passed to the template. Message keys with a null value are dropped.
+            Tools, and the `tool_calls` of a message, may be JSON text, because a table column has one type.
+        where: the row's location, for errors.
 
     Raises: ValueError for anything else, and for an unknown role.
     """
@@ -43,10 +43,10 @@ def conversation(row: Any, where: str, column: str = "messages") -> Conversation
     elif row.get("prompt") is not None and row.get("completion") is not None:
         turns = [*_turns(row["prompt"], "user"), *_turns(row["completion"], ANSWERS)]
     else:
-        more = "" if "conversations" not in row else ' (from "conversations": rename from/value to role/content)'
+        hint = "" if "conversations" not in row else ' (from "conversations": rename from/value to role/content)'
         raise ValueError(
             f"{where} has neither {column!r} nor 'prompt' and 'completion', but {', '.join(map(repr, row)) or 'no key'}: a "
-            f"row is {SHAPE}{more}, or set data.column to the name of the messages"
+            f"row is {SHAPE}{hint}, or set data.column to the name of the messages"
         )
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError(
@@ -62,7 +62,7 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def part_texts(message: Mapping[str, Any]) -> list[str] | None:
-    """The texts of a message's content as a list of parts; None for a content that is a text, or none."""
+    """Return the texts of a content that is a list of parts; None if the content is a text or missing."""
     content = message.get("content")
     return None if content is None or isinstance(content, str) else [x["text"] for x in content]
 
@@ -74,7 +74,7 @@ def _turns(value: Any, role: str) -> Sequence[Any]:
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} is {str(value)[:80]!r}, but a message is an object with role and content")
-    message = {k: v for k, v in value.items() if v is not None}  # tables fill what a message lacks with nulls
+    message = {k: v for k, v in value.items() if v is not None}  # tables fill missing keys with nulls
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; roles are {', '.join(ROLES)}: rename it")
@@ -103,7 +103,7 @@ def _is_text(content: Any) -> bool:
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """Return a list of objects, None for none; each object, or the list, may be JSON as text. Raises: ValueError."""
+    """Return a list of objects, or None if empty; each object, or the list, may be JSON text. Raises ValueError."""
     read = _from_json(value, what)
     several = [read] if isinstance(read, Mapping) else read or []
     objects = [_from_json(x, what) for x in several] if isinstance(several, list) else [None]
@@ -113,7 +113,7 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
 
 
 def _from_json(value: Any, what: str) -> Any:
-    """Return the value of a text in JSON; any other value as it is."""
+    """Parse a text as JSON; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

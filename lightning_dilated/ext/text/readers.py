@@ -1,4 +1,4 @@
-"""Readers: independent passes through the rows of a source, each over its own part, from any row on.
+"""Readers: independent passes through parts of a source, which can start at any row.
 
 Shape letter: S readers.
 """
@@ -23,7 +23,7 @@ from lightning_dilated.ext.text.rows import (
     without_fillers,
 )
 
-#: rows that are taken from a stream of `datasets` at a time
+#: rows per batch from a stream of `datasets`
 _AT_ONCE = 16
 
 
@@ -33,12 +33,12 @@ class Readers(Protocol):
     count: int
 
     def rows(self, reader: int, start: int) -> Iterator[tuple[Any, str]]:
-        """(row, its place for errors) of one pass of a reader, from its row `start` on."""
+        """Yield (row, its location for errors) of one pass of a reader, beginning at its row `start`."""
         ...
 
 
 class NumberedReaders:
-    """Readers of rows by number: reader i has the rows i, i + S, i + 2S, ..., and reads no others."""
+    """Readers of rows by number: reader i reads only the rows i, i + S, i + 2S, ..."""
 
     def __init__(self, rows: Rows, count: int, name: str) -> None:
         if len(rows) < count:
@@ -56,8 +56,8 @@ class NumberedReaders:
 class StreamReaders:
     """Readers of a streaming dataset of `datasets`.
 
-    Where S divides its shards (such as files), a reader has shards of its own and reads no others. Otherwise reader i has
-    the rows i, i + S, i + 2S, ..., and reads past the others.
+    If S divides the number of its shards (such as files), each reader reads only its own shards. Otherwise reader i
+    yields the rows i, i + S, i + 2S, ..., and skips the other rows after reading them.
     """
 
     def __init__(self, dataset: Any, count: int, name: str) -> None:
@@ -75,24 +75,23 @@ class StreamReaders:
             numbered = enumerate(_each(part.skip(start) if start else part), start)
             where = f" of reader {reader}" if self.count > 1 else ""
         else:
-            own = ((n, x) for n, x in enumerate(_each(self.dataset)) if n % self.count == reader)
-            numbered, where = ((n, x) for n, x in own if n // self.count >= start), ""
+            strided = ((n, x) for n, x in enumerate(_each(self.dataset)) if n % self.count == reader)
+            numbered, where = ((n, x) for n, x in strided if n // self.count >= start), ""
         for number, row in numbered:
             yield row, f"{self.name}, row {number:,}{where} (counted from 0)"
 
 
 def _each(dataset: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a streaming dataset: all of them, also in a loader's worker, among which it would deal out its shards."""
+    """Yield all rows of a streaming dataset; iterating the dataset itself would split it among a loader's workers."""
     for batch in dataset.iter(batch_size=_AT_ONCE):
         for values in zip(*batch.values(), strict=True):
             yield without_fillers(dict(zip(batch, values, strict=True)), dataset.features)
 
 
 def open_readers(sources: list[str] | dict[str, Any], name: str, count: int) -> tuple[Readers, str]:
-    """(S readers of `data.<name>`, a fingerprint of it). JSON is read by number, Parquet and repositories as streams.
+    """Return (S readers of `data.<name>`, fingerprint). JSON is read by number, Parquet and repositories as streams.
 
-    Raises: OSError or ValueError naming the file and what to change; ModuleNotFoundError without `datasets` where it is
-        needed.
+    Raises: OSError or ValueError with the file and the remedy; ModuleNotFoundError if `datasets` is needed and missing.
     """
     if isinstance(sources, dict):
         saved = is_saved(str(sources["path"]))

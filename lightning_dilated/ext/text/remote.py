@@ -1,6 +1,6 @@
-"""RemoteFiles: files of the data by URL (s3://, gs://, hf://, ...): listed, looked up once, read by range.
+"""RemoteFiles: data files by URL (s3://, gs://, hf://, ...): listed, looked up once, read by range.
 
-Blocks are fetched through fsspec and kept in a `BlockCache`. Nothing stays open between reads, so the object can be
+Blocks are fetched through fsspec and stored in a `BlockCache`. Nothing stays open between reads, so the object can be
 pickled, and used in forked and in spawned processes.
 """
 
@@ -24,21 +24,21 @@ from lightning_dilated._validation import check_address
 from lightning_dilated.data.opener import CACHE_GIB, is_url, scheme_of
 from lightning_dilated.ext.text.block_cache import BlockCache, cache_root
 
-#: bytes of a block, and blocks that one request fetches at most
+#: bytes of a block, and the maximum number of blocks in one request
 BLOCK = 1 << 20
 RUN = 16
-#: blocks that a process keeps in memory
+#: blocks that a process holds in memory
 HELD = 16
-#: requests at a time, where many files are looked up
+#: concurrent requests when many files are looked up
 THREADS = 16
-#: tries of a request, and seconds before the second one; each further wait is twice as long
+#: tries of a request, and seconds before the second try; each further wait is twice as long
 TRIES = 5
 WAIT = 1.0
 _MAGIC = re.compile(r"[*?\[]")
-#: what stores call the state of a file's content; and its time, where they have nothing better
+#: keys in fsspec's `info` that identify a file's content; `_TIMES` is the fallback
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
 _TIMES = ("mtime", "LastModified", "last_modified", "created")
-#: errors that another try does not change
+#: errors that another try cannot fix
 _FINAL = (
     FileNotFoundError,
     PermissionError,
@@ -55,7 +55,7 @@ _NO_LOGIN = (
     "ProfileNotFound",
     "TokenRetrievalError",
 )
-#: what to install for a scheme
+#: packages to install for a scheme
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "'lightning-dilated[s3]'"),
     **dict.fromkeys(("gs", "gcs"), "'lightning-dilated[gcs]'"),
@@ -74,23 +74,23 @@ Result = TypeVar("Result")
 
 
 class FileState(NamedTuple):
-    """Bytes of a remote file, and what its store says about its content, such as an ETag."""
+    """Bytes of a remote file, and its content's version in the store, such as an ETag."""
 
     size: int
     version: str
 
 
 class RemoteFiles:
-    """Opens files by URL.
+    """Open files by URL.
 
-    The state of a remote file is looked up once, and pickled along; what is read later is compared with it, so a file that
-    changes is an error and never a mixture. Requests that fail are tried TRIES times.
+    The state of a remote file is looked up once and pickled with this object. Later reads compare it, so a file that
+    changes raises an error and never yields a mixture. Requests that fail are tried TRIES times.
 
     Args:
         cache_dir: folder of the blocks; None: `remote` in the package's cache folder (`cache_root`).
-        cache_gib: most GiB that they take there; 0 keeps none on disk.
+        cache_gib: maximum GiB of the blocks there; 0 stores none on disk.
 
-    Raises: the methods, as `explained`.
+    Raises: methods raise the errors of `explained`.
     """
 
     def __init__(self, cache_dir: str | None = None, cache_gib: float = CACHE_GIB) -> None:
@@ -107,24 +107,24 @@ class RemoteFiles:
 
     # -- looking files up ----------------------------------------------------------------------------------------------
     def expand(self, url: str, suffixes: Sequence[str] | None, hint: str) -> list[str]:
-        """The files of a URL: the file itself, those of a folder (ending in `suffixes`), or those that a glob matches.
+        """Return the files of a URL: the file itself, a folder's files (ending in `suffixes`), or a glob's matches.
 
-        Sorted by name; hidden ones are left out, as of local folders.
+        They are sorted by name; hidden ones are left out, as in local folders.
 
         Raises: FileNotFoundError ending in `hint`, or as `explained`.
         """
         if _MAGIC.search(url) and scheme_of(url) not in ("http", "https"):
-            files = self._patient(url, lambda: _globbed(url))
+            files = self._retried(url, lambda: _globbed(url))
             if not files:
                 raise FileNotFoundError(f"the glob {url} matches no file (** stands for any folders); {hint}")
         else:
-            folder, files = self._patient(url, lambda: _listed(url))
+            folder, files = self._retried(url, lambda: _listed(url))
             if folder and suffixes is not None:
                 files = {x: y for x, y in files.items() if x.lower().endswith(tuple(s.lower() for s in suffixes))}
             if not files:
                 expected = "no file" if suffixes is None else f"no file ending in {', '.join(suffixes)}"
                 raise FileNotFoundError(f"the folder {url} holds {expected} (hidden ones are left out); {hint}")
-        # a store may write times in a list otherwise than of a file, so only what tells the content is taken from one
+        # a store may format times in a list differently from a file's, so take only content versions from a list
         self._states |= {name: _state_of(name, x) for name, x in files.items() if any(x.get(y) for y in _VERSIONS)}
         return list(files)
 
@@ -136,13 +136,13 @@ class RemoteFiles:
                 self._states |= dict(zip(unknown, pool.map(self._look_up, unknown), strict=True))
 
     def state(self, url: str) -> FileState:
-        """What the store said when the file was first looked up."""
+        """Return a file's state when it was first looked up."""
         if url not in self._states:
             self._states[url] = self._look_up(url)
         return self._states[url]
 
     def exists(self, url: str) -> bool:
-        """Whether there is such a file, which is looked up."""
+        """Look a file up and return whether it exists."""
         try:
             self.state(url)
         except FileNotFoundError:
@@ -150,11 +150,11 @@ class RemoteFiles:
         return True
 
     def size(self, url: str) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
         return self.state(url).size
 
     def check_workers(self, num_workers: int) -> None:
-        """Raise ValueError where loader workers would have to read the memory of this process."""
+        """Raise ValueError if loader workers would have to read the memory of this process."""
         for url in self._states:
             if num_workers and scheme_of(url) == "memory":
                 raise ValueError(
@@ -163,19 +163,19 @@ class RemoteFiles:
                 )
 
     def _look_up(self, url: str) -> FileState:
-        return self._patient(url, lambda: _state_of(url, _info(url)))
+        return self._retried(url, lambda: _state_of(url, _info(url)))
 
     # -- reading ---------------------------------------------------------------------------------------------------------
     def open(self, url: str) -> BinaryIO:
-        """The file, to be read from its beginning; only the blocks that are read are fetched."""
+        """Open a file for reading from its beginning; fetches only the blocks that are read."""
         return io.BufferedReader(RemoteFile(self, url), 1 << 16)  # type: ignore[return-value]
 
     def bytes_of(self, url: str) -> RemoteBytes:
-        """A remote file as an array of bytes, of which slices are read."""
+        """Return a remote file as an array of bytes that reads slices on demand."""
         return RemoteBytes(self, url)
 
     def read(self, url: str, start: int, stop: int) -> np.ndarray:
-        """Bytes [start, stop) of a remote file: a new uint8 array. Raises: as `explained`."""
+        """Return bytes [start, stop) of a remote file as a new uint8 array. Raises as `explained`."""
         out = np.empty(stop - start, dtype=np.uint8)
         for number, block in self._blocks(url, start // BLOCK, -(-stop // BLOCK)):
             begin = number * BLOCK
@@ -184,7 +184,7 @@ class RemoteFiles:
         return out
 
     def pieces(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Short ranges (URL, start, stop), in order, fetched several at a time; neither blocks nor cache are used."""
+        """Yield short ranges (URL, start, stop), in order, fetched several at a time, without blocks or cache."""
         with ThreadPoolExecutor(THREADS) as pool:
             yield from pool.map(lambda x: self._fetch(*x), ranges)
 
@@ -198,7 +198,6 @@ class RemoteFiles:
                 list(pool.map(lambda x: self._block(*x), ends))
 
     def _blocks(self, url: str, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-        """(number, block) from `first` to `last` - 1."""
         number = first
         while number < last:
             for block in self._stored(url, number, last):
@@ -210,13 +209,13 @@ class RemoteFiles:
         return self._stored(url, number, number + 1)[0]
 
     def _stored(self, url: str, number: int, last: int) -> list[bytes]:
-        """A block, from memory or disk; where it is on neither, with those missing after it, fetched in one request."""
+        """Return a block from memory or disk; else fetch it, with the missing blocks after it, in one request."""
         key = self._key(url, number)
         block = self._held.get(key) or self.cache.get(key)
         if block is not None:
             return [block]
         with self.cache.fetching(key):
-            block = self.cache.get(key)  # another process may have fetched it meanwhile
+            block = self.cache.get(key)  # another process may have fetched it
             if block is not None:
                 return [block]
             stop = number + 1
@@ -241,7 +240,7 @@ class RemoteFiles:
         return hashlib.blake2b(repr((url, *self.state(url), number, BLOCK)).encode(), digest_size=20).hexdigest()
 
     def _fetch(self, url: str, start: int, stop: int) -> bytes:
-        """Bytes of the file in the state that was looked up first."""
+        """Return bytes of a file; raises if its state has changed."""
         state = self.state(url)
 
         def request() -> bytes:
@@ -251,25 +250,25 @@ class RemoteFiles:
             except _FINAL:
                 raise
             except Exception:
-                _check_same(url, state)  # a range behind the end of a file that became shorter
+                _check_same(url, state)  # the range may exceed a file that became shorter
                 raise
-            # after the bytes, so that none of a newer file can be among them
+            # check after the read, so that no byte of a newer file can be included
             _check_same(url, state)
             if len(data) != stop - start:
                 raise OSError(f"{len(data):,} bytes came in place of {stop - start:,}")
             return data
 
-        data = self._patient(url, request)
+        data = self._retried(url, request)
         self.bytes_fetched += len(data)
         return data
 
-    def _patient(self, url: str, request: Callable[[], Result]) -> Result:
-        """What a request returns, after at most TRIES tries. Raises: as `explained`."""
+    def _retried(self, url: str, request: Callable[[], Result]) -> Result:
+        """Return the result of a request after at most TRIES tries. Raises as `explained`."""
         wait = WAIT
         for attempt in range(TRIES):
             try:
                 return request()
-            except Exception as error:  # every store has errors of its own
+            except Exception as error:  # every store has its own errors
                 final = isinstance(error, _FINAL) or type(error).__name__ in _NO_LOGIN
                 if final or attempt + 1 == TRIES:
                     raise explained(url, error) from error
@@ -279,7 +278,7 @@ class RemoteFiles:
 
 
 class RemoteBytes:
-    """A remote file as an array of bytes: a slice is read when it is taken."""
+    """A remote file as an array of bytes: slices are read on demand."""
 
     def __init__(self, files: RemoteFiles, url: str) -> None:
         self.files, self.url = files, url
@@ -289,7 +288,7 @@ class RemoteBytes:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file to be read and sought in; `error` is the one that a read ended in, which libraries may hide."""
+    """A seekable remote file; `error` holds the error of a failed read, because libraries may hide it."""
 
     def __init__(self, files: RemoteFiles, url: str) -> None:
         self.files, self.url, self.size = files, url, files.size(url)
@@ -327,10 +326,10 @@ class RemoteFile(io.RawIOBase):
 
 # -- the store ---------------------------------------------------------------------------------------------------------
 def explained(url: str, error: Exception) -> Exception:
-    """The error to raise where a store cannot be read: with the URL, what happened and what to change.
+    """Return the error to raise if a store cannot be read, with the URL, the cause and the remedy.
 
-    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for a scheme that is
-    not known or a file that changed, ConnectionError for all that a later try may mend.
+    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for an unknown
+    scheme or a changed file, ConnectionError for anything that a later try may fix.
     """
     scheme, reason = scheme_of(url), " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, FileNotFoundError | IsADirectoryError):
@@ -355,13 +354,13 @@ def explained(url: str, error: Exception) -> Exception:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """(file system, path there). fsspec keeps one for each process."""
+    """Return (file system, path in it). fsspec keeps one file system per process."""
     from fsspec.core import url_to_fs
 
     check_address(url)
     if scheme_of(url) == "memory" and get_worker_info() is not None:
         raise ValueError(f"{url} lies in the memory of another process than this loader's: set data.num_workers to 0")
-    # listings are not kept: a state that is looked up is today's
+    # no cached listings: a lookup must return the current state
     return url_to_fs(url, use_listings_cache=False)
 
 
@@ -390,7 +389,7 @@ def _check_same(url: str, state: FileState) -> None:
 
 
 def _listed(url: str) -> tuple[bool, dict[str, dict[str, Any]]]:
-    """(whether it is a folder, what the store says about its files): of a file, the file itself."""
+    """Return (whether it is a folder, the store's `info` of its files); a file lists itself."""
     fs, path = _filesystem(url)
     info = fs.info(path)
     if info.get("type") != "directory":
@@ -409,7 +408,7 @@ def _globbed(url: str) -> dict[str, dict[str, Any]]:
 
 
 def _visible(fs: Any, root: str, listed: dict[str, Any], hidden: bool = False) -> dict[str, dict[str, Any]]:
-    """The files among what was listed below `root`, sorted; without hidden ones."""
+    """Return the non-hidden files among `listed` entries below `root`, sorted."""
     files = {}
     for name in sorted(listed):
         parts = name[len(root) :].split("/")
@@ -419,5 +418,5 @@ def _visible(fs: Any, root: str, listed: dict[str, Any], hidden: bool = False) -
 
 
 def _named(fs: Any, path: str) -> str:
-    """The URL of a path, in one spelling."""
+    """Return the canonical URL of a path."""
     return path if is_url(path) else fs.unstrip_protocol(path)

@@ -1,8 +1,8 @@
-"""StreamedRows: rows of a batch packed from documents as they are read, and StreamedDataModule, which serves them.
+"""StreamedRows: rows packed from documents as they are read, and StreamedDataModule, which serves them.
 
-Documents are encoded while training, so their lengths are known only where they are read. Reader i of S packs its own
-documents into rows; row g of all is row g // S of reader g mod S. So rows depend neither on ranks nor on loader workers, of
-R ranks each needs only S / R readers, and a number of rows says where training is.
+Documents are encoded during training, so their lengths are unknown in advance. Reader i of S packs its own documents
+into rows; row g of all is row g // S of reader g mod S. Rows therefore depend neither on ranks nor on loader workers,
+each of R ranks needs only S / R readers, and a number of rows gives the position in training.
 
 Shape letters: N tokens of a row, D documents of a row, S readers, R data-parallel ranks.
 """
@@ -29,12 +29,12 @@ from lightning_dilated.ext.text.readers import Readers, open_readers
 from lightning_dilated.ext.text.rows import checked_sources
 from lightning_dilated.ext.text.store import next_tokens
 
-#: (row, its place) -> (tokens, whether each is to be learned), or None for a row that is left out
+#: (row, its location) -> (tokens, mark of each token to train on), or None to skip the row
 Encode = Callable[[Any, str], tuple[np.ndarray, np.ndarray] | None]
 
 
 class Position(NamedTuple):
-    """Where a reader is: its pass, the document of that pass, and tokens of that document that are used up."""
+    """The position of a reader: its pass, the document in that pass, and the number of used tokens of that document."""
 
     turn: int = 0
     number: int = 0
@@ -42,25 +42,22 @@ class Position(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Tokens and labels, and where they come from."""
+    """Tokens and labels of a document, and its position."""
 
     position: Position
     tokens: np.ndarray
     labels: np.ndarray
 
 
-#: (row, where the next one begins)
+#: (row, position of the next row)
 Rows = Iterator[tuple[dict[str, torch.Tensor], Position]]
 Pack = Callable[[Iterator[Document], int, int], Rows]
 
 
 def filled(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
-    """Rows of `size` tokens: a document that reaches over the end of a row goes on in the next, as a document of its own.
+    """Yield rows of `size` tokens; a document that crosses the end of a row continues in the next as a separate one.
 
-    The last row of all may be shorter.
-
-    Args:
-        offset: tokens of the first document that are left out.
+    The last row may be shorter. `offset` is the number of tokens to skip in the first document.
     """
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     room, at = size, offset
@@ -78,7 +75,7 @@ def filled(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
 
 
 def packed(documents: Iterator[Document], size: int, offset: int = 0) -> Rows:
-    """Rows of whole documents, as many as make up to `size` tokens; a longer document is a row by itself."""
+    """Yield rows of whole documents with at most `size` tokens; a longer document is a row by itself."""
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     count = 0
     for position, tokens, labels in documents:
@@ -98,11 +95,11 @@ def _row(parts: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
 
 
 class PackedReaders:
-    """The rows that readers pack from their documents, from any position on.
+    """Rows that readers pack from their documents, from any position on.
 
     Args:
-        readers: of the source.
-        encode: makes a document of a source's row.
+        readers: readers of the source.
+        encode: makes a document from a row of the source.
         pack: `filled` or `packed`.
         size: tokens of a row.
     """
@@ -111,9 +108,9 @@ class PackedReaders:
         self.readers, self.encode, self.pack, self.size = readers, encode, pack, size
 
     def rows(self, reader: int, start: Position = Position(), endless: bool = True) -> Rows:  # noqa: B008
-        """(row, where the next begins) from a position on; `endless` begins again where the source ends.
+        """Yield (row, position of the next row) from `start` on; `endless` starts over at the end of the source.
 
-        Raises: ValueError where a whole pass has no document.
+        Raises: ValueError if a whole pass has no document.
         """
         return self.pack(self._documents(reader, start, endless), self.size, start.offset)
 
@@ -136,22 +133,22 @@ class PackedReaders:
 
 
 class StreamedRows(Dataset):
-    """Rows of an epoch by number, which are read in order; another order is right, and slow.
+    """The rows of an epoch by number, which should be read in order; any other order is correct but slow.
 
-    Where each row begins is noted in `folder`, so that workers of a later epoch, and a run that goes on, need not encode
-    again what was used up. Without notes they do.
+    The position of each row is noted in `folder`, so that workers of a later epoch, and a resumed run, need not encode
+    used documents again. Without notes they do.
 
     Args:
-        source: of rows.
-        epoch_rows: rows of an epoch; the next epoch goes on where it ends.
-        folder: of the notes, one file a reader; they hold for this source only.
-        identity: tells the source and all settings that rows depend on.
+        source: the source of rows.
+        epoch_rows: rows of an epoch; the next epoch continues after them.
+        folder: folder of the notes, one file per reader; they are valid for this source only.
+        identity: identifies the source and all settings that rows depend on.
     """
 
     def __init__(self, source: PackedReaders, epoch_rows: int, folder: Path, identity: str) -> None:
         self.source, self.epoch_rows, self.folder, self.identity = source, epoch_rows, folder, identity
         self.seq_len, self.epoch = source.size, 0
-        self._open: dict[int, tuple[int, Rows]] = {}  # of a reader, the next row's number and the rows from it on
+        self._open: dict[int, tuple[int, Rows]] = {}  # by reader: the next row's number, and the rows from it on
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,19 +161,19 @@ class StreamedRows(Dataset):
         return self.identity
 
     def set_epoch(self, epoch: int) -> None:
-        """Let row numbers count from the beginning of an epoch."""
+        """Count row numbers from the beginning of an epoch."""
         self.epoch = epoch
 
     def length_of(self, index: int) -> int:
-        """N of a row, which is read. Raises: IndexError if there is none."""
+        """Return N of a row, after reading it. Raises IndexError if there is no such row."""
         return len(self._row(index)["tokens"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"tokens": (N,) int64, "labels": (N,) int64, "cu_seqlens": (D + 1,) int32, "index": the row's number}."""
+        """Return {"tokens": (N,) int64, "labels": (N,) int64, "cu_seqlens": (D + 1,) int32, "index": row number}."""
         return {**self._row(index), "index": index}
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The row at some positions, with the bounds of its documents in the whole row."""
+        """Return the row at some positions, with the bounds of its documents in the whole row."""
         return at_positions({**self._row(index), "index": index}, ranges)
 
     def _row(self, index: int) -> dict[str, torch.Tensor]:
@@ -206,7 +203,7 @@ class StreamedRows(Dataset):
         return self.folder / f"reader-{reader:05d}"
 
     def _note(self, reader: int, number: int, position: Position) -> None:
-        """Write where row `number` begins. Processes that read the same rows write the same."""
+        """Write the position of row `number`. Processes that read the same rows write the same bytes."""
         private_folder(self.folder, self.folder.parent)
         handle = opened(self._file(reader), self.folder.parent, os.O_WRONLY | os.O_CREAT)
         try:
@@ -215,7 +212,7 @@ class StreamedRows(Dataset):
             os.close(handle)
 
     def _noted(self, reader: int, number: int) -> tuple[int, Position]:
-        """(row, where it begins) of the last note of a row up to `number`."""
+        """Return (row, its position) of the last noted row up to `number`."""
         try:
             with open(opened(self._file(reader), self.folder.parent), "rb") as file:
                 notes = np.fromfile(file, np.int64)
@@ -249,30 +246,30 @@ class HeldRows(Dataset):
 
 
 def at_positions(row: dict[str, Any], ranges: tuple[range, ...]) -> dict[str, Any]:
-    """A row at some positions only; bounds of documents stay those of the whole row."""
+    """Return a row at some positions only; document bounds still refer to the whole row."""
     parts = {name: [row[name][x.start : x.stop : x.step] for x in ranges] for name in ("tokens", "labels")}
     empty = torch.empty(0, dtype=torch.int64)
     return {**row, **{name: torch.cat([empty, *values]) for name, values in parts.items()}}
 
 
 class StreamedDataModule(SplitDataModule):
-    """Base of the DataModules that encode documents while training; a subclass defines `encoder` and `pack`.
+    """Base of the DataModules that encode documents during training; a subclass defines `encoder` and `pack`.
 
-    Batches are one row: tokens and labels (1, N) int64, cu_seqlens (D + 1,) int32 on the CPU, index (1,). Training has no
-    end: where the source ends it begins again, so set `trainer.max_steps`. Documents come as they lie: shuffle them before.
+    Batches are one row: tokens and labels (1, N) int64, cu_seqlens (D + 1,) int32 on the CPU, index (1,). The source
+    starts over at its end, so set `trainer.max_steps`. Documents are read in file order: shuffle them first.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs of them, folders of `datasets.save_to_disk`; or the
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
             arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed.
-        seq_len: the most tokens of a document.
-        row_tokens: the most tokens of a row.
-        readers: S, independent passes through the source; a multiple of the data-parallel ranks and of their loader workers.
-            Rows depend on it. Best a number that divides the files.
-        epoch_rows: rows of an epoch, a multiple of S; training goes on across epochs.
-        val_paths, test_paths: of validation and of test; null does without.
-        val_limit: the first so many rows of validation are used. They, and all rows of test, are kept in memory.
+        seq_len: maximum tokens of a document.
+        row_tokens: maximum tokens of a row.
+        readers: S, independent passes through the source; a multiple of the data-parallel ranks times their loader
+            workers. Rows depend on it. Best a number that divides the number of files.
+        epoch_rows: rows of an epoch, a multiple of S; training continues across epochs.
+        val_paths, test_paths: data for validation and for test; null for none.
+        val_limit: number of validation rows, taken from the start. They and all test rows are held in memory.
         num_workers, pin_memory: see `SplitDataModule`.
-        cache_dir: folder of notes where rows begin; null is `streams` in the package's cache folder.
+        cache_dir: folder of the notes; null is `streams` in the package's cache folder.
     """
 
     shuffles = False
@@ -311,11 +308,11 @@ class StreamedDataModule(SplitDataModule):
 
     # -- what a subclass defines ---------------------------------------------------------------------------------------
     def encoder(self) -> Encode:
-        """What makes documents of rows; it is pickled, for workers."""
+        """Return the function that makes documents from rows; it is pickled for workers."""
         raise TypeError(f"{type(self).__name__} must define encoder().")
 
     def settings(self) -> str:
-        """All that documents depend on, but for the source."""
+        """Return a text of all settings that documents depend on, without the source."""
         raise TypeError(f"{type(self).__name__} must define settings().")
 
     # -- what SplitDataModule asks -------------------------------------------------------------------------------------
@@ -340,8 +337,8 @@ class StreamedDataModule(SplitDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         _, replicas = self._replica()
-        share, rest = divmod(self.readers, replicas)
-        if rest or share % max(1, self.num_workers):
+        share, remainder = divmod(self.readers, replicas)
+        if remainder or share % max(1, self.num_workers):
             workers = f" with {self.num_workers} loader workers each" if self.num_workers else ""
             least = replicas * max(1, self.num_workers)
             raise ValueError(
@@ -352,7 +349,7 @@ class StreamedDataModule(SplitDataModule):
         return super().train_dataloader()
 
     def describe(self) -> str:
-        """One line: readers, and the sources."""
+        """Return one line: readers, and the sources."""
         counts = ", ".join(f"{len(self.dataset(x)):,} rows of {x}" for x in SPLITS[1:] if self.wanted(x) is None)  # type: ignore[arg-type]
         return f"{self.readers:,} readers, rows of up to {self.row_tokens:,} tokens{'; ' if counts else ''}{counts}"
 

@@ -1,4 +1,4 @@
-"""Rows: mappings by number, of JSON Lines, JSON, Parquet, and of `datasets` (an optional extra).
+"""Rows of data by number: mappings from JSON Lines, JSON, Parquet, and `datasets` (an optional extra).
 
 JSON needs no further library. Parquet, folders of `save_to_disk` and anything else that `datasets` loads need the extra.
 """
@@ -22,16 +22,16 @@ from lightning_dilated.data.files import collect_files, path_list, paths_hint
 from lightning_dilated.ext.text.tokenizer import whole_texts
 
 SUFFIXES = [".jsonl", ".json", ".parquet"]
-#: files that a folder of `save_to_disk` holds one of
+#: files that mark a folder of `save_to_disk`
 _SAVED = ("dataset_info.json", "dataset_dict.json")
-#: bytes that are looked at once for line breaks
+#: bytes that are searched at once for line breaks
 _BLOCK = 1 << 24
-#: most bytes of a line of JSON Lines
+#: maximum bytes of a line of JSON Lines
 LONGEST = 1 << 28
 
 
 class Digest(Protocol):
-    """As of hashlib."""
+    """A hash object of hashlib."""
 
     def update(self, data: bytes, /) -> None: ...
 
@@ -44,16 +44,16 @@ class Rows(Protocol):
     def __getitem__(self, number: int) -> Any: ...
 
     def where(self, number: int) -> str:
-        """The place of a row, for errors."""
+        """Return the location of a row, for errors."""
         ...
 
     def hash_into(self, digest: Digest) -> None:
-        """Let a digest depend on the content of all rows."""
+        """Update a digest with the content of all rows."""
         ...
 
 
 def library() -> ModuleType:
-    """`datasets`. Raises: ModuleNotFoundError, naming the extra."""
+    """Import `datasets`. Raises ModuleNotFoundError with the extra."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -68,9 +68,9 @@ def library() -> ModuleType:
 
 
 def checked_sources(value: object, name: str) -> list[str] | dict[str, Any]:
-    """`data.<name>` as a list of paths, or the arguments of `datasets.load_dataset`; nothing is read.
+    """Return `data.<name>` as a list of paths, or as arguments of `datasets.load_dataset`; reads no data.
 
-    Raises: TypeError or ValueError, naming it.
+    Raises: TypeError or ValueError with the option's name.
     """
     if not isinstance(value, Mapping):
         entries = path_list(value, f"data.{name}", paths_hint(name))
@@ -91,10 +91,9 @@ def checked_sources(value: object, name: str) -> list[str] | dict[str, Any]:
 
 
 def open_rows(sources: list[str] | dict[str, Any], name: str) -> Rows:
-    """The rows of `data.<name>`.
+    """Open the rows of `data.<name>`.
 
-    Raises: OSError or ValueError naming the file and what to change; ModuleNotFoundError without `datasets` where it is
-        needed.
+    Raises: OSError or ValueError with the file and the remedy; ModuleNotFoundError if `datasets` is needed and missing.
     """
     if isinstance(sources, dict):
         return LoadedRows(load(sources, name), str(sources["path"]))
@@ -115,30 +114,27 @@ def open_rows(sources: list[str] | dict[str, Any], name: str) -> Rows:
 
 
 def is_saved(path: str) -> bool:
-    """Whether a path is a folder that `save_to_disk` wrote."""
+    """Return whether a path is a folder that `save_to_disk` wrote."""
     return any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
 
 
 def load(arguments: Mapping[str, Any], name: str) -> Any:
-    """A dataset of `datasets`, of a folder of `save_to_disk` or by `load_dataset`.
+    """Load a dataset of `datasets` from a folder of `save_to_disk`, or by `load_dataset` with `arguments`.
 
-    Args:
-        arguments: of `load_dataset`: path, and name, split, data_files, revision, streaming, ...
-
-    Raises: ValueError where it has several splits and none was chosen, or another that it has not; what `datasets` raises.
+    Raises: ValueError for a missing or unknown split; errors of `datasets`.
     """
     datasets = library()
     path, split = str(arguments["path"]), arguments.get("split")
-    more = {k: v for k, v in arguments.items() if k not in ("path", "split")}
+    options = {k: v for k, v in arguments.items() if k not in ("path", "split")}
     if is_saved(path):
-        if set(more) - {"streaming"}:
+        if set(options) - {"streaming"}:
             raise ValueError(
                 f"data.{name}: {path} is a folder of save_to_disk, which takes `split` and `streaming` only; got "
-                f"{sorted(more)}"
+                f"{sorted(options)}"
             )
         loaded = datasets.load_from_disk(path)
     else:
-        loaded = datasets.load_dataset(path, **more, **({} if split is None else {"split": split}))
+        loaded = datasets.load_dataset(path, **options, **({} if split is None else {"split": split}))
     if not isinstance(loaded, Mapping):
         if split is not None and is_saved(path):
             raise ValueError(f"data.{name}: {path} holds one dataset without splits: leave `split` out")
@@ -154,17 +150,15 @@ def load(arguments: Mapping[str, Any], name: str) -> Any:
 
 
 def load_parquet(files: Sequence[str], streaming: bool = False) -> Any:
-    """The rows of Parquet files as a dataset of `datasets`, in their order."""
+    """Load the rows of Parquet files, in order, as a dataset of `datasets`."""
     return library().load_dataset("parquet", data_files=list(files), split="train", streaming=streaming)
 
 
 def without_fillers(value: Any, feature: Any) -> Any:
-    """A value of a table without the nulls that fill the fields which one row lacks and another has.
+    """Remove nulls that a table adds to a row for fields which only other rows have.
 
-    Nulls in lists stay, and values that a column keeps as JSON: no table adds these.
-
-    Args:
-        feature: the value's type, of `datasets`; None where it is not known.
+    Nulls in lists stay, and nulls in values that a column stores as JSON: a table adds none there. `feature` is the
+    value's type in `datasets`; None if unknown.
     """
     if isinstance(value, Mapping) and (feature is None or isinstance(feature, Mapping)):
         inner = {} if feature is None else feature
@@ -182,7 +176,7 @@ def _json_rows(path: str) -> Rows:
 
 
 class JsonLines:
-    """The rows of a file with one JSON value a line; empty lines are left out. The file is read once to find lines."""
+    """The rows of a file with one JSON value per line, without empty lines. One pass over the file finds the lines."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -232,7 +226,7 @@ class JsonLines:
 
 
 class JsonArray:
-    """The rows of a file that is one JSON array, which is held in memory."""
+    """The rows of a file with one JSON array, in memory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -312,5 +306,5 @@ class JoinedRows:
 
 
 def each(rows: Rows) -> Iterator[tuple[int, Any]]:
-    """(number, row) of all, in order."""
+    """Return an iterator of (number, row), in order."""
     return ((i, rows[i]) for i in range(len(rows)))

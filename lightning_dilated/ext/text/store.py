@@ -1,4 +1,4 @@
-"""Conversations as tokens on disk: encoded once on a machine, in a folder named after their content, and read by range.
+"""Conversations as tokens on disk: encoded once on a machine, in a folder named after a digest of their content.
 
 Shape letters: C conversations, T tokens of all of them.
 """
@@ -26,21 +26,21 @@ from lightning_dilated.ext.text.messages import conversation
 from lightning_dilated.ext.text.rows import Rows, each
 from lightning_dilated.ext.text.template import ChatTokenizer
 
-#: of the files; changes with what they mean
+#: version of the file format
 VERSION = 2
 _ARRAYS = {"tokens": "uint32", "learn": "uint8", "bounds": "int64", "first": "int64"}
 
 
 class TokenStore:
-    """Tokens of conversations, whether each is to be learned, and where conversations begin and end.
+    """Tokens of conversations, marks of the tokens to train on, and bounds of conversations.
 
-    Can be pickled; arrays are mapped where they are used.
+    It can be pickled; arrays are memory-mapped on first use.
 
     Attributes:
         bounds: (C + 1,) int64, conversation i has the tokens [bounds[i], bounds[i + 1]).
-        first: (C,) int64, a conversation's first token to be learned that has one before it, counted from its beginning.
-        learned: number of tokens to be learned.
-        digest: of all tokens and marks.
+        first: (C,) int64, index within a conversation of its first token to train on, at least 1.
+        learned: number of tokens to train on.
+        digest: digest of all tokens and marks.
     """
 
     bounds: np.ndarray
@@ -62,7 +62,7 @@ class TokenStore:
         return len(self.first)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """`tokens` or `learn` of [start, stop)."""
+        """Return [start, stop) of the array `name`, `tokens` or `learn`."""
         if name not in self._maps:
             with open(opened(self.folder / name, self.folder.parent), "rb") as file:
                 self._maps[name] = np.memmap(file, dtype=_ARRAYS[name], mode="r", shape=(int(self.bounds[-1]),))
@@ -70,14 +70,14 @@ class TokenStore:
 
 
 def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache_dir: str | None) -> TokenStore:
-    """The store of all rows; encoded by the first process of this machine that asks for it, and found by the others.
+    """Return the store of all rows; the first process of this machine encodes it, and other processes reuse it.
 
     Args:
-        learn: as of `ChatTokenizer.tokens`.
-        column: as of `conversation`.
+        learn: see `ChatTokenizer.tokens`.
+        column: see `conversation`.
         cache_dir: folder of the stores; None: `chat` in the package's cache folder.
 
-    Raises: ValueError naming the first row that is no conversation, or as `ChatTokenizer.tokens`; OSError.
+    Raises: ValueError for the first row that is no conversation, or as `ChatTokenizer.tokens`; OSError.
     """
     root = cache_root() / "chat" if cache_dir is None else Path(cache_dir).expanduser()
     private_folder(root)
@@ -96,14 +96,14 @@ def encoded(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str, cache
 
 
 def _key(rows: Rows, tokenizer: ChatTokenizer, learn: str, column: str) -> str:
-    """A digest of all that the tokens depend on, the content of every row included."""
+    """Return a digest of everything that determines the tokens, including the content of every row."""
     digest = hashlib.blake2b(f"{VERSION} {learn} {column} {tokenizer.digest()}".encode(), digest_size=16)
     rows.hash_into(digest)
     return digest.hexdigest()
 
 
 def _whole(folder: Path) -> bool:
-    """Whether a store is there with all of its bytes."""
+    """Return whether a store exists and all its files are complete."""
     try:
         about = json.loads(read_bytes(folder / "about.json", folder.parent))
         return all(within(folder / name, folder.parent).stat().st_size == size for name, size in about["sizes"].items())
@@ -134,12 +134,12 @@ def _write(folder: Path, samples: Iterator[tuple[np.ndarray, np.ndarray]]) -> No
 
 
 class Conversations(RangedSamples):
-    """Conversations of a store, as samples of unequal length: tokens, and the next token of each that is to be learned.
+    """Conversations of a store as samples of unequal length: tokens, and the next token of each if it is trained on.
 
     Args:
         store: the tokens.
-        numbers: (S,) the conversations of the store that are samples, in order.
-        seq_len: the most tokens of a sample; longer ones end there.
+        numbers: (S,) numbers of the store's conversations that are samples, in order.
+        seq_len: maximum tokens of a sample; longer conversations are cut.
     """
 
     what = "conversation"
@@ -149,7 +149,7 @@ class Conversations(RangedSamples):
         self.lengths = np.minimum(np.diff(store.bounds)[numbers], seq_len)
 
     def fingerprint(self) -> str:
-        """Depends on all tokens, and on which are samples."""
+        """Return a text that depends on all tokens, and on which conversations are samples."""
         places = hashlib.blake2b(self.numbers.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{len(self)} conversations {places}{MARK}{self.store.digest}"
 
@@ -162,7 +162,7 @@ class Conversations(RangedSamples):
 
 
 def next_tokens(ids: np.ndarray, learn: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens (count,), labels (count,)): the next token where it is to be learned, else -100, also where there is none."""
+    """Return tokens (count,) and labels (count,): the next token if it is trained on, else -100; -100 at the end."""
     labels = np.full(count, IGNORE, dtype=np.int64)
     labels[: len(ids) - 1] = np.where(learn[1:], ids[1:], IGNORE)[:count]
     return ids[:count], labels

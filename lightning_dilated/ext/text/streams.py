@@ -1,6 +1,6 @@
-"""StreamDataModule: a text as parallel streams, each read from its beginning to its end, a step after the other.
+"""StreamDataModule: a text as parallel streams, each read step by step from beginning to end.
 
-Shape letters: B streams of a batch, S streams of all ranks, N tokens of a step (`seq_len`), n tokens of this one.
+Shape letters: B streams of a batch, S streams of all ranks, N tokens of a step (`seq_len`), n tokens of a given step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning_dilated.sequence.shard import SequenceSpec
 class StreamSequences(Dataset):
     """Tokens [start, stop) of a text as S streams of equal length; sample s * S + i is step s of stream i.
 
-    So a sampler that serves samples in their order, S at a time over all ranks, gives every stream its next step; of R
-    ranks that divide S each serves whole streams.
+    A sampler that serves samples in order, S at a time over all ranks, gives every stream its next step. If the number
+    of ranks divides S, each rank serves whole streams.
 
     Args:
         text: the tokens.
@@ -30,7 +30,7 @@ class StreamSequences(Dataset):
         seq_len: N, tokens of a step.
         streams: S.
         separator: the token that ends a document; None: there are no documents.
-        vocab_size: tokens of this size or larger are an error; None: any is allowed.
+        vocab_size: larger or equal tokens are an error; None: any token is allowed.
         whole: leave out a last step of less than N tokens.
     """
 
@@ -55,14 +55,14 @@ class StreamSequences(Dataset):
         return self.steps * self.streams
 
     def fingerprint(self) -> str:
-        """Depends on names, sizes and some blocks of the files, on the range, and on what is cut from it."""
+        """Return a text that depends on names, sizes and some blocks of the files, the range, and the streams."""
         place = f"{self.streams} streams of {self.length} tokens from token {self.start}, separator {self.separator}"
         return f"{self.text.fingerprint()}, {place}{MARK}{self.text.content()}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A step of a stream: `tokens` (n,), `labels` (n,), `starts` (n,), `stream`, `position`, `index`.
+        """Return a step of a stream: `tokens` (n,), `labels` (n,), `starts` (n,), `stream`, `position`, `index`.
 
-        Raises: IndexError if there is no such sample, ValueError for a token that the vocabulary does not have.
+        Raises: IndexError if there is no such sample, ValueError for a token outside the vocabulary.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} was asked for, but there are {len(self)}")
@@ -81,39 +81,37 @@ class StreamSequences(Dataset):
         return {"tokens": tokens, "labels": labels, "starts": starts, **place}
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
-        """(stop - start,) int64 tokens."""
         values = torch.from_numpy(self.text.read(start, stop)).long()
         return values if self.vocab_size is None else checked(values, self.vocab_size, self.text, start)
 
 
 class StreamDataModule(SequenceDataModule):
-    """Text, binary or token files as S streams that a model reads from beginning to end: a step goes on after the last.
+    """Text, binary or token files as S streams, each read from beginning to end: a step continues the previous step.
 
-    For models with a method `stream`, such as `LongNetLM`: it carries what it needs of a stream from step to step, and
-    gradients end at the bounds of steps (truncated back-propagation). The training part is cut into S contiguous streams of
-    equal length, and so are those of validation and test; each data-parallel rank serves S / ranks whole streams. An epoch
-    is one pass through all streams. Steps come in order, so an epoch has no shuffling; the position is saved in checkpoints,
-    and a run may go on with another number of ranks.
+    For models with a method `stream`, such as `LongNetLM`: it carries a stream's state from step to step. Gradients end
+    at the bounds of steps (truncated back-propagation). Each split is cut into S contiguous streams of equal length;
+    each data-parallel rank serves S / ranks whole streams. An epoch is one pass through all streams. Steps come in
+    order, without shuffling. Checkpoints save the position, and a run may resume with another number of ranks.
 
-    Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each, also across steps, -100 after the end of a
-    document; `starts` (B, n) bool, True where a stream or document begins; `stream` (B,) int64, the numbers of the streams;
-    `position` (B,) int64, tokens of the stream before these; `index` (B,) int64. n is N; the last, shorter step of a stream
-    is left out in training.
+    Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each, also across steps, -100 after the end
+    of a document; `starts` (B, n) bool, True at the start of a stream or document; `stream` (B,) int64, the numbers of
+    the streams; `position` (B,) int64, tokens of the stream before this step; `index` (B,) int64. n is N. Training
+    leaves out a stream's last step if it is shorter.
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them.
         seq_len: N, tokens of a step.
         streams: S, a multiple of the data-parallel ranks.
-        separator: the byte or token that ends a document, before whose next one nothing is seen; null: one text.
-        vocab_size: null reads bytes, 256 different ones; a number reads token files as `TokenDataModule` does.
-        dtype: of .bin token files, see `TokenDataModule`.
+        separator: the byte or token that ends a document; later tokens do not see earlier documents. null: one text.
+        vocab_size: null reads bytes, 256 different values; a number reads token files as `TokenDataModule` does.
+        dtype: dtype of .bin token files, see `TokenDataModule`.
         val_fraction, test_fraction: shares of the tokens for validation and test, the last ones, from 0 to below 1.
         num_workers, pin_memory: see `SplitDataModule`.
-        suffixes: which files of a directory to take, such as ['.txt']; null for all (of tokens: .npy and .bin).
-        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
-            and the most GiB that it takes, see `Opener`.
+        suffixes: suffixes of files to take from a directory, such as ['.txt']; null for all (of tokens: .npy and .bin).
+        cache_dir, cache_gib: for URLs, the folder of downloaded blocks (null is remote in the package's cache folder)
+            and its maximum size in GiB, see `Opener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1, "starts": 1}, whole=["stream", "position", "index"])
@@ -154,9 +152,9 @@ class StreamDataModule(SequenceDataModule):
         self._text: ByteStream | TokenStream | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """As `SplitDataModule`; checks that the model carries streams, on ranks that hold whole ones.
+        """Set up as `SplitDataModule` does; check that the model carries streams, and that ranks hold whole streams.
 
-        Raises: ValueError, TypeError naming what to change.
+        Raises: ValueError, TypeError with the remedy.
         """
         super().setup(stage)
         if self.trainer is None:
@@ -177,7 +175,7 @@ class StreamDataModule(SequenceDataModule):
     def check(self) -> None:
         """Look up all files and sizes, and check that the streams of each requested split have a step.
 
-        Raises: OSError or ValueError, saying what was found and what to change.
+        Raises: OSError or ValueError with the sizes and the remedy.
         """
         if self._text is not None:
             return
@@ -199,10 +197,7 @@ class StreamDataModule(SequenceDataModule):
         return StreamSequences(self._text, start, stop, self.seq_len, self.streams, self.separator, known, whole)
 
     def per_rank(self, replicas: int) -> int:
-        """Streams of each rank.
-
-        Raises: ValueError where the ranks do not divide them.
-        """
+        """Return the number of streams of each rank. Raises ValueError if ranks do not divide the streams."""
         if self.streams % replicas:
             raise ValueError(
                 f"data.streams = {self.streams} is no multiple of the {replicas} data-parallel ranks, and each rank reads "
@@ -211,7 +206,7 @@ class StreamDataModule(SequenceDataModule):
         return self.streams // replicas
 
     def describe(self) -> str:
-        """One line: tokens of all files, and tokens of a stream of each split."""
+        """Return one line: tokens of all files, and tokens of a stream of each split."""
         data = {split: self.dataset(split) for split in SPLITS}
         sizes = ", ".join(f"{x.length:,} {split}" for split, x in data.items())
         return f"{len(data['train'].text):,} tokens; {self.streams:,} streams of {sizes}, {self.seq_len:,} a step"

@@ -1,8 +1,9 @@
-"""ChatTokenizer: conversations to tokens by a chat template, and which of them an assistant writes.
+"""ChatTokenizer: conversations to tokens by a chat template, with a mark on the assistant's tokens.
 
-A template with {% generation %} tags says itself what the assistant writes. Of another one, the assistant's message i is
-what comes between the text of the messages before it (with the header that asks for an answer) and that of the messages up
-to it. That is right only if both are beginnings of the whole conversation, as text and as tokens, which is verified.
+A template with {% generation %} tags marks the assistant's text itself. Without tags, the text of the assistant's
+message i is the difference of two renderings: of the messages before it (with the header that asks for an answer), and
+of the messages up to and including it. Both must be prefixes of the whole conversation, as text and as tokens; this is
+verified.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_dilated.ext.text.any_tokenizer import JsonText, TextTokenizer, Tr
 from lightning_dilated.ext.text.messages import ANSWERS, Conversation, is_learned, part_texts
 from lightning_dilated.ext.text.tokenizer import panics_named
 
-#: as transformers finds them
+#: same expression as in transformers
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: stand around what a template's tags enclose, in characters that no text should have
+#: placed around the text inside a template's tags; no text should contain these characters
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-#: stands around the number of a part of a content, to see whether a template writes it; Python spells it in another way
+#: placed around the number of a content part, to detect whether a template writes it; Python would escape it
 _PART = "\ue0f2"
-#: names of transformers for the texts of special tokens, which a tokenizer.json does not have
+#: transformers' names for special tokens; a tokenizer.json does not have them
 _NAMED = {"bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"}
 TEMPLATE_FILE = "chat_template.jinja"
 _WHAT = "data.template is a Jinja chat template: its text, or a file that holds it"
@@ -44,20 +45,21 @@ class ChatTokenizer(TextTokenizer):
 
     @abstractmethod
     def render(self, conversation: Conversation, count: int | None = None, asks: bool = False) -> str:
-        """The text of the first `count` messages (all for None); `asks` adds the header of an answer."""
+        """Return the text of the first `count` messages (None: all); `asks` appends the header of an answer."""
 
     @abstractmethod
     def tagged(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        """(tokens, 1 for those within the template's {% generation %} tags)."""
+        """Return (tokens, 1 for tokens inside the template's {% generation %} tags)."""
 
     def tokens(self, conversation: Conversation, learn: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
-        """(tokens (N,) int64, whether each is to be learned (N,) bool).
+        """Return (tokens (N,) int64, mark of each token to train on (N,) bool).
 
         Args:
-            learn: "assistant" for what the assistant writes, "all" for every token; but for messages that are not learned.
+            learn: "assistant" for tokens that the assistant writes, "all" for every token; both skip messages that
+                opt out, see `is_learned`.
 
-        Raises: ValueError naming the place of the conversation, where the template refuses it, where no token is the
-            assistant's, or where it cannot be told which are.
+        Raises: ValueError with the conversation's location, if the template refuses it, if no token is the assistant's,
+            or if the assistant's tokens cannot be determined.
         """
         chat = self._with_contents(conversation)
         if learn == "all":
@@ -72,8 +74,8 @@ class ChatTokenizer(TextTokenizer):
             ids, mask = self.tagged(chat)
         else:
             ids, mask = _by_prefixes(self, chat)
-        asked = [i for i, x in enumerate(chat.messages) if learn == "all" or x["role"] == ANSWERS]
-        silent = [i for i in asked if not is_learned(chat.messages[i])]
+        trained = [i for i, x in enumerate(chat.messages) if learn == "all" or x["role"] == ANSWERS]
+        silent = [i for i in trained if not is_learned(chat.messages[i])]
         for begin, _, end in _spans(self, chat, ids, silent):
             mask[begin:end] = [0] * (end - begin)
         if not any(mask[1:]):
@@ -84,7 +86,7 @@ class ChatTokenizer(TextTokenizer):
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
 
     def _with_contents(self, chat: Conversation) -> Conversation:
-        """The conversation, with a text in place of each list of parts that the template does not write part by part."""
+        """Replace each list of content parts by a text, unless the template writes it part by part."""
         parts = {i: texts for i, x in enumerate(chat.messages) if (texts := part_texts(x)) is not None}
         if not parts:
             return chat
@@ -94,7 +96,7 @@ class ChatTokenizer(TextTokenizer):
             probe[i] = {**probe[i], "content": [{"type": "text", "text": x} for x in texts]}
         try:
             written = self.render(replace(chat, messages=probe))
-        except ValueError:  # a template that adds texts to a content takes no list
+        except ValueError:  # a template that concatenates text and content accepts no list
             written = ""
         messages = list(chat.messages)
         for i, texts in parts.items():
@@ -104,12 +106,12 @@ class ChatTokenizer(TextTokenizer):
 
 
 def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokenizer:
-    """The tokenizer of a tokenizer.json, which needs a template, or of a folder or repository of transformers.
+    """Load a tokenizer.json, which needs a template, or the tokenizer of a folder or repository of transformers.
 
     Args:
         template: a Jinja chat template, or the path of a file that holds one, in place of the tokenizer's own.
 
-    Raises: ModuleNotFoundError without the library; OSError or ValueError naming what to change.
+    Raises: ModuleNotFoundError without the library; OSError or ValueError with the remedy.
     """
     text = None if template is None else template_text(template)
     if is_json(source):
@@ -123,7 +125,7 @@ def load_chat_tokenizer(source: str, template: str | None = None) -> ChatTokeniz
 
 
 def template_text(template: str) -> str:
-    """The template itself, or that of the file that it names. Raises: FileNotFoundError, ValueError for an empty one."""
+    """Return a template, read from a file if given a path. Raises FileNotFoundError, or ValueError if it is empty."""
     text = template
     if "{" not in template:
         if not Path(template).is_file():
@@ -134,9 +136,9 @@ def template_text(template: str) -> str:
     return text
 
 
-# -- whose tokens ------------------------------------------------------------------------------------------------------
+# -- the assistant's tokens --------------------------------------------------------------------------------------------
 def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int], list[int]]:
-    """(tokens, 1 for the assistant's), by the beginnings of the conversation."""
+    """Return (tokens, 1 for the assistant's tokens), by comparing prefixes of the conversation."""
     ids = tokenizer.encode(tokenizer.render(chat))
     mask = [0] * len(ids)
     answers = [i for i, x in enumerate(chat.messages) if x["role"] == ANSWERS and is_learned(x)]
@@ -148,8 +150,8 @@ def _by_prefixes(tokenizer: ChatTokenizer, chat: Conversation) -> tuple[list[int
 def _spans(
     tokenizer: ChatTokenizer, chat: Conversation, ids: list[int], numbers: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """(first token, end without white space behind a special token, end) of the messages with these numbers, an answer
-    without its header. Raises: ValueError where beginnings of the conversation are written in another way."""
+    """Return (first token, end without white space after a special token, end) of each of these messages, an answer
+    without its header. Raises ValueError if the template writes a prefix differently from the whole conversation."""
     if not numbers:
         return []
     text = tokenizer.render(chat)
@@ -175,10 +177,10 @@ def _spans(
 
 
 def cut_tokens(tokenizer: ChatTokenizer, text: str, ids: list[int], cuts: Sequence[int]) -> list[int | None]:
-    """For each place of a text the k for which ids[:k] are the tokens of text[:place]; None where there is none.
+    """Return for each place of a text the k with ids[:k] = tokens of text[:place], or None if there is no such k.
 
-    Only what follows the last place in front of a special token is encoded again: tokenizers cut a text at special tokens
-    first, so the tokens from there on depend on nothing before.
+    Only the text after the last place before a special token is encoded again. Tokenizers split a text at special
+    tokens first, so later tokens do not depend on the text before one.
     """
     places: list[int | None] = []
     at, done = 0, 0  # text[:at] has the tokens ids[:done]
@@ -260,7 +262,7 @@ class JsonTokenizer(JsonText, ChatTokenizer):
 
 
 def _compiled(template: str) -> Any:
-    """The template, in a sandbox. Raises: ValueError for one that Jinja cannot read, or that names tokens."""
+    """Compile a template in a sandbox. Raises ValueError if Jinja cannot read it, or if it names special tokens."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -289,7 +291,7 @@ def _compiled(template: str) -> Any:
         names = list(environment.parse(template).find_all(nodes.Name))
         named = {x.name for x in names if x.ctx == "load"} & _NAMED - {x.name for x in names if x.ctx != "load"}
         compiled = environment.from_string(template)
-    except Exception as error:  # Jinja's own, and those of Python's compiler for code that is nested too deeply
+    except Exception as error:  # Jinja's own, and the Python compiler's for deeply nested code
         raise ValueError(f"the chat template cannot be read ({error}). {_WHAT}") from None
     if named:
         raise ValueError(
@@ -300,14 +302,14 @@ def _compiled(template: str) -> Any:
 
 
 # -- bounds of a template ----------------------------------------------------------------------------------------------
-#: the most steps (passes of loops, calls, filters, operations), characters and seconds of one text
+#: limits of one rendering: steps (passes of loops, calls, filters, operations), characters and seconds
 STEPS, CHARACTERS, SECONDS = 2_000_000, 1 << 28, 20.0
-#: what makes a text of the size of its arguments' product
+#: functions with results as large as the product of their arguments' sizes
 _MULTIPLY = {"replace", "join", "indent", "wordwrap", "expandtabs", "translate", "format", "format_map", "tojson"}
 
 
-class _Left:
-    """The steps, characters and seconds that are left for a text."""
+class _Budget:
+    """The budget of one rendering: remaining steps, characters and seconds."""
 
     def __init__(self) -> None:
         self.steps, self.characters, self.end = STEPS, CHARACTERS, time.thread_time() + SECONDS
@@ -323,27 +325,27 @@ class _Left:
             raise ValueError(f"it takes more than {SECONDS:g} seconds")
 
 
-#: of the text that is being made; without it nothing is counted, as while Jinja compiles
-_LEFT: ContextVar[_Left | None] = ContextVar("left", default=None)
+#: budget of the current rendering; None while Jinja compiles: nothing is counted
+_BUDGET: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 
 def _spend(characters: int = 0, steps: int = 1) -> None:
-    left = _LEFT.get()
+    left = _BUDGET.get()
     if left is not None:
         left.spend(characters, steps)
 
 
-#: parts of a format string that hold widths, for `%` and for braces, and what takes a width from an argument
+#: parts of a format string that hold widths, for `%` and for braces; and fields that take a width from an argument
 _FIELDS = re.compile(r"[%)][-#0 +.\d]*|\{[^{}]*|(?<=\})[^{}]*\}")
 _ASKS = re.compile(r"[%)][-#0 +.\d]*\*|\{[^{}]*\{")
-#: functions with integers that are no sizes; a macro, whose body is counted, has no name
+#: functions with integer arguments that are not sizes; a macro has no name, and its body is counted
 _NO_SIZES = {"", "append", "d", "default", "dict", "get", "join", "namespace", "replace", "reject", "rejectattr"}
 _NO_SIZES |= {"select", "selectattr", "set"}
 
 
 def _size(value: Any, widths: bool = False) -> int:
-    """The size of what an argument may ask for: characters, entries, a number itself, and the numbers in a text if these
-    are `widths`."""
+    """Return the size that an argument can cause: characters, entries, the number itself, and with `widths` the numbers
+    in a text."""
     if isinstance(value, int):
         return max(0, int(value))
     if isinstance(value, str):
@@ -352,22 +354,22 @@ def _size(value: Any, widths: bool = False) -> int:
 
 
 def _size_of_format(form: str, values: Any) -> int:
-    """The most characters of a format string with its values; an integer among these counts only as a width."""
+    """Return the maximum characters of a formatted string; an integer value counts only as a width."""
     asks = _ASKS.search(form) is not None
     most = max([1, *(_size(x, asks) for x in values if asks or not isinstance(x, int))])
     return max(1, len(form) + _size(" ".join(_FIELDS.findall(form)), True)) * most
 
 
-def _bounded(function: Any, name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
-    """What `call` returns, of a function or filter on a value; its size is known before it is made, or charged after."""
-    more = [*args, *kwargs.values()]
+def _bounded(name: str, value: Any, args: Any, kwargs: Any, call: Any) -> Any:
+    """Return `call()` of a function or filter on a value; charges its size before the call if known, else after it."""
+    arguments = [*args, *kwargs.values()]
     if name in ("format", "format_map") and isinstance(value, str):
-        _spend(_size_of_format(value, [y for x in more for y in (x.values() if isinstance(x, dict) else (x,))]))
+        _spend(_size_of_format(value, [y for x in arguments for y in (x.values() if isinstance(x, dict) else (x,))]))
     else:
-        numbers = 0 if name in _NO_SIZES else sum(_size(x) for x in more if isinstance(x, int))
-        sizes = [_size(x) for x in more if numbers or not isinstance(x, int)]
-        own = 1 if isinstance(value, int) else max(1, _size(value))
-        _spend(numbers + (own * max(sizes, default=0) if name in _MULTIPLY else 0))
+        numbers = 0 if name in _NO_SIZES else sum(_size(x) for x in arguments if isinstance(x, int))
+        sizes = [_size(x) for x in arguments if numbers or not isinstance(x, int)]
+        size = 1 if isinstance(value, int) else max(1, _size(value))
+        _spend(numbers + (size * max(sizes, default=0) if name in _MULTIPLY else 0))
     result = call()
     if isinstance(result, (str, list, tuple, dict)) and result is not value:
         _spend(len(result), steps=0)
@@ -376,13 +378,13 @@ def _bounded(function: Any, name: str, value: Any, args: Any, kwargs: Any, call:
 
 @functools.cache
 def bounded_environment() -> type[Any]:
-    """Jinja's sandbox, with a bound on the steps and the characters of a text. Raises: ValueError in `_refusing`."""
+    """Return Jinja's sandbox with limits on steps and characters of a text; exceeding one raises in `_refusing`."""
     from jinja2 import nodes, pass_context
     from jinja2.compiler import CodeGenerator
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Filters(dict):  # type: ignore[type-arg]
-        """Filters that are counted where a compiled template takes them."""
+        """Filters that count their calls from a compiled template."""
 
         def __getitem__(self, name: str) -> Any:
             function = super().__getitem__(name)
@@ -390,22 +392,22 @@ def bounded_environment() -> type[Any]:
 
             @functools.wraps(function)
             def counted(*args: Any, **kwargs: Any) -> Any:
-                value, more = args[skipped], args[skipped + 1 :]
-                return _bounded(function, name, value, more, kwargs, lambda: function(*args, **kwargs))
+                value, arguments = args[skipped], args[skipped + 1 :]
+                return _bounded(name, value, arguments, kwargs, lambda: function(*args, **kwargs))
 
             return counted
 
     class Counting(CodeGenerator):
-        """Lets each pass of a loop and each body of a macro count."""
+        """Adds a count to each pass of a loop and each body of a macro."""
 
         def visit_Template(self, node: Any, frame: Any = None) -> None:
             for inner in (*node.find_all(nodes.For), *node.find_all(nodes.Macro), *node.find_all(nodes.CallBlock)):
                 text = sum(len(x.data) for x in inner.find_all(nodes.TemplateData))
-                steps = 1 if isinstance(inner, nodes.For) else 8  # about what a call takes
+                steps = 1 if isinstance(inner, nodes.For) else 8  # about the cost of a call
                 costs = [nodes.Const(text), nodes.Const(steps)]
                 count = nodes.Call(nodes.EnvironmentAttribute("spend"), costs, [], None, None)
                 inner.body.insert(0, nodes.ExprStmt(count).set_lineno(inner.lineno))
-            for inner in list(node.find_all(nodes.Concat)):  # `~`, which no method of an environment sees
+            for inner in list(node.find_all(nodes.Concat)):  # no method of an environment sees `~`
                 joined = nodes.Filter(nodes.List(inner.nodes), "_concat", [], [], None, None)
                 inner.__class__, inner.__dict__ = (
                     nodes.Filter,
@@ -431,9 +433,7 @@ def bounded_environment() -> type[Any]:
             name = getattr(obj, "__name__", "")
             value = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
             value = value if isinstance(value, (str, list)) else None
-            return _bounded(
-                obj, name, value, args, kwargs, lambda: super(Bounded, self).call(context, obj, *args, **kwargs)
-            )
+            return _bounded(name, value, args, kwargs, lambda: super(Bounded, self).call(context, obj, *args, **kwargs))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             _spend(_size_of_result(operator, left, right))
@@ -443,13 +443,13 @@ def bounded_environment() -> type[Any]:
 
 
 def _written(context: Any, value: Any) -> Any:
-    """Charge what a template writes."""
+    """Charge the text that a template writes."""
     _spend(len(value) if isinstance(value, str) else 1, steps=0)
     return value
 
 
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
-    """Characters, entries or digits of what an operator makes."""
+    """Return the number of characters, entries or digits of an operator's result."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(0, right) if operator == "**" else left.bit_length() + right.bit_length()
         return bits if bits < 1 << 16 else CHARACTERS + 1  # products of long numbers take too long
@@ -465,31 +465,31 @@ def _size_of_result(operator: str, left: Any, right: Any) -> int:
 
 
 def _refusing(chat: Conversation, render: Any) -> str:
-    """What `render` gives. Raises: ValueError naming the conversation, where the template refuses it."""
-    token = _LEFT.set(_Left())
+    """Return `render()` within its limits. Raises ValueError with the conversation if the template refuses it."""
+    token = _BUDGET.set(_Budget())
     try:
         return render()
-    except Exception as error:  # a template may raise any
+    except Exception as error:  # a template may raise anything
         what = str(error)[:200] or type(error).__name__
         raise ValueError(
             f"{chat.where}: the chat template refuses this conversation ({what}): change the row, or set data.template"
         ) from None
     finally:
-        _LEFT.reset(token)
+        _BUDGET.reset(token)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------
 class TransformersTokenizer(TransformersText, ChatTokenizer):
-    """A tokenizer of transformers with its chat template, or another one."""
+    """A tokenizer of transformers with its own chat template, or another."""
 
     def __init__(self, source: str, template: str | None) -> None:
         super().__init__(source)
         if template is not None:
             self.tokenizer.chat_template = template
-        own = self.tokenizer.chat_template
-        if not own:
+        stored = self.tokenizer.chat_template
+        if not stored:
             raise ValueError(f"data.tokenizer {source} has no chat template: set data.template. {_WHAT}")
-        self.template = own if isinstance(own, str) else json.dumps(own)
+        self.template = stored if isinstance(stored, str) else json.dumps(stored)
         if _TAGS.search(self.template) and not self.tokenizer.is_fast:
             raise ValueError(
                 f"data.tokenizer {source} has no tokenizer.json, without which the template's {{% generation %}} tags "

@@ -1,4 +1,4 @@
-"""TextStreamDataModule: a column of texts, encoded while training and packed into rows of equal length."""
+"""TextStreamDataModule: a column of texts, encoded during training and packed into rows of equal length."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_dilated.ext.text.row_streams import Encode, StreamedDataModule, f
 
 @dataclass
 class TextEncoder:
-    """The tokens of a text with the end of a document after them, all of them to be learned."""
+    """Encode a text and append the end of a document; all tokens are trained on."""
 
     tokenizer: TextTokenizer
     column: str
     end: int
 
     def __call__(self, row: Any, where: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """None for an empty text. Raises: ValueError for a row without a text in the column."""
+        """Return (tokens, marks), or None for an empty text. Raises ValueError for a row without a text."""
         text = row.get(self.column) if isinstance(row, Mapping) else None
         if not isinstance(text, str):
             columns = ", ".join(map(repr, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
@@ -35,24 +35,26 @@ class TextEncoder:
 
 
 class TextStreamDataModule(LoadsTokenizer[TextTokenizer], StreamedDataModule):
-    """Texts of a `datasets` dataset or of JSON Lines, encoded while training, in rows of N tokens.
+    """Texts of a `datasets` dataset or of JSON Lines, encoded during training, in rows of N tokens.
 
     Batches are {"tokens": (1, N), "labels": (1, N) the next token, "index": (1,)}, all int64, and "cu_seqlens" (D + 1,)
-    int32 on the CPU, where documents begin and end. A document ends after `eos_token`, whose label is -100; one that reaches
-    over the end of a row goes on in the next, as a document of its own. Rows are the same on any number of ranks and loader
-    workers, and a run goes on after the rows that were used. Where the source ends it begins again.
+    int32 on the CPU, the bounds of documents. A document ends after `eos_token`, which has the label -100. A document
+    that crosses the end of a row is continued in the next row as a separate document. Rows are the same on any number
+    of ranks and loader workers, and a resumed run continues after the rows that were used. At its end the source starts
+    over.
 
     Args:
-        paths: files (.jsonl, .json, .parquet), directories or globs of them, folders of `datasets.save_to_disk`; or the
-            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed. All but
-            JSON takes the extra `datasets`.
+        paths: files (.jsonl, .json, .parquet), directories or globs, folders of `datasets.save_to_disk`; or the
+            arguments of `datasets.load_dataset` as a mapping, {path: owner/name, split: train}, which is streamed. All
+            but JSON needs the extra `datasets`.
         tokenizer: a folder of transformers or the name of a repository; or a tokenizer.json.
         seq_len: N, tokens of a row.
         column: the name of the text in a row.
-        eos_token: the text of the token after each document; null is that of the tokenizer.
-        readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see `StreamedDataModule`.
+        eos_token: the text of the token after each document; null is the tokenizer's own.
+        readers, epoch_rows, val_paths, test_paths, val_limit, num_workers, pin_memory, cache_dir: see
+            `StreamedDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     pack = staticmethod(filled)

@@ -1,4 +1,4 @@
-"""`lightning-dilated tokenize`: a file for TokenDataModule from texts."""
+"""`lightning-dilated tokenize`: encode text files into a file for TokenDataModule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning_dilated.data import EncodedFiles, encode_files
 
 
 def tokenize(argv: list[str]) -> None:
-    """Encode text files into one file of tokens, and print what was written."""
+    """Encode text files into one file of tokens, and print a report."""
     args = tokenize_parser().parse_args(argv)
     print(tokenize_report(encode_files(args.tokenizer, args.inputs, args.out, args.eos_token, not args.no_documents)))
 
 
 def fit_arguments(paths: str, **values: object) -> str:
-    """The arguments of `fit` for a file of tokens; in the keys of `values` __ stands for a dot, and None leaves one out."""
+    """Return `fit` arguments for a file of tokens; in `values`, __ in a key is a dot, and None omits the argument."""
     options = {"data": "lightning_dilated.data.TokenDataModule", "data__paths": shlex.quote(paths), **values}
     return " ".join(f"--{name.replace('__', '.')} {x}" for name, x in options.items() if x is not None)
 
@@ -34,7 +34,7 @@ def tokenize_parser() -> argparse.ArgumentParser:
 
 
 def tokenize_report(written: EncodedFiles) -> str:
-    """What was written, and the settings that go with it."""
+    """Return a report of the written file, with the settings to train on it."""
     ends = "no ends of documents" if written.eos_token is None else f"{written.documents:,} documents"
     lines = [
         f"{written.path}: {written.tokens:,} tokens ({written.dtype}) of {written.files:,} files, {ends}",

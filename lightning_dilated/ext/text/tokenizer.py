@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): loading them, and ids to text as they come."""
+"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): load them, encode, and decode token by token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-#: tokens of the prompt with which the text after it is decoded
+#: number of prompt tokens that are decoded as context before new tokens
 _CONTEXT = 16
-#: replaces bytes that are not (yet) text, and tokens that the tokenizer does not have
+#: replaces bytes that are not (yet) text, and ids that the tokenizer does not have
 _BROKEN = "\ufffd"
 #: half of a character beyond U+FFFF
 _HALF = re.compile("[\ud800-\udfff]")
@@ -23,7 +23,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 @contextlib.contextmanager
 def panics_named(path: str | Path) -> Iterator[None]:
-    """Let a panic of the library, which is no Exception, be a ValueError that names the tokenizer."""
+    """Turn the library's panics, which are no Exceptions, into a ValueError that names the tokenizer."""
     try:
         yield
     except BaseException as error:
@@ -36,24 +36,24 @@ def panics_named(path: str | Path) -> Iterator[None]:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without the truncation and padding that the file may ask for.
+    """Load a tokenizer.json, with truncation and padding turned off.
 
     Raises:
         ModuleNotFoundError: without the library.
-        FileNotFoundError, ValueError: for a missing file, or one that is not a tokenizer's.
+        FileNotFoundError, ValueError: for a missing file, or a file that is not a tokenizer's.
     """
     library = _tokenizer_class(path)
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"tokenizer {path}: no such file. Pass a tokenizer.json, as tokenizers and transformers save it."
         )
-    return _whole(lambda: library.from_file(str(path)), path)
+    return _checked(lambda: library.from_file(str(path)), path)
 
 
 def tokenizer_of(text: str, where: str) -> Tokenizer:
-    """The tokenizer whose tokenizer.json has this text. Raises: as `load_tokenizer`, naming `where` it comes from."""
+    """Load a tokenizer from the text of its tokenizer.json; errors are `load_tokenizer`'s and name `where`."""
     library = _tokenizer_class(where)
-    return _whole(lambda: library.from_str(text), where)
+    return _checked(lambda: library.from_str(text), where)
 
 
 def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
@@ -68,11 +68,11 @@ def _tokenizer_class(path: str | Path) -> type[Tokenizer]:
     return Tokenizer
 
 
-def _whole(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
+def _checked(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
     try:
         with panics_named(path):
             tokenizer = load()
-            tokenizer.encode("a", add_special_tokens=False)  # as far as it can be seen now
+            tokenizer.encode("a", add_special_tokens=False)  # a first test that it works
     except Exception as error:
         raise ValueError(
             f"tokenizer {path} cannot be read ({str(error)[:120]}). Pass a tokenizer.json, as tokenizers and transformers "
@@ -86,17 +86,17 @@ def _whole(load: Callable[[], Tokenizer], path: str | Path) -> Tokenizer:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """V such that every token lies in 0 to V - 1; more than there are tokens, where ids have gaps."""
+    """Return V, the largest token id plus 1; it exceeds the number of tokens if ids have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens by their text, such as {"<|endoftext|>": 50256}."""
+    """Return the special tokens by their text, such as {"<|endoftext|>": 50256}."""
     return {token.content: id_ for id_, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special}
 
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
-    """The token that stands for what the vocabulary does not have; None for a tokenizer without."""
+    """Return the token for text that the vocabulary lacks, or None if the tokenizer has no such token."""
     model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not expose it for Unigram
     if model["type"] == "Unigram":
         return model["unk_id"]
@@ -105,9 +105,9 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 
 
 def whole_text(text: str) -> str:
-    r"""The text with U+FFFD in place of each half of a character, which no tokenizer takes.
+    r"""Replace each half of a surrogate pair by U+FFFD, because no tokenizer accepts one.
 
-    JSON can hold one, such as "\\ud83d", where a program has cut an emoji's escape in two.
+    JSON can hold a half, such as "\\ud83d", if a program has cut an emoji's escape in two.
     """
     if _HALF.search(text) is None:
         return text
@@ -115,7 +115,7 @@ def whole_text(text: str) -> str:
 
 
 def whole_texts(value: Any) -> Any:
-    """The value with all of its texts whole: a text, or mappings and lists of them at any depth."""
+    """Apply `whole_text` to a text, or to all texts in mappings and lists at any depth."""
     if isinstance(value, str):
         return whole_text(value)
     if isinstance(value, dict):
@@ -124,20 +124,17 @@ def whole_texts(value: Any) -> Any:
 
 
 def encode(tokenizer: Tokenizer, text: str, path: str | Path = "of the model") -> list[int]:
-    """The ids of a text, without tokens that a template would put around it; see `whole_text`.
-
-    `path` is the tokenizer's, for errors.
-    """
+    """Return the ids of a text, without a template's tokens; see `whole_text`. `path` names the tokenizer in errors."""
     with panics_named(path):
         return tokenizer.encode(whole_text(text), add_special_tokens=False).ids
 
 
 def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text that `tokens` add to a prompt, as they come: "" where a character waits for its other bytes.
+    """Yield the text that each token adds to a prompt; "" while a character lacks bytes.
 
-    Special tokens are shown; a token that the tokenizer does not have (models pad their vocabulary) is one U+FFFD.
+    Special tokens are shown. An id that the tokenizer does not have (models pad their vocabulary) is one U+FFFD.
     """
-    ids, shown = prompt[-_CONTEXT:], len(prompt[-_CONTEXT:])  # all ids of the window, and those whose text is out
+    ids, shown = prompt[-_CONTEXT:], len(prompt[-_CONTEXT:])  # ids of the window, and how many are already decoded
     for token in tokens:
         if tokenizer.id_to_token(token) is None:
             yield _added(tokenizer, ids, shown) + _BROKEN
@@ -154,19 +151,16 @@ def decoded(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> I
 
 
 def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
-    """What ids[shown:] add to the text of those before: a token may read otherwise alone (a leading space)."""
+    """Return the text that ids[shown:] add to ids[:shown]: alone they may decode differently (a leading space)."""
     with panics_named("of the model"):
         before = tokenizer.decode(ids[:shown], skip_special_tokens=False)
         return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
 
 
 def end_token(tokenizer: Tokenizer, path: str, name: str | None, how: str) -> int:
-    """The token after a document, by its text; None: the only special token.
+    """Return the token that ends a document, by its text; None: the only special token. `how` is the error's remedy.
 
-    Args:
-        how: what to do without one, for the error.
-
-    Raises: ValueError for a name that is no token, and for None where there is not one special token.
+    Raises: ValueError for an unknown name, and for None unless there is exactly one special token.
     """
     special = special_tokens(tokenizer)
     known = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"

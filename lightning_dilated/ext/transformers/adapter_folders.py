@@ -1,4 +1,4 @@
-"""Folders of adapters, as peft writes and reads them, and what this package adds: the config that they were trained with."""
+"""Folders of adapters as peft writes and reads them, plus the decoder's config at training time."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ import torch
 from lightning_dilated._validation import text_of
 from lightning_dilated.ext.transformers.lora import peft_library, read_options
 
-#: of peft
+#: peft's file of options
 _OPTIONS = "adapter_config.json"
-#: the decoder's config, patterns and changed values among it; peft does not read it
+#: the decoder's config, including patterns and changed values; peft does not read this file
 _CONFIG = "decoder_config.json"
-#: the weights, of which peft writes one
+#: names of the file of weights; peft writes one of them
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-#: values of a decoder's config that shape its weights; others may change
+#: values of a decoder's config that determine the shapes of its weights; other values may change
 _SHAPES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-#: options of `lora` that the adapters of a folder are trained on with, whatever they were trained with
+#: options of `lora` that may differ from the folder's when training continues
 _FREE = ("lora_dropout", "init_lora_weights")
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a path is a folder of adapters without the model that they belong to."""
+    """Return whether a path is a folder of adapters without their base model."""
     return (Path(path) / _OPTIONS).is_file() and not (Path(path) / "config.json").is_file()
 
 
 def check_plain(folder: str | Path) -> None:
-    """Refuse options of adapters that name a module, which peft would import; transformers reads the options of any folder.
+    """Refuse options that name a module, because peft would import it; transformers reads the options of any folder.
 
-    Raises:
-        ValueError: naming the option.
+    Raises: ValueError that names the option.
     """
     path = Path(folder) / _OPTIONS
     values = _read_values(path) if path.is_file() else {}
@@ -49,10 +48,9 @@ def check_plain(folder: str | Path) -> None:
 
 
 def base_of(folder: str | Path) -> str:
-    """The folder or repository of the model that adapters belong to.
+    """Return the folder or repository of the adapters' base model.
 
-    Raises:
-        ValueError: where the folder does not name it, or names a folder that is not there.
+    Raises: ValueError if the folder does not name a model, or names a folder that does not exist.
     """
     base = _read_values(Path(folder) / _OPTIONS).get("base_model_name_or_path")
     remedy = f"Name it: HFCausalLM(base, adapters={str(folder)!r}), in YAML model.init_args.adapters."
@@ -64,18 +62,17 @@ def base_of(folder: str | Path) -> str:
 
 
 def stored_config(folder: str | Path) -> dict[str, Any] | None:
-    """Values of the config that the adapters were trained with; None in a folder that this package did not write."""
+    """Return the values of the config at training time, or None for a folder that this package did not write."""
     path = Path(folder) / _CONFIG
     return _read_values(path) if path.is_file() else None
 
 
 def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> None:
-    """Compare the config that adapters were trained with to that of the model they are put on.
+    """Compare the config that adapters were trained with to the config of the model that receives them.
 
-    transformers would leave out layers of a deeper model, and give a shallower one random layers.
+    transformers would drop layers of a deeper model, and add random layers to a shallower one.
 
-    Raises:
-        ValueError: for a model of another kind or size.
+    Raises: ValueError for a model of another kind or size.
     """
     before, now = values.get("text_config", values), config.to_dict()
     now = now.get("text_config", now)
@@ -90,10 +87,10 @@ def check_base(folder: str | Path, values: Mapping[str, Any], config: Any) -> No
 
 
 def _read_values(path: Path) -> dict[str, Any]:
-    """The JSON object of a file. Raises ValueError naming it."""
+    """Return the JSON object of a file. Raises ValueError with the path."""
     try:
         values = json.loads(text_of(path))
-    except ValueError as error:  # of JSON or of its encoding
+    except ValueError as error:  # bad JSON or a bad encoding
         raise ValueError(f"{path} is no JSON ({error}). It is damaged: write the folder again.") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object, but {type(values).__name__}. Write the folder again.")
@@ -101,12 +98,12 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options of `peft.LoraConfig` of a folder's adapters, with those of `lora` that may differ.
+    """Return the `peft.LoraConfig` options of a folder's adapters, updated by the options of `lora` that may differ.
 
     Raises:
-        FileNotFoundError: for a folder without adapters or their weights.
+        FileNotFoundError: for a folder without adapters or without their weights.
         ModuleNotFoundError: without peft.
-        ValueError: for adapters that are not LoRA, or have another shape than `lora` says.
+        ValueError: for adapters that are not LoRA, or that differ from `lora` in a fixed option.
     """
     if not (Path(folder) / _OPTIONS).is_file():
         raise FileNotFoundError(
@@ -142,10 +139,9 @@ def stored_options(folder: str | Path, lora: Mapping[str, Any] | None) -> dict[s
 
 
 def load(adapted: Any, folder: str | Path) -> None:
-    """Give adapters the weights of a folder.
+    """Load the weights of a folder into adapters.
 
-    Raises:
-        ValueError: for weights of other adapters, naming some, and a damaged file.
+    Raises: ValueError for a damaged file, and for weights with other names or shapes; names one of them.
     """
     import peft
 
@@ -174,9 +170,9 @@ def save(adapted: Any, folder: str | Path, config: Any) -> None:
 
 
 def save_merged(adapted: Any, folder: str | Path) -> None:
-    """Write a folder of transformers whose weights hold the updates; merging copies the decoder.
+    """Write a folder of transformers with the updates added to the weights; merging copies the decoder.
 
-    Embedding and output projection that share a weight get one each where one of them has adapters.
+    If embedding and output projection share a weight and one of them has adapters, each gets a weight.
     """
     with torch.no_grad():
         merged = copy.deepcopy(adapted)
@@ -185,7 +181,7 @@ def save_merged(adapted: Any, folder: str | Path) -> None:
 
 
 def _untie(decoder: Any) -> None:
-    """Give embedding and output projection a weight each, if they share one and not both are plain modules."""
+    """Give embedding and output projection separate weights if they share one and at least one has adapters."""
     ends = decoder.get_input_embeddings(), decoder.get_output_embeddings()
     layers = [getattr(x, "base_layer", x) for x in ends]
     if None not in ends and layers != list(ends) and layers[0].weight is layers[1].weight:

@@ -1,4 +1,4 @@
-"""The attention function that models of transformers call, layer by layer.
+"""The attention function that each layer of a transformers model calls.
 
 Shape letters: B batch, N tokens (of this rank, in a sequence on ranks), H query heads, K kv heads, D head dim.
 """
@@ -17,10 +17,10 @@ from lightning_dilated.ext.transformers.rotary import follows_length
 from lightning_dilated.pattern import DilatedPattern, Window
 from lightning_dilated.sequence.group import active_sequence
 
-#: the attribute of keys that are to be added to a `DilatedCache`, its layer there
+#: attribute of a tensor of keys: the `DilatedCache` layer that the keys will be added to
 CACHE = "dilated_cache"
 EAGER = 'Load the model with attn_implementation="eager" for it.'
-#: arguments of attention that change its result, and are not computed
+#: attention arguments that would change the result and are not supported
 REFUSED = {
     "softcap": ("soft-capped scores (as Gemma 2 has them)", EAGER),
     "s_aux": ("attention sinks (as GPT-OSS has them)", EAGER),
@@ -49,16 +49,15 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """(out (B, N, H, D), None) of query (B, H, N, D), key and value (B, K, N, D), as transformers' AttentionInterface asks.
+    """Return (out (B, N, H, D), None) for query (B, H, N, D), key and value (B, K, N, D), as AttentionInterface requires.
 
     Args:
         module: the attention layer; its config may hold patterns, see `set_pattern`.
-        attention_mask: what `masks.visible_keys` returned.
-        dropout, scaling, is_causal, sliding_window: as the layer has them.
-        position_ids, cu_seq_lens_q, cu_seq_lens_k: documents; global positions on ranks.
+        attention_mask: the result of `masks.visible_keys`.
+        dropout, scaling, is_causal, sliding_window: the layer's options.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k: define documents; positions are global on ranks.
 
-    Raises:
-        ValueError: for everything that would not be computed exactly, with the reason and what to do.
+    Raises: ValueError for anything that would not be computed exactly, with the reason and a remedy.
     """
     _refuse(module, attention_mask, is_causal, options)
     if getattr(key, CACHE, None) is not None:
@@ -94,7 +93,7 @@ def _pattern_of(
 def _documents(
     module: nn.Module, mask: VisibleKeys, position_ids: Tensor | None, bounds: Tensor | None
 ) -> Tensor | None:
-    """The global bounds of packed documents, which a caller knows, or the positions and `bounds` say."""
+    """Return the global bounds of packed documents: known ones, or from positions and `bounds`."""
     if mask.known:
         return mask.bounds
     documents = mask.documents(position_ids, bounds)
@@ -128,7 +127,7 @@ def _refuse(module: nn.Module, mask: Any, is_causal: bool | None, options: dict[
 
 
 def _check_model(module: nn.Module, documents: Tensor | None) -> None:
-    """Raise where anything but attention would be that of a part of the sequence, or of several documents."""
+    """Raise if rotary frequencies or other layers would see a part of the sequence, or mix documents."""
     group, config = active_sequence(), getattr(module, "config", None)
     shared = group is not None and group.ranks > 1
     if shared and follows_length(config):
@@ -151,7 +150,7 @@ def _own_attention(module: nn.Module, masked: int | None, layer: int | None) -> 
 
 
 def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """The documents' bounds, which those of queries and keys agree on."""
+    """Return the documents' bounds; raise if bounds of queries and keys differ."""
     if queries is None or keys is None or keys is queries:
         return keys if queries is None else queries
     if queries.shape != keys.shape or not bool((queries == keys).all()):
@@ -160,7 +159,7 @@ def _documents_of(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
 
 
 def _check_cache(module: nn.Module, key: Tensor, mask: Any, sliding_window: int | None) -> None:
-    """Raise where the layer of a `DilatedCache` is not that of an attention layer."""
+    """Raise if a layer of a `DilatedCache` does not belong to this attention layer."""
     layer = getattr(key, CACHE)
     if layer.get_seq_length() + key.shape[2] != layer.handed:
         raise _not_from_cache(module)
@@ -184,7 +183,7 @@ def _not_from_cache(module: nn.Module) -> ValueError:
 def _decoded(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, scaling: float | None
 ) -> Tensor:
-    """(B, n, H, D) of new tokens that follow those of a `DilatedCache`, to which they are added."""
+    """Add n new tokens to a `DilatedCache` and return their outputs (B, n, H, D)."""
     group = active_sequence()
     if group is not None and group.ranks > 1:
         raise ValueError(
@@ -209,7 +208,7 @@ def _cached_step(
     is_causal: bool | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Queries after keys of a cache, by transformers' own "sdpa"."""
+    """Attend to a transformers cache by transformers' own "sdpa"."""
     if has_pattern(module):
         raise ValueError(
             f"{type(module).__name__} has a pattern, and transformers' own caches serve only layers that keep their own "

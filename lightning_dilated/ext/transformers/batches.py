@@ -1,4 +1,4 @@
-"""What HFCausalLM takes: batches of tokens, prompts, and options of transformers' generate; all else is refused by name.
+"""Checks of HFCausalLM's inputs: batches of tokens, prompts, and options of transformers' generate.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -15,7 +15,7 @@ from lightning_dilated._compat.torch import is_fake
 from lightning_dilated.ext.transformers.padding import Padding
 from lightning_dilated.memory.chunked_loss import IGNORE
 
-#: entries of other libraries' batches, which would be ignored, and what says the same here
+#: entries of other libraries' batches, which would be ignored, and their equivalents here
 _OTHERS = {
     "attention_mask": "lengths (B,), the tokens of right-padded samples",
     "position_ids": "cu_seqlens, the bounds of packed documents, at which positions begin anew",
@@ -23,13 +23,13 @@ _OTHERS = {
 }
 #: options of generate that draft tokens and take some of them back
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-#: modules that hold an embedding of each position
+#: names of modules that hold learned embeddings of positions
 _POSITIONS = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
 def check_batch(batch: Any, vocab_size: int, labels: bool = False) -> None:
-    """Raise TypeError or ValueError unless a batch has tokens (B, N), and with `labels` also these, below V."""
+    """Raise TypeError or ValueError unless a batch has tokens (B, N) below V, and labels (B, N) if `labels`."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"a batch is a mapping of tokens (B, N) and labels (B, N), got {type(batch).__name__}.")
     for name, instead in _OTHERS.items():
@@ -57,7 +57,7 @@ def check_batch(batch: Any, vocab_size: int, labels: bool = False) -> None:
 
 
 def check_tokens(tokens: Any, vocab_size: int, name: str, least: int) -> None:
-    """Raise unless these are integers (B, N) below V; values on a device are not read, which would wait for it."""
+    """Raise unless tokens are integers (B, N) below V; values on a device are not read, to avoid a synchronization."""
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"{name} must be a tensor of token numbers, int64 (B, N); got {kind}.")
@@ -74,7 +74,7 @@ def check_tokens(tokens: Any, vocab_size: int, name: str, least: int) -> None:
 
 
 def check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
-    """Raise ValueError for other lengths than those of samples."""
+    """Raise ValueError unless lengths are (B,) numbers from 0 to N."""
     if lengths is None:
         return
     values = torch.as_tensor(lengths)
@@ -86,7 +86,7 @@ def check_lengths(lengths: Any, tokens: Tensor, most: int) -> None:
 
 # -- positions ---------------------------------------------------------------------------------------------------------
 def check_positions(decoder: nn.Module, length: int) -> None:
-    """Raise ValueError for more tokens than a decoder has embeddings of positions; rotary ones have no end."""
+    """Raise ValueError if tokens outnumber a decoder's learned positions; rotary positions have no limit."""
     most = _learned_positions(decoder)
     if most is not None and length > most:
         raise ValueError(
@@ -96,7 +96,7 @@ def check_positions(decoder: nn.Module, length: int) -> None:
 
 
 def _learned_positions(decoder: nn.Module) -> int | None:
-    """Positions that have an embedding; None for decoders without such a table."""
+    """Return the number of learned positions, or None for a decoder without such a table."""
     for name, module in decoder.named_modules():
         if name.rpartition(".")[2] in _POSITIONS and isinstance(module, nn.Embedding):
             return module.num_embeddings - getattr(module, "offset", 0)
@@ -117,24 +117,24 @@ def check_prompts(tokens: Any, vocab_size: int) -> None:
 
 
 def check_generation(decoder: Any, tokens: Tensor, options: Mapping[str, Any], has_pattern: bool) -> None:
-    """Raise ValueError for options of transformers' generate that would fail later, and padding that is not on the left."""
+    """Raise ValueError for options of transformers' generate that would fail later, and for padding not on the left."""
     config = options.get("generation_config") or decoder.generation_config
-    asked = lambda name: options.get(name, getattr(config, name, None))  # noqa: E731
-    kind = asked("cache_implementation")
+    option = lambda name: options.get(name, getattr(config, name, None))  # noqa: E731
+    kind = option("cache_implementation")
     if kind is not None and (has_pattern or kind not in ("dynamic", "offloaded", "quantized")):
         raise ValueError(
             f"cache_implementation={kind!r} is not served: caches of a fixed size have masks of their own, and a pattern "
             "decodes by a dilated_cache. Leave it out; dilated_cache(config, max_length=N) has a fixed size."
         )
-    drafts = [name for name in _DRAFTS if asked(name) is not None]
+    drafts = [name for name in _DRAFTS if option(name) is not None]
     if has_pattern and drafts:
         raise ValueError(
             f"{drafts[0]} drafts tokens and takes some back, and a dilated_cache holds only the rows that later tokens see. "
             "Leave it out, or pass use_cache=False without it."
         )
-    new, whole = asked("max_new_tokens"), asked("max_length")
+    new, whole = option("max_new_tokens"), option("max_length")
     if new is not None or whole is not None:
-        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last one is not read
+        check_positions(decoder, whole if new is None else tokens.shape[1] + new - 1)  # the last one is not fed back
     check_padding(options.get("attention_mask"), tokens)
 
 
@@ -151,7 +151,7 @@ def check_padding(mask: Any, tokens: Tensor) -> None:
 
 
 def padded_step(mask: Tensor | None, new: int) -> dict[str, Tensor]:
-    """What a decoder is given of the mask (B, N) of all tokens so far where the last `new` of them are read; {} for None."""
+    """Return a decoder's arguments for the last `new` tokens under a mask (B, N) of all tokens; {} without a mask."""
     if mask is None:
         return {}
     positions = (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -1,7 +1,7 @@
 """DilatedCache: the bounded key and value caches of this package behind the Cache interface of transformers.
 
-Layers add their new keys and values by `update`, which hands them on as they are, and marks them; the attention function
-then attends to the cache and adds them. Imported on use, since it imports transformers.
+`update` returns a layer's new keys and values unchanged and marks the keys; the attention function then attends to the
+cache and adds them. Import this module lazily: it imports transformers.
 
 Shape letters: B batch, n new tokens, K kv heads, D head dim.
 """
@@ -25,13 +25,13 @@ from lightning_dilated.ext.transformers.rotary import follows_length
 
 
 class DilatedCache(Cache):
-    """See `dilated_cache`, which makes it."""
+    """A cache for generation; made by `dilated_cache`."""
 
     def __init__(self, config: Any, max_length: int | None = None) -> None:
         text, clock = text_config(config, "dilated_cache"), Clock()
-        if others := other_kinds(text):
+        if kinds := other_kinds(text):
             raise ValueError(
-                f"layers of {text.model_type} have the kind {', '.join(others)}, whose state a DilatedCache does not hold. "
+                f"layers of {text.model_type} have the kind {', '.join(kinds)}, whose state a DilatedCache does not hold. "
                 "Pass use_cache=False; layers with their own attention take transformers' cache."
             )
         if follows_length(text):
@@ -49,7 +49,7 @@ class DilatedCache(Cache):
         self._depth = len(self.layers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
-        """See `_Layer.update`. Raises: ValueError for layers that a model added, as one does that runs its own in loops."""
+        """See `_Layer.update`. Raises ValueError for layers beyond the config's, as of a model that loops over layers."""
         if layer_idx >= self._depth:
             raise ValueError(
                 f"a DilatedCache was made for {self._depth} layers, and the model asks for number {layer_idx}, counted from "
@@ -59,30 +59,30 @@ class DilatedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Total bytes of all buffers."""
         return sum(cast(_Layer, layer).rows.nbytes for layer in self.layers)
 
 
 class _Layer(CacheLayerMixin):
-    """The cache of a layer, as transformers asks it: in columns, of which those of padding are not kept."""
+    """The cache of a layer. transformers counts columns; columns of padding are not stored."""
 
     supports_early_init = False
 
     def __init__(self, rows: KVCache) -> None:
         super().__init__()
         self.rows = rows
-        #: tokens whose keys were handed on to the layer's attention
+        #: number of tokens that `update` returned to the layer's attention
         self.handed = 0
-        #: (B,) int64 on the CPU, padding before each prompt; None: none
+        #: padding before each prompt, (B,) int64 on the CPU; None: no padding
         self.left: Tensor | None = None
-        #: columns of the prompts that are padding in all of them
+        #: number of prompt columns that are padding in every sample
         self.skipped = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: buffers are made with the first tokens."""
+        """Do nothing: the first tokens allocate the buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """New keys and values (B, K, n, D) as they are; they are added when the layer attends."""
+        """Return new keys and values (B, K, n, D) unchanged; the layer's attention adds them."""
         if self.get_seq_length() != self.handed:
             raise ValueError(
                 f"a DilatedCache handed on {self.handed} tokens, of which ring_dilated attended to "
@@ -90,15 +90,14 @@ class _Layer(CacheLayerMixin):
                 'the model with attn_implementation="ring_dilated", or pass no DilatedCache; after a failure make a new one.'
             )
         self.handed += key_states.shape[2]
-        keys = key_states.view_as(key_states)  # a tensor of its own, whose mark nobody else sees
+        keys = key_states.view_as(key_states)  # a new tensor object, so that no other code sees the mark
         setattr(keys, CACHE, self)
         return keys, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Padding | None, scale: float | None) -> Tensor:
-        """(B, n, H, D) of n new tokens, which are added; `padding` is that of all tokens so far.
+        """Add n new tokens and return their outputs (B, n, H, D); `padding` covers all tokens so far.
 
-        Raises:
-            ValueError: for padding that is not on the left, and that of later tokens.
+        Raises: ValueError for padding that is not on the left, and for padding of later tokens.
         """
         if self.get_seq_length() == 0:
             self._begin(padding)
@@ -111,7 +110,7 @@ class _Layer(CacheLayerMixin):
         return decode_attention(q, k, v, self.rows, scale)
 
     def _begin(self, padding: Padding | None) -> None:
-        """Take prompts, which all layers share."""
+        """Store the padding and lengths of the prompts; all layers share the clock."""
         lengths = None
         if padding is not None:
             padding.check_prompts()
@@ -121,7 +120,7 @@ class _Layer(CacheLayerMixin):
         self.rows.clock.begin(lengths)
 
     def _check_later(self, padding: Padding | None, new: int) -> None:
-        """Raise for n new tokens that do not go on with the prompts."""
+        """Raise if `new` tokens do not continue the prompts."""
         none = torch.zeros(0, dtype=torch.int64)
         left, ours = (none if x is None else x for x in (None if padding is None else padding.left, self.left))
         if not torch.equal(left, ours):
@@ -142,7 +141,7 @@ class _Layer(CacheLayerMixin):
         return self.rows.length + self.skipped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys, position of the first): those of the new tokens."""
+        """Return (number of keys, position of the first key), counting new tokens only."""
         return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:

@@ -1,8 +1,9 @@
 """DecoderLayers: the layers of a decoder of transformers as a stack that `MemorySettings` act on.
 
-transformers lets a function of ours run a layer in training (`GradientCheckpointingLayer`), which serves recomputation of
-single layers. Groups of layers, and offloading, take the whole loop over the layers: `Loop` hands the decoder one callable
-for each layer, which pass the hidden states on until the last one runs all of them. Names of parameters stay as they are.
+In training transformers lets our function run a single layer (`GradientCheckpointingLayer`), which serves recomputation
+of single layers. Groups of layers and offloading need the loop over all layers: `Loop` hands the decoder one callable
+for each layer. The callables return the hidden states unchanged until the last one runs all layers. Parameter names
+do not change.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -31,7 +32,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 def layers_of(base: nn.Module, depth: int) -> nn.ModuleList | None:
-    """The list of `depth` layers that a decoder without its head runs one after another; None where there is none."""
+    """Return the list of `depth` layers that a decoder without its head runs in order, or None."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = (m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == depth)
@@ -39,20 +40,19 @@ def layers_of(base: nn.Module, depth: int) -> nn.ModuleList | None:
 
 
 class DecoderLayers(StackMemory):
-    """The memory settings of a decoder's layers; it holds no module itself, so that state dicts have each weight once.
+    """The memory settings of a decoder's layers; it registers no submodule, so state dicts hold each weight once.
 
     Args:
-        decoder: with its head.
-        layers: of the decoder, whose class becomes `Loop`.
-        token_wise: whether the feed-forward of a layer, `mlp`, is a function of each token alone.
-        config: of the layers.
+        decoder: the decoder with its head.
+        layers: the decoder's list of layers; its class becomes `Loop`.
+        token_wise: whether a layer's feed-forward, `mlp`, treats each token independently.
+        config: the config of the layers.
     """
 
     def __init__(self, decoder: Any, layers: nn.ModuleList, token_wise: bool, config: Any) -> None:
         super().__init__()
         self._decoder = (decoder,)
         self._layers, self._token_wise, self._config = (layers,), token_wise, config
-        #: whether layers are compiled
         self.compiled = False
         layers.__class__ = Loop
         vars(layers)["_runner"] = partial(_runners, self)
@@ -64,7 +64,7 @@ class DecoderLayers(StackMemory):
 
     @property
     def memory(self) -> MemorySettings:
-        """What training saves of the layers."""
+        """The memory settings of the layers in training."""
         return self._memory
 
     @memory.setter
@@ -78,7 +78,7 @@ class DecoderLayers(StackMemory):
         self._compile()
 
     def compile_blocks(self) -> None:
-        """Compile each layer, equal ones to one graph; those of decoding stay uncompiled."""
+        """Compile each layer; equal layers share a graph. Decoding stays uncompiled."""
         fix_patterns(self.blocks, self._config)
         self.compiled = True
         self._compile()
@@ -87,7 +87,7 @@ class DecoderLayers(StackMemory):
         if not self.compiled:
             return
         kinds = len({layer_pattern(self._config, i) for i in range(len(self.blocks))})
-        # graphs for each pattern: with gradients and without, of a first layer and of others, static and dynamic lengths
+        # graphs for each pattern: with and without gradients, first layer and others, static and dynamic lengths
         allow_recompiles(16 * kinds)
         for layer in self.blocks:
             layer.compile(fullgraph=True)
@@ -132,7 +132,7 @@ class DecoderLayers(StackMemory):
 
     @staticmethod
     def projections(layer: nn.Module) -> set[nn.Parameter]:
-        """Weights that a layer's normed input is multiplied with: those to q, k and v, and the first of their updates."""
+        """Return the weights that multiply a layer's normed input: q, k and v projections, and LoRA's first factors."""
         named = layer.named_parameters()
         return {p for name, p in named if set(name.split(".")) & set(PROJECTIONS) and "lora_B" not in name}
 
@@ -149,17 +149,17 @@ class DecoderLayers(StackMemory):
 
     @property
     def takes_the_loop(self) -> bool:
-        """Whether layers run in groups, or their inputs are offloaded."""
+        """True if layers run in groups, or their inputs are offloaded."""
         return torch.is_grad_enabled() and (self._memory.every > 1 or self._memory.offload > 0)
 
 
-def _recomputed(policy: str, run: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
-    """What a layer calls to run itself on hidden states (B, N, E)."""
-    return recomputed(lambda y: run(y, *rest), x, policy)
+def _recomputed(policy: str, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """Run a layer on hidden states (B, N, E) and recompute it in the backward."""
+    return recomputed(lambda y: run(y, *args), x, policy)
 
 
 def _tile(mlp: Any, tile: int | None) -> None:
-    """Let a feed-forward run in tiles of tokens; None: at once."""
+    """Make a feed-forward run in tiles of tokens; None: all tokens at once."""
     vars(mlp).pop("forward", None)
     if tile is not None:
         mlp.forward = partial(_in_tiles, mlp, tile)
@@ -170,7 +170,7 @@ def _in_tiles(mlp: nn.Module, tile: int, x: Tensor) -> Tensor:
 
 
 class Loop(nn.ModuleList):
-    """The decoder's list of layers: what its forward takes of it to run are callables, if a stack takes the loop."""
+    """The decoder's list of layers; a slice of it returns callables if the stack takes over the loop."""
 
     _runner: Callable[[list[nn.Module]], list[Callable[..., Tensor]] | None]
 
@@ -182,31 +182,31 @@ class Loop(nn.ModuleList):
 
 
 def _runners(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..., Tensor]] | None:
-    """Callables in place of the layers; None where layers run by themselves."""
+    """Return callables that replace the layers; None if the decoder runs its layers unchanged."""
     if stack.takes_the_loop and len(layers) == len(stack.blocks) and layers[0].training:
         return _deferred(stack, layers)
     return [partial(_called, layer) for layer in layers] if stack.compiled else None
 
 
 def _called(layer: nn.Module, *args: Any, **options: Any) -> Tensor:
-    """A compiled layer, run uncompiled where it has a cache: each new token would have a length of its own."""
+    """Run a compiled layer, uncompiled if it has a cache: each new token would be a new length to compile."""
     cached = any(options.get(name) is not None for name in ("cache", "past_key_values"))
     return (uncompiled(layer) if cached else layer)(*args, **options)
 
 
 def _deferred(stack: DecoderLayers, layers: list[nn.Module]) -> list[Callable[..., Tensor]]:
-    """Callables in place of the layers, of which the last one runs all."""
+    """Return callables that replace the layers; the last callable runs all layers."""
     waiting: list[Callable[[Tensor], Tensor]] = []
     begun: list[Tensor] = []
 
-    def call(layer: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def call(layer: nn.Module, x: Tensor, *args: Any, **options: Any) -> Tensor:
         if begun and x is not begun[0]:
             raise ValueError(
                 f"every and offload take the loop over layers, and the decoder of {type(layer).__name__} changes the "
                 "hidden states between layers. Leave both settings out; policy and tile work with it."
             )
         begun[:] = [x]
-        waiting.append(lambda y: layer(y, *rest, **options))
+        waiting.append(lambda y: layer(y, *args, **options))
         if len(waiting) < len(layers):
             return x
         begun.clear()  # the first layer's input may be freed

@@ -1,4 +1,4 @@
-"""HFCausalLM: a decoder of transformers as a DilatedModule, which the Trainer trains on one rank or many.
+"""HFCausalLM: a transformers decoder as a DilatedModule, which the Trainer trains on one or many ranks.
 
 Shape letters: B batch, N tokens, L tokens of this rank, V vocabulary.
 """
@@ -52,52 +52,52 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import layer_patterns, read_patterns
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
-#: decoders whose logits are the output projection of the last hidden states, and nothing else
+#: decoders that compute logits from the last hidden states by the output projection alone
 PLAIN_HEADS = ("gemma3_text", "llama", "mistral", "phi", "qwen2", "qwen3")
 
 
 class HFCausalLM(WithTokenizer):
     """A causal language model of transformers, with `attn_implementation="ring_dilated"`.
 
-    Batches are those of a `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position,
-    -100 where there is none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are
-    global on every rank, and begin anew with each document. Logged with each mean loss: perplexity, and bits per byte where
-    the bytes of a token are known, else bits per token.
+    Batches have the format of `LongNetLM`: mappings with `tokens` (B, N) and `labels` (B, N), the next token of each
+    position or -100; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Rotary positions are global
+    on every rank and restart with each document. Perplexity is logged with each mean loss, and bits per byte if the
+    bytes of a token are known, else bits per token.
 
     Args:
-        model: a folder or hub repository, whose weights are loaded; or a config (of transformers, or its values as a
-            mapping with `model_type`), for random weights. Weights are in the Trainer's dtype.
-        pattern: as of `set_pattern`; None: the model's own, or that which `set_pattern` left in its config.
-        config: values that replace those of the model's config, such as {"max_position_embeddings": 65536,
-            "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to train on at longer sequences.
-        tile: tokens whose logits are computed at a time, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
+        model: a folder or hub repository, to load its weights; or a config (of transformers, or its values as a mapping
+            with `model_type`), for random weights. Weights have the Trainer's dtype.
+        pattern: see `set_pattern`. None: the pattern in the model's config if any, else the model's own attention.
+        config: values that replace values of the model's config, such as {"max_position_embeddings": 65536,
+            "rope_parameters": {"rope_type": "yarn", "factor": 8.0, ...}} to continue training at longer sequences.
+        tile: number of tokens per tile of logits, in place of (B, N, V) at once; for Llama, Qwen 2 and 3, Mistral,
             Gemma 3 and Phi.
-        lora: train low-rank updates only, and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
-            such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters stay fp32 where weights are
-            of 16 bits. Needs the extra `lora`.
-        adapters: a folder of adapters, of `save_pretrained` or peft, which are trained on as they were trained, with the
-            patterns and config of then; `lora` need not be given. None: those of `model`, if that is such a folder, with the
-            weights that it names; else new ones.
-        gradient_checkpointing: keep a layer's input only and compute the layer again in the backward;
-            `callbacks.ActivationRecompute` takes its place.
-        compile_blocks: compile every layer, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
-            when it is first run; generation stays uncompiled.
-        bytes_per_token: mean bytes a token stands for; bits per byte are loss / (ln 2 bytes_per_token). None: those of the
-            data, which `ByteDataModule` knows; with other data `bits_per_token` is logged.
+        lora: train low-rank updates only and freeze the model's own weights: options of `peft.LoraConfig` as a mapping,
+            such as {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}. Adapters are fp32 even if weights
+            have 16 bits. Needs the extra `lora`.
+        adapters: a folder of adapters, written by `save_pretrained` or peft. Their training continues with the stored
+            options, patterns and config; `lora` is optional. None: new adapters, unless `model` is a folder of
+            adapters; its own adapters are then loaded, with the base model that it names.
+        gradient_checkpointing: store only a layer's input and recompute the layer in the backward;
+            `callbacks.ActivationRecompute` replaces it.
+        compile_blocks: compile every layer on its first run by torch.compile, and on a GPU the loss of vocabularies of
+            at least 1,024 tokens; generation stays uncompiled.
+        bytes_per_token: mean bytes of a token; bits per byte are loss / (ln 2 bytes_per_token). None: the value of the
+            data, which `ByteDataModule` has; with other data `bits_per_token` is logged.
         optimizer, lr_scheduler: see `DilatedModule`.
 
-    A checkpoint holds config and all weights, with `lora` the frozen ones too, so that it loads without `model`'s folder.
+    A checkpoint holds the config and all weights, also weights frozen by `lora`; it loads without `model`'s folder.
 
     Raises:
         ModuleNotFoundError: without transformers, or for `lora` without peft.
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: names the argument.
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
     causal = predicts_next_token = takes_any_layout = True
-    #: called with a batch and its losses (B, L) before they are summed, while a callback watches
+    #: set while a callback watches: called with a batch and its losses (B, L) before they are summed
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
-    #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
+    #: set while a callback watches: called with a batch and the likeliest token at each label (B, L), -100 elsewhere
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def __init__(
@@ -130,12 +130,11 @@ class HFCausalLM(WithTokenizer):
         self.tile = None if tile is None else integer(tile, "tile", 1)
         self._check_fit()
         self._length_checked = False
-        self._adapted: tuple[Any, ...] = ()  # peft's view of the decoder; not a module of this one
+        self._adapted: tuple[Any, ...] = ()  # peft's wrapper of the decoder; in a tuple, so not a submodule
         names = ("lora", "tile", "gradient_checkpointing", "compile_blocks", "bytes_per_token")
         self.save_hyperparameters({"model": self.config.to_dict(), **{name: getattr(self, name) for name in names}})
 
     def _read_sizes(self) -> None:
-        """What the config says of heads, layers and their patterns."""
         text = self.config.get_text_config(decoder=True)
         refuse_without_heads(text)
         self.depth, self.num_heads = text.num_hidden_layers, text.num_attention_heads
@@ -145,7 +144,7 @@ class HFCausalLM(WithTokenizer):
             self._patterns = layer_patterns(cycle, self.depth)
 
     def _check_fit(self) -> None:
-        """Raise ValueError for options that the kind of decoder does not have."""
+        """Raise ValueError for options that this kind of decoder does not support."""
         check_rope(self.config.get_text_config(decoder=True))
         if self.tile is not None and not self._is_plain():
             kind = self.config.get_text_config(decoder=True).model_type
@@ -154,11 +153,11 @@ class HFCausalLM(WithTokenizer):
                 f"{', '.join(PLAIN_HEADS)} have them without a soft cap; {kind} may change them. Leave tile out."
             )
         if self.lora is not None:
-            with torch.device("meta"):  # no memory, so that a wrong module is an error here
+            with torch.device("meta"):  # takes no memory; a wrong module name fails here
                 check_targets(self.lora, self._decoder(None))
 
     def _decoder(self, source: str | None) -> Any:
-        """A decoder of transformers with the weights of a folder or repository, or random ones."""
+        """Return a transformers decoder with the weights of a folder or repository, or random weights."""
         from transformers import AutoModelForCausalLM
 
         options = {"attn_implementation": NAME, "dtype": torch.get_default_dtype(), "trust_remote_code": False}
@@ -167,7 +166,7 @@ class HFCausalLM(WithTokenizer):
                 return AutoModelForCausalLM.from_config(self.config, **options)
             return AutoModelForCausalLM.from_pretrained(source, config=self.config, **options)
         except KeyError as error:
-            if error.args == (NAME,):  # a table of classes of its own
+            if error.args == (NAME,):  # the model has its own table of attention classes
                 raise other_code(self.config.model_type) from None
             raise
 
@@ -182,10 +181,9 @@ class HFCausalLM(WithTokenizer):
             )
 
     def build(self) -> None:
-        """The decoder, with the weights of its folder or random ones, and adapters.
+        """Build the decoder with loaded or random weights, and its adapters.
 
-        Raises:
-            ValueError: for `compile_blocks` with a decoder whose layers are not known.
+        Raises: ValueError for `compile_blocks` with a decoder that has no known list of layers.
         """
         self.decoder = self._decoder(self.source)
         refuse_other_code(self.decoder)
@@ -211,12 +209,12 @@ class HFCausalLM(WithTokenizer):
             self.decoder.gradient_checkpointing_enable()
 
     def _is_plain(self) -> bool:
-        """Whether the decoder is one of `PLAIN_HEADS`, without a soft cap of its logits."""
+        """Return whether the decoder is one of `PLAIN_HEADS` and does not soft-cap its logits."""
         text = self.config.get_text_config(decoder=True)
         return text.model_type in PLAIN_HEADS and not getattr(text, "final_logit_softcapping", None)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's; adapters are not rounded to 16 bits, in which small steps are lost."""
+        """Apply nn.Module's, but keep adapters in fp32: 16 bits would lose small steps."""
         before = wide_adapters(self._built_outside())
         result = super()._apply(*args, **kwargs)
         keep_wide(self, before)
@@ -224,14 +222,14 @@ class HFCausalLM(WithTokenizer):
 
     @contextlib.contextmanager
     def _call(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """(tokens, what else the decoder's forward takes); within, its masks and positions are those of the whole batch."""
+        """Yield (tokens, options of the decoder's forward); masks and positions in the context are global."""
         tokens, options = self._arguments(batch)
         bounds, group = batch.get("cu_seqlens"), active_sequence()
-        agreed = None if group is None else group.agreed  # by all ranks, when the positions were made
+        agreed = None if group is None else group.agreed  # lengths that ranks exchanged with the positions
         length = tokens.shape[1] if agreed is None else agreed.seq_len
         if bounds is not None and len(bounds) > 1:
             length = int(bounds.diff().max())
-        if not is_fake(tokens):  # of a plan
+        if not is_fake(tokens):  # fake in a plan
             self._check_length(length)
             check_lengths(batch.get("lengths"), tokens, length)
         shared = group is not None and group.ranks > 1
@@ -248,18 +246,18 @@ class HFCausalLM(WithTokenizer):
             yield tokens, options
 
     def _check_batch(self, batch: Any, labels: bool = False) -> None:
-        """Raise for what is no batch of tokens; on every rank of a sequence, if one has such."""
+        """Raise for an invalid batch of tokens, on every rank of the sequence."""
         checked_on_all(check_batch, batch, self.vocab_size, labels)
 
     def _check_length(self, length: int) -> None:
-        """Refuse sequences that are longer than the positions that the model has, warn of more than it was trained for."""
+        """Raise for sequences beyond the model's positions; warn beyond its training length."""
         check_positions(self.decoder, length)
         if not self._length_checked and (warning := length_warning(self.config, length)) is not None:
             self._length_checked = True
             rank_zero_warn(warning)
 
     def _arguments(self, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """(tokens, what else the decoder's forward takes)."""
+        """Return (tokens, options of the decoder's forward)."""
         self._check_batch(batch)
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
         if bounds is None:
@@ -275,19 +273,14 @@ class HFCausalLM(WithTokenizer):
         return tokens, {"position_ids": positions.expand(tokens.shape), "use_cache": False, **options}
 
     def forward(
-        self,
-        batch: Mapping[str, Any] | Tensor,
-        *,
-        lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, batch: Mapping[str, Any] | Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, N, V) of tokens (B, N) or of a batch; within an active sequence those of this rank's tokens.
+        """Return logits (B, N, V) of tokens (B, N) or of a batch; in an active sequence, of this rank's tokens.
 
         Args:
-            lengths, cu_seqlens: as in `dilated_attention`, with tokens; a batch has its own.
+            lengths, cu_seqlens: as in `dilated_attention`, only with tokens; a batch holds its own.
 
-        Raises:
-            ValueError: for lengths or cu_seqlens beside a batch.
+        Raises: ValueError for lengths or cu_seqlens together with a batch.
         """
         options = {k: x for k, x in (("lengths", lengths), ("cu_seqlens", cu_seqlens)) if x is not None}
         if isinstance(batch, Tensor):
@@ -301,18 +294,17 @@ class HFCausalLM(WithTokenizer):
             return self.decoder(tokens, **options).logits
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(sum of nats, number of labels that count)."""
+        """Return (sum of nats, number of counted labels)."""
         losses = self._losses(batch, summed=self.watch_losses is None)
         if self.watch_losses is not None:
             self.watch_losses(batch, losses)
         return losses.sum(), (batch["labels"] != IGNORE).sum()
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        """Return nats (B, N) of each label, at least fp32; 0 for labels of -100."""
         return self._losses(batch)
 
     def _losses(self, batch: Mapping[str, Any], summed: bool = False) -> Tensor:
-        """`token_losses`, or their sum."""
         self._check_batch(batch, labels=True)
         labels = batch["labels"]
         self.configure_model()
@@ -335,14 +327,14 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def _show_likeliest(self, batch: Mapping[str, Any], likeliest: Callable[[Tensor], Tensor]) -> None:
-        """Give the watching callback the likeliest token at each label; `likeliest` takes a mask (B, L) of the labels."""
+        """Give the watching callback the likeliest token at each label; `likeliest` takes a mask (B, L) of labels."""
         if self.watch_predictions is not None:
             counted = batch["labels"] != IGNORE
             tokens = torch.full(counted.shape, IGNORE, device=counted.device)
             self.watch_predictions(batch, tokens.masked_scatter_(counted, likeliest(counted)))
 
     def _loss_tile(self) -> int | None:
-        """Tokens whose logits are computed at a time, by the model's option or the memory settings."""
+        """Return the number of tokens per tile of logits, from the model's option or the memory settings."""
         settings = getattr(self, "transformer", None)
         if self.tile is not None or settings is None:
             return self.tile
@@ -350,19 +342,19 @@ class HFCausalLM(WithTokenizer):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, **options: Any) -> Any:
-        """What `generate` of transformers returns for prompts (B, N): (B, N + new) tokens, or its outputs by name.
+        """Continue prompts (B, N) by `generate` of transformers: returns (B, N + new) tokens, or outputs by name.
 
-        With a pattern it decodes with a `dilated_cache`, exactly as the whole sequence is computed; layers with their own
-        attention take transformers' cache. Dropout is off. On one rank, also where others share sequences in training.
+        A pattern decodes with a `dilated_cache`, and its rows equal the rows of the whole sequence. Layers with their
+        own attention use transformers' cache. Dropout is off. Generation runs on one rank, even after training on more.
 
         Args:
-            tokens: prompts; shorter ones are padded on the left, by any tokens, and an `attention_mask` (B, N) is 0 there.
-                Each row is continued as it is alone.
-            options: of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, num_beams, ...
+            tokens: prompts. Pad shorter ones on the left with any tokens, and set `attention_mask` (B, N) to 0 there.
+                Padding does not change how a row is continued.
+            options: options of transformers: max_new_tokens, do_sample, temperature, eos_token_id, stop_strings, ...
 
         Raises:
-            ValueError: for parameters that are sharded over ranks, padding that is not on the left, and what transformers
-                refuses.
+            ValueError: for parameters that are sharded over ranks, padding that is not on the left, and options that
+                transformers refuses.
         """
         self._check_prompts(tokens)
         check_generation(self.decoder, tokens, options, has_pattern(self.decoder))
@@ -375,7 +367,7 @@ class HFCausalLM(WithTokenizer):
         options.setdefault("attention_mask", torch.ones_like(tokens))
         training = self.decoder.training
         self.decoder.eval()
-        # compiled layers would be compiled for each new length
+        # compiled layers would recompile for each new length
         eager = torch.compiler.set_stance("force_eager") if self.compile_blocks else contextlib.nullcontext()
         try:
             with eager:
@@ -396,16 +388,16 @@ class HFCausalLM(WithTokenizer):
         stop: int | Collection[int] | None = None,
         attention_mask: Tensor | None = None,
     ) -> Iterator[Tensor]:
-        """The tokens (B,) that continue prompts (B, N), one step after another; options as of `LongNetLM.generate_stream`.
+        """Yield the tokens (B,) that continue prompts (B, N), step by step; options as in `LongNetLM.generate_stream`.
 
-        It decodes as `generate` does, with as many tokens kept. A row that drew a token of `stop` repeats it, and the stream
-        ends with the last row.
+        Caches are the same as in `generate`. A row that drew a token of `stop` repeats it. The stream ends when all
+        rows have stopped.
 
         Args:
-            attention_mask: (B, N), 0 where shorter prompts are padded, on the left; None: all are of N tokens.
+            attention_mask: (B, N), 0 at padding, which is on the left; None: all prompts have N tokens.
 
         Raises:
-            ValueError, TypeError: as `generate`, and for options that define no distribution; with the first token.
+            ValueError, TypeError: as in `generate`, and for options that define no distribution; on the first step.
         """
         sampling, ends = Sampling(temperature, top_k, top_p), stop_tokens(stop, self.vocab_size)
         self._check_prompts(tokens)
@@ -430,13 +422,13 @@ class HFCausalLM(WithTokenizer):
             self.decoder.train(training)
 
     def _check_prompts(self, tokens: Tensor) -> None:
-        """Raise unless prompts (B, N) can be continued; makes the weights."""
+        """Raise unless prompts (B, N) can be continued; builds the model."""
         check_prompts(tokens, self.vocab_size)
         self.configure_model()
         refuse_sharded(self, "generation takes whole ones")
 
     def _new_cache(self) -> Any:
-        """Of this package for patterns, else of transformers."""
+        """Return this package's cache if the decoder has a pattern, else transformers' cache."""
         if has_pattern(self.decoder):
             return dilated_cache(self.decoder.config)
         from transformers import DynamicCache
@@ -444,16 +436,16 @@ class HFCausalLM(WithTokenizer):
         return DynamicCache(config=self.decoder.config)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte, or bits per token where its bytes are not known, and perplexity of a token, from a scalar loss."""
+        """Return perplexity and bits per byte from a scalar loss, or bits per token if bytes per token are unknown."""
         size, bits = self.bytes_per_token, loss / math.log(2)
-        if size is None or (size == 1 and self.vocab_size > 512):  # more different tokens than there are bytes
+        if size is None or (size == 1 and self.vocab_size > 512):  # not a vocabulary of bytes
             size = self._data_setting("bytes_per_token")
         name = "bits_per_token" if size is None else "bits_per_byte"
         return {name: bits / (1 if size is None else size), "perplexity": loss.exp()}
 
     # -- what planning asks --------------------------------------------------------------------------------------------
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """A random text."""
+        """Return a batch of one random text."""
         text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1)}
 
@@ -464,7 +456,7 @@ class HFCausalLM(WithTokenizer):
         copy.config = with_depth(self.config, depth)
         copy.source, copy.adapters, copy._adapted = None, None, ()
         if self.lora is not None:
-            copy.lora = {**self.lora, "init_lora_weights": False}  # others read the values of weights
+            copy.lora = {**self.lora, "init_lora_weights": False}  # other initializations read weights
         return copy
 
     def token_features(self) -> tuple[int, ...]:
@@ -475,32 +467,32 @@ class HFCausalLM(WithTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the decoder has."""
+        """Number of tokens in the decoder's vocabulary."""
         return self.config.get_text_config(decoder=True).vocab_size
 
     @property
     def made_for(self) -> int | None:
-        """Tokens of a sequence that the decoder is made for, where its config says so."""
+        """Sequence length that the decoder is made for, or None if its config has none."""
         return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
     @property
     def learns_positions(self) -> bool:
-        """True for a decoder without rotary positions: it has no positions beyond `made_for`."""
+        """True for a decoder without rotary positions, which has no positions beyond `made_for`."""
         return getattr(self.config.get_text_config(decoder=True), "rope_parameters", None) is None
 
     # -- folders of transformers ---------------------------------------------------------------------------------------
     def save_pretrained(self, folder: str | Path, merge: bool = False) -> Path:
-        """Write a folder of transformers, which loads without this package; a pattern is in its config.
+        """Write a folder of transformers, which loads without this package; its config holds a pattern.
 
-        With `lora` it is a folder of peft, which holds the adapters and the name of the model that they belong to, and a
-        `decoder_config.json` for `HFCausalLM(folder)`, which trains them on. The tokenizer of the data is written, too,
-        where there is one. On several ranks, only one calls it.
+        With `lora` the folder is peft's: it holds the adapters and the name of their base model, plus a
+        `decoder_config.json` with which `HFCausalLM(folder)` continues training. If the data has a tokenizer, it is
+        written too. On several ranks, call it on one rank only.
 
         Args:
             merge: add the updates to the weights, in a copy, and write the whole model.
 
         Raises:
-            FileExistsError: for a file.
+            FileExistsError: if `folder` is a file.
             ValueError: for parameters that are sharded over ranks.
         """
         flag(merge, "merge")
@@ -519,7 +511,7 @@ class HFCausalLM(WithTokenizer):
 
     @classmethod
     def from_pretrained(cls, path_or_repo: str | Path, **changes: Any) -> Self:
-        """`HFCausalLM(path_or_repo, **changes)`, with its weights loaded; also of a folder that `consolidate` wrote."""
+        """Return `HFCausalLM(path_or_repo, **changes)` with loaded weights; also reads a folder of `consolidate`."""
         if is_of_package(path_or_repo):
             return super().from_pretrained(path_or_repo, **changes)
         module = cls(path_or_repo, **changes)
@@ -537,10 +529,10 @@ def refuse_sharded(module: nn.Module, why: str) -> None:
 
 
 def decoder_of(folder: Path, tile: int | None = None) -> HFCausalLM | None:
-    """Return the model of a folder that transformers or peft saved, built when it is first used; None for other folders.
+    """Return the model of a folder that transformers or peft saved, built on first use; None for other folders.
 
     Args:
-        tile: of the loss, if the kind of decoder takes one.
+        tile: tile of the loss; ignored if the decoder does not support it.
     """
     adapted = is_folder(folder)
     config = (stored_config(folder) or {}) if adapted else stored_values(folder)

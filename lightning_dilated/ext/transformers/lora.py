@@ -1,4 +1,4 @@
-"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections, by peft: its options and layers."""
+"""Low-rank updates (LoRA, arXiv 2106.09685) of a decoder's projections by peft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dilated._validation import integer, known_keys, real
 
-#: options of peft.LoraConfig that this package sets, or that change what a decoder is
+#: options of peft.LoraConfig that this package sets, or that would change the decoder's structure
 REFUSED = {
     "auto_mapping": "the decoder is known",
     "megatron_config": "peft would import the module that megatron_core names",
@@ -26,11 +26,7 @@ REFUSED = {
 
 
 def peft_library() -> ModuleType:
-    """peft, imported.
-
-    Raises:
-        ModuleNotFoundError: naming the extra that installs it.
-    """
+    """Import peft. Raises ModuleNotFoundError that names the extra that installs it."""
     try:
         import peft
     except ImportError as error:
@@ -41,11 +37,9 @@ def peft_library() -> ModuleType:
 
 
 def read_options(lora: Any) -> dict[str, Any]:
-    """The mapping of `HFCausalLM(lora=...)`, checked, in plain values.
+    """Check the mapping of `HFCausalLM(lora=...)` and return it in plain values.
 
-    Raises:
-        ModuleNotFoundError: without peft.
-        TypeError, ValueError: naming the option.
+    Raises: ModuleNotFoundError without peft; TypeError or ValueError that names the option.
     """
     if not isinstance(lora, Mapping):
         raise TypeError(
@@ -66,7 +60,7 @@ def read_options(lora: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML and checkpoints hold it."""
+    """Convert a value to plain types for YAML and checkpoints."""
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -75,10 +69,9 @@ def _plain(value: Any) -> Any:
 
 
 def check_targets(options: dict[str, Any], decoder: Any) -> None:
-    """Raise for options that do not fit a decoder, whose parameters may be on the meta device; it is changed.
+    """Raise for options that do not fit a decoder. Changes the decoder; its parameters may be on the meta device.
 
-    Raises:
-        ValueError: for a module that the decoder does not have, listing what it has.
+    Raises: ValueError for a module that the decoder does not have; lists its linear layers.
     """
     for key in ("target_modules", "modules_to_save", "exclude_modules"):
         names = options.get(key)
@@ -105,30 +98,29 @@ def check_targets(options: dict[str, Any], decoder: Any) -> None:
 
 
 def _linear_names(decoder: nn.Module) -> list[str]:
-    """Last parts of the names of linear layers, each once."""
     names = (name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear))
-    return list(dict.fromkeys(name for name in names if name != "default"))  # peft calls its own so
+    return list(dict.fromkeys(name for name in names if name != "default"))  # peft's own layers
 
 
 def add_adapters(decoder: Any, options: dict[str, Any]) -> Any:
-    """Put adapters around a decoder's modules, in place, and freeze all other weights; returns peft's view of the decoder.
+    """Add adapters to a decoder in place and freeze all other weights; returns peft's wrapper of the decoder.
 
-    Adapters begin as no change, and have the dtype of the weights, but fp32 where those are of 16 bits.
+    New adapters do not change outputs. They have the dtype of the weights, or fp32 if weights have 16 bits.
     """
     peft = peft_library()
-    with warnings.catch_warnings():  # of what peft reads, which its users cannot change
+    with warnings.catch_warnings():  # peft reads a deprecated attribute
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(decoder, peft.LoraConfig(task_type="CAUSAL_LM", **copy.deepcopy(options)))
 
 
 def wide_adapters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of a module's adapters in fp32, by name."""
+    """Return the values of a module's fp32 adapters by name."""
     named = ((name, p) for name, p in module.named_parameters() if ".lora_" in name)
     return {name: p.data for name, p in named if p.dtype == torch.float32}
 
 
 def keep_wide(module: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Give adapters that became 16 bits wide, as with precision="bf16-true", their values of `wide_adapters` again."""
+    """Restore fp32 values from `wide_adapters` in adapters that were cast to 16 bits, as by precision="bf16-true"."""
     for name, values in before.items():
         p = module.get_parameter(name)
         if p.dtype in (torch.bfloat16, torch.float16):

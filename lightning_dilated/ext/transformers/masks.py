@@ -1,9 +1,9 @@
-"""What a token may attend to, as transformers says it: a window, padding and documents in place of a (B, 1, N, N) mask.
+"""Masks of transformers as a window, padding and documents, in place of a (B, 1, N, N) tensor.
 
-transformers describes a mask by a function of (sample, head, query, key). In causal masks, dense or sliding, the keys
-that a query sees are an interval that ends with the query itself: its first key says all of it. A few values of the
-function for each token tell these masks from the others that transformers makes (chunks, blocks, two-way). Functions that
-a model adds are refused without being read.
+transformers describes a mask by a function of (sample, head, query, key). In a causal mask, dense or sliding, the keys
+that a query sees are an interval that ends at the query, so its first key defines it. A few values of the function
+for each token distinguish these masks from the other masks of transformers (chunks, blocks, two-way). Functions that a
+model adds are refused without being evaluated.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, D documents.
 """
@@ -24,33 +24,32 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 SDPA = 'Load the model with attn_implementation="sdpa" for it.'
 
-
-#: bounds of documents that a caller knows
+#: bounds of documents that a caller passed
 _known = ThreadStack("known documents")
 
 
 @contextlib.contextmanager
 def known_documents(bounds: Tensor | None) -> Iterator[None]:
-    """Within, masks are made for these documents, int32 (D + 1,) on the CPU with global bounds; None: for one document.
+    """Make masks in this context for known documents: global bounds, int32 (D + 1,) on the CPU; None: one document.
 
-    Positions must begin anew with each document, and be global on ranks: they are not looked at.
+    Positions must restart with each document and be global on ranks; documents are not derived from them.
     """
     with _known.with_top(bounds):
         yield
 
 
 class VisibleKeys:
-    """The mask of one forward, which transformers hands to each layer: causal, and what else restricts it.
+    """The causal mask of one forward with its restrictions; transformers hands it to each layer.
 
     Attributes:
         length: L.
-        window: keys that a token sees, itself among them; None: all before it.
-        padding: of samples; None: none.
-        has_padding_mask: whether the caller gave an `attention_mask`, for which transformers ignores documents.
-        starts: (D - 1,) where further documents begin among this rank's tokens, as transformers reads position_ids.
-        known: whether `bounds` are the documents, which nothing else says; see `known_documents`.
+        window: number of keys that a token sees, including itself; None: all earlier tokens.
+        padding: padding of the samples, or None.
+        has_padding_mask: whether the caller gave an `attention_mask`; transformers then ignores documents.
+        starts: (D - 1,) first tokens of further documents on this rank, as transformers reads position_ids.
+        known: whether `known_documents` set `bounds`; nothing else then defines the documents.
         bounds: int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
-        follows: whether the tokens follow those of a `DilatedCache`.
+        follows: whether the tokens follow the tokens of a `DilatedCache`.
     """
 
     def __init__(
@@ -70,18 +69,18 @@ class VisibleKeys:
 
     @property
     def lengths(self) -> Tensor | None:
-        """(B,) int32 on the CPU, real tokens of padded samples; None: no padding."""
+        """Real tokens of padded samples, (B,) int32 on the CPU; None: no padding."""
         return None if self.padding is None else self.padding.lengths
 
     @torch.compiler.disable  # it reads values
     def documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor | None:
-        """int32 (D + 1,) on the CPU, the global bounds of packed documents; None: one document.
+        """Return the global bounds of packed documents, int32 (D + 1,) on the CPU; None: one document.
 
-        They are read for the first layer, and remembered for the others. A collective call in a sequence on ranks.
+        The first layer reads them and the other layers reuse them. A collective call in a sequence on ranks.
 
         Raises:
-            ValueError: where `cu_seq_lens`, `position_ids` and the mask contradict each other; for documents in more than
-                one row, or with padding; for positions that are a rank's own.
+            ValueError: if `cu_seq_lens`, `position_ids` and the mask contradict each other; for documents in several
+                rows, or with padding; for positions that count from 0 on each rank.
         """
         if self._documents is None or self._documents[0] is not position_ids or self._documents[1] is not cu_seq_lens:
             group = active_sequence()
@@ -92,7 +91,7 @@ class VisibleKeys:
 
 
 class CachedStep:
-    """A forward whose queries follow keys of a cache: the mask that transformers makes for "sdpa"."""
+    """The mask of queries that follow a transformers cache; transformers makes it for "sdpa"."""
 
     def __init__(self, mask: Tensor | None) -> None:
         self.mask = mask
@@ -100,22 +99,16 @@ class CachedStep:
 
 @torch.compiler.disable  # it reads values
 def visible_keys(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    **options: Any,
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, **options: Any
 ) -> VisibleKeys | CachedStep:
-    """The mask of a forward, as transformers' AttentionMaskInterface asks for it.
+    """Return the mask of a forward, with the signature of transformers' AttentionMaskInterface.
 
     Args:
-        batch_size, q_length, kv_length: B, new tokens, and their keys with those of a cache.
-        q_offset, kv_offset: positions of the first of both.
-        options: `mask_function`, `attention_mask`, `local_size`, `use_vmap` and `device`; others are those of "sdpa".
+        batch_size, q_length, kv_length: B, number of new tokens, and number of keys including cached keys.
+        q_offset, kv_offset: positions of the first query and the first key.
+        options: `mask_function`, `attention_mask`, `local_size`, `use_vmap`, `device`, and other options of "sdpa".
 
-    Raises:
-        ValueError: for masks that are not causal windows of documents and padded samples.
+    Raises: ValueError for masks that are not causal windows of documents and padded samples.
     """
     if (group := active_sequence()) is not None:
         group.guard(_refuse_none, group, q_length)
@@ -125,7 +118,7 @@ def visible_keys(
             "whose masks ring_dilated does not make, or from prefixes. Leave it out, pass cache=dilated_cache(model.config, "
             "max_length=N), or load the model with attn_implementation='sdpa'."
         )
-    offsets = cast(int, q_offset), kv_offset  # or ranks share the sequence, and a cache is refused
+    offsets = cast(int, q_offset), kv_offset  # else ranks share the sequence, and a cache is refused
     if offsets != (0, 0) or kv_length != q_length:
         return _mask_after_cache(batch_size, (q_length, kv_length), offsets, **options)
     return _mask_of_whole(batch_size, q_length, **options)
@@ -139,9 +132,9 @@ def _mask_after_cache(
     local_size: int | None = None,
     **options: Any,
 ) -> VisibleKeys | CachedStep:
-    """The mask of (queries, keys), at positions from `offsets` on, that follow those of a cache."""
+    """Return the mask of `lengths` (queries, keys) that begin at positions `offsets` after a cache."""
     checked_on_all(_refuse_cache_on_ranks, active_sequence(), *lengths)
-    if _follows(lengths, offsets) and local_size != 1:  # whose mask a sliding window may have, too
+    if _follows(lengths, offsets) and local_size != 1:  # at 1 a sliding window has the same sizes
         padding = None if attention_mask is None else Padding.of(attention_mask)
         none = torch.empty(0, dtype=torch.int64)
         return VisibleKeys(lengths[0], local_size, padding, attention_mask is not None, none, follows=True)
@@ -162,9 +155,9 @@ def _mask_of_whole(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> VisibleKeys:
-    """The mask of tokens that follow none."""
+    """Return the mask of tokens without a cache."""
     group, none = active_sequence(), torch.empty(0, dtype=torch.int64)
-    if is_fake(none):  # in a plan, whose tensors have no values
+    if is_fake(none):  # tensors of a plan have no values
         return VisibleKeys(length, local_size, None, attention_mask is not None, none)
     starts = checked_on_all(_intervals, mask_function, batch, length, local_size, device, use_vmap)
     if (known := _known.of_backward()) and group is None:
@@ -177,18 +170,18 @@ def _mask_of_whole(
 
 
 def _follows(lengths: tuple[int, int], offsets: tuple[int, int]) -> bool:
-    """Whether keys are those of the queries alone, which follow others: as a `DilatedCache` says it."""
+    """Return whether the keys are exactly the new tokens after earlier ones, as a `DilatedCache` reports them."""
     return offsets[0] == offsets[1] > 0 and lengths[0] == lengths[1]
 
 
 def checked_on_all(check: Callable[..., Any], *args: Any) -> Any:
-    """Run a check; on ranks that share the sequence its error is raised on all of them."""
+    """Run a check; if ranks share the sequence, its error is raised on all of them."""
     group = active_sequence()
     return check(*args) if group is None else group.guard(check, *args)
 
 
 def _refuse_none(group: SequenceGroup, length: int) -> None:
-    """Raise for a rank without tokens, on which the code of transformers fails before the others could hear of it."""
+    """Raise for a rank without tokens, before the code of transformers fails on that rank alone."""
     if not length:
         raise ValueError(
             f"rank {group.rank} of {group.ranks} holds no token of this sequence, which decoders of transformers do not "
@@ -212,10 +205,10 @@ def _intervals(
     device: torch.device | str,
     added: bool,
 ) -> Tensor:
-    """(D - 1,) starts of further documents on the CPU, after checking that each token sees the interval before it.
+    """Check that each token sees one interval of keys, and return starts (D - 1,) of further documents on the CPU.
 
-    Of each token p the function is read at p + 1 (unseen), p, p - 1 (unseen where a document starts), the first key of the
-    interval, and the one before that (unseen). `added`: the model adds functions of its own to the mask.
+    For each token p the function is read at p + 1 (unseen), p, p - 1 (unseen at the start of a document), the first key
+    of the interval, and the key before it (unseen). `added`: the model adds its own functions to the mask.
     """
     if added or mask_function is None:
         raise ValueError(
@@ -225,8 +218,8 @@ def _intervals(
     rows, p = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)[None]
 
     def sees(key: Tensor, valid: Tensor) -> Tensor:
-        seen = mask_function(rows, 0, p.expand(batch, -1), key.clamp(0, max(0, length - 1)).expand(batch, -1))
-        return torch.as_tensor(seen, device=device).expand(batch, length) & valid
+        visible = mask_function(rows, 0, p.expand(batch, -1), key.clamp(0, max(0, length - 1)).expand(batch, -1))
+        return torch.as_tensor(visible, device=device).expand(batch, length) & valid
 
     always = torch.ones_like(p, dtype=torch.bool)
     begins = ~sees(p - 1, p > 0) if window != 1 else p.expand(batch, -1) == 0
@@ -240,9 +233,8 @@ def _intervals(
             "ring_dilated computes causal attention, dense or by a sliding window, and this model's mask is neither, such "
             f"as two-way attention, or blocks that see each other both ways. {SDPA}"
         )
-    if (
-        batch > 1 and active_sequence() is None and bool(further.any())
-    ):  # on ranks, a layout's positions jump in every row
+    # on ranks, a layout's positions jump in every row
+    if batch > 1 and active_sequence() is None and bool(further.any()):
         raise ValueError(_several_rows(batch) + " A model that attends within chunks of tokens is not computed.")
     return further.any(0).nonzero()[:, 0].cpu() + 1
 
@@ -268,7 +260,7 @@ def _local_documents(mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens
 def _shared_documents(
     mask: VisibleKeys, position_ids: Tensor | None, cu_seq_lens: Tensor | None, group: SequenceGroup
 ) -> Tensor | None:
-    """The documents of a sequence on ranks, from the positions of all of them."""
+    """Return the bounds of a sequence's documents from the positions of all ranks."""
     group.guard(_check_starts, mask, position_ids)
     if position_ids is None:
         error = ValueError(
@@ -299,14 +291,14 @@ def _shared_documents(
 
 
 def _check_known(starts: Tensor, bounds: Tensor | None) -> None:
-    """Raise where a mask begins anew elsewhere than the documents that a caller knows."""
-    others = set(starts.tolist()) - set([] if bounds is None else bounds[1:-1].tolist())
-    if others:
-        raise ValueError(_chunks(sorted(others)))
+    """Raise if a mask restarts at a token that is not a bound of the known documents."""
+    unknown = set(starts.tolist()) - set([] if bounds is None else bounds[1:-1].tolist())
+    if unknown:
+        raise ValueError(_chunks(sorted(unknown)))
 
 
 def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> None:
-    """Raise where the mask has documents that position_ids (B, L) of this rank do not have."""
+    """Raise if the mask restarts at a token where this rank's position_ids (B, L) do not."""
     if position_ids is not None and position_ids.ndim != 2:
         raise ValueError(
             f"position_ids must be (1, N) or (B, N), as a text has them; this model has {tuple(position_ids.shape)}. {SDPA}"
@@ -317,7 +309,7 @@ def _check_starts(mask: VisibleKeys, position_ids: Tensor | None) -> None:
 
 
 def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
-    """Raise where transformers did not look at the positions of this rank's tokens."""
+    """Raise if transformers built the mask without reading this rank's position_ids."""
     if not mask.has_padding_mask and len(_restarts(position_ids)) != len(mask.starts):
         raise ValueError(
             "position_ids of this rank's tokens restart or jump, and transformers does not look at them with a cache, so "
@@ -326,7 +318,7 @@ def _check_jumps(mask: VisibleKeys, position_ids: Tensor) -> None:
 
 
 def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
-    """Raise for positions (B, N) that begin anew among real tokens, where transformers makes a mask of one document."""
+    """Raise for positions (B, N) that restart among real tokens, if transformers makes a mask of one document."""
     restarts = positions.diff(dim=1) < 1
     if mask.padding is not None:
         real = mask.padding.real()
@@ -343,10 +335,10 @@ def _refuse_ignored_documents(mask: VisibleKeys, positions: Tensor) -> None:
 
 
 def _are_each_ranks_own(positions: Tensor, group: SequenceGroup) -> bool:
-    """Whether positions (B, N) count from 0 on each rank."""
+    """Return whether positions (B, N) count from 0 on each rank."""
     shard = group.shard(positions.shape[1])
-    held = [torch.cat([torch.arange(x.start, x.stop, x.step) for x in shard.ranges(r)]) for r in range(group.ranks)]
-    return all(bool((positions[:, at] == torch.arange(len(at))).all()) for at in held)
+    columns = [torch.cat([torch.arange(x.start, x.stop, x.step) for x in shard.ranges(r)]) for r in range(group.ranks)]
+    return all(bool((positions[:, at] == torch.arange(len(at))).all()) for at in columns)
 
 
 def _chunks(starts: list[int]) -> str:
@@ -364,7 +356,7 @@ def _several_rows(batch: int) -> str:
 
 
 def _restarts(positions: Tensor) -> Tensor:
-    """Sorted columns, on the CPU, in which some row's position is not the one before plus 1, as transformers reads them."""
+    """Return sorted columns on the CPU where a row's position is not its predecessor plus 1, as transformers does."""
     return (positions.diff(dim=-1) != 1).any(0).nonzero()[:, 0].cpu() + 1
 
 
@@ -373,7 +365,7 @@ def _bounds(starts: Tensor, length: int) -> Tensor:
 
 
 def _checked_bounds(mask: VisibleKeys, cu_seq_lens: Tensor, starts: Tensor) -> Tensor:
-    """`cu_seq_lens` on the CPU, if positions that restart do so where it says."""
+    """Return `cu_seq_lens` on the CPU, after checking that positions restart at its bounds or not at all."""
     if mask.has_padding_mask:
         raise ValueError("give attention_mask (padded samples) or cu_seq_lens_q (packed documents), not both.")
     bounds = cu_seq_lens.to("cpu", torch.int32)

@@ -1,6 +1,6 @@
-"""Padding: where the real tokens of padded samples stand in their rows, one run of them in each.
+"""Padding: the positions of real tokens in padded samples, one contiguous run for each sample.
 
-Attention takes rows that begin with their first real token: `aligned` moves them there, `restored` puts outputs back.
+Attention takes rows that begin with their first real token: `aligned` rotates rows, `restored` rotates outputs back.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence.
 """
@@ -15,26 +15,25 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 
 class Padding:
-    """Padding of samples, by their attention mask.
+    """Padding of samples.
 
     Attributes:
-        lengths: (B,) int32 on the CPU, real tokens of each sample.
-        left: (B,) int64 on the CPU, padding before them; 0 for samples without real tokens.
+        lengths: (B,) int32 on the CPU, number of real tokens of each sample.
+        left: (B,) int64 on the CPU, padding before the real tokens; 0 for samples without real tokens.
         columns: N.
     """
 
     def __init__(self, lengths: Tensor, left: Tensor, columns: int, device: torch.device) -> None:
         self.lengths, self.left, self.columns = lengths, left, columns
         self.has_left = bool(left.any())
-        # made here, and not where layers move rows: a compiled layer takes them as they are
+        # built once here, because a compiled layer takes the indices as constants
         self._aligned, self._restored = (self._rows(x).to(device) for x in (left, -left))
 
     @classmethod
     def of(cls, mask: Tensor, group: SequenceGroup | None = None) -> Padding | None:
-        """Of a mask (B, L) of this rank's tokens, 1 or True for real ones; None where all are. A collective call in a group.
+        """Read a mask (B, L) of this rank's tokens, 1 or True for real tokens; None if all are real. Collective in a group.
 
-        Raises:
-            ValueError: for holes, and for padding on the left of a sequence that ranks share.
+        Raises: ValueError for holes, and for left padding of a sequence that ranks share.
         """
         whole = mask.to(torch.bool)
         if group is not None:
@@ -50,16 +49,16 @@ class Padding:
 
     @property
     def right(self) -> Tensor:
-        """(B,) int64 on the CPU, padding behind the real tokens."""
+        """Padding after the real tokens, (B,) int64 on the CPU."""
         return self.columns - self.left - self.lengths
 
     def real(self) -> Tensor:
-        """(B, N) bool on the CPU, which tokens are real."""
+        """Return a mask of the real tokens, (B, N) bool on the CPU."""
         at = torch.arange(self.columns)[None] - self.left[:, None]
         return (at >= 0) & (at < self.lengths[:, None])
 
     def check_prompts(self) -> None:
-        """Raise ValueError unless new tokens may come behind the samples: padding is on the left, before a token."""
+        """Raise ValueError unless samples can be continued: each has a real token and padding on the left only."""
         if not bool(self.right.any()):
             return
         row = int(self.right.bool().int().argmax())
@@ -74,24 +73,24 @@ class Padding:
         )
 
     def aligned(self, x: Tensor) -> Tensor:
-        """(B, N, ...) whose rows begin with their first real token; padding on the left comes behind."""
+        """Rotate rows of `x` (B, N, ...) to begin with their first real token; left padding moves to the end."""
         return self._moved(x, self._aligned)
 
     def restored(self, x: Tensor) -> Tensor:
-        """(B, N, ...) of aligned rows, as they were."""
+        """Undo `aligned`."""
         return self._moved(x, self._restored)
 
     def _moved(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.flatten(0, 1).index_select(0, rows.to(x.device)).view(x.shape) if self.has_left else x
 
     def _rows(self, by: Tensor) -> Tensor:
-        """(B N,) where each row of a flat (B N, ...) comes from, if samples are rolled to the left by (B,) tokens."""
+        """Return source indices (B N,) into a flat (B N, ...) that roll each sample to the left by `by` (B,) tokens."""
         at = (torch.arange(self.columns) + by[:, None]) % max(1, self.columns)
         return (at + self.columns * torch.arange(len(by))[:, None]).flatten()
 
 
 def _refuse(wrong: Tensor, left: Tensor, group: SequenceGroup | None) -> None:
-    """Raise for samples that have holes, (B,) bool, or padding on the left, (B,), where ranks share them."""
+    """Raise for samples with holes, `wrong` (B,) bool, or with padding on the `left` (B,) if ranks share them."""
     if bool(wrong.any()):
         raise ValueError(
             f"attention_mask of sample {int(wrong.int().argmax())} has holes: ring_dilated takes real tokens in one run, "

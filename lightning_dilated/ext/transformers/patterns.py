@@ -1,4 +1,4 @@
-"""set_pattern: dilated patterns for the layers of a model of transformers, kept in its config.
+"""set_pattern: dilated patterns for the layers of a model of transformers, stored in its config.
 
 Shape letters: H query heads, K kv heads.
 """
@@ -20,19 +20,19 @@ ENTRY = "dilated_pattern"
 
 
 def set_pattern(model: Any, pattern: LayersLike | None) -> None:
-    """Let the layers of a model attend by other patterns than its own; weights stay as they are.
+    """Replace the attention patterns of a model's layers; weights do not change.
 
-    The patterns replace dense and sliding attention alike. They are stored in the config as plain values, under
-    `dilated_pattern`, and so are saved and loaded with it. A model with another `attn_implementation` does not read them.
+    The patterns replace both dense and sliding attention. The config stores them as plain values under
+    `dilated_pattern`, so they are saved and loaded with it. A model with another `attn_implementation` ignores them.
 
     Args:
-        model: a model of transformers, or a config that models will be made of.
-        pattern: a `DilatedPattern` for all layers; a list, whose members layers 0, 1, ... take in turns;
-            {"hybrid": options} as of `DilatedPattern.hybrid`; None: the model's own attention again.
+        model: a model of transformers, or a config from which models will be built.
+        pattern: a `DilatedPattern` for all layers; a list, which layers 0, 1, ... cycle through;
+            {"hybrid": options}, with options of `DilatedPattern.hybrid`; None: the model's own attention.
 
     Raises:
-        TypeError: for what is neither model nor config.
-        TypeError, ValueError: for other patterns, or such as do not fit the model's heads and layers.
+        TypeError: if `model` is neither a model nor a config.
+        TypeError, ValueError: for invalid patterns, or patterns that do not fit the model's heads and layers.
     """
     config = text_config(model)
     if isinstance(model, nn.Module):
@@ -48,7 +48,7 @@ def set_pattern(model: Any, pattern: LayersLike | None) -> None:
 
 
 def text_config(model: Any, caller: str = "set_pattern") -> Any:
-    """The config that the attention layers of a model hold. Raises: TypeError for no model, and no decoder."""
+    """Return the config of a model's attention layers. Raises TypeError if there is no model or no decoder."""
     config = getattr(model, "config", model)
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"{caller} takes a model or a config of transformers, got {type(model).__name__}.")
@@ -62,10 +62,9 @@ def text_config(model: Any, caller: str = "set_pattern") -> Any:
 
 
 def layer_pattern(config: Any, layer: int) -> DilatedPattern:
-    """What a layer of a config attends by: the pattern of `set_pattern`, or the model's own, dense or a sliding window.
+    """Return the pattern of a layer: from `set_pattern`, or the model's own dense attention or sliding window.
 
-    Raises:
-        ValueError: for a layer that attends within chunks.
+    Raises: ValueError for a layer that attends within chunks.
     """
     if patterns := getattr(config, ENTRY, None):
         return DilatedPattern.decode(json.dumps(patterns[layer % len(patterns)]))
@@ -74,14 +73,14 @@ def layer_pattern(config: Any, layer: int) -> DilatedPattern:
     return DilatedPattern.dense() if window is None else DilatedPattern([Window(window)])
 
 
-#: the attribute of an attention layer that holds its pattern, where it is compiled
+#: the attribute of a compiled attention layer that holds its pattern
 FIXED = "compiled_pattern"
 
 
 def fix_patterns(layers: Any, config: Any) -> None:
-    """Let attention layers hold their patterns, which torch.compile cannot read from a config."""
+    """Store patterns in the attention layers, because torch.compile cannot read them from a config."""
     patterns = dict.fromkeys(layer_pattern(config, i) for i in range(len(layers)))
-    objects = {x: x for x in patterns}  # layers with equal ones share an object, and so a graph
+    objects = {x: x for x in patterns}  # layers with equal patterns share an object, and so a graph
     for i, layer in enumerate(layers):
         for module in layer.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
@@ -89,20 +88,19 @@ def fix_patterns(layers: Any, config: Any) -> None:
 
 
 def fixed_pattern(module: Any) -> DilatedPattern | None:
-    """The pattern that `fix_patterns` gave an attention layer, if it gave one."""
+    """Return the pattern that `fix_patterns` stored in an attention layer, or None."""
     return getattr(module, FIXED, None)
 
 
 def has_pattern(module: Any) -> bool:
-    """Whether `set_pattern` gave the model of an attention layer a pattern."""
+    """Return whether `set_pattern` set a pattern in the config of a module."""
     return bool(getattr(getattr(module, "config", None), ENTRY, None))
 
 
 def own_pattern(module: Any) -> DilatedPattern | None:
-    """The pattern that `set_pattern` gave an attention layer, if it gave one.
+    """Return the pattern that `set_pattern` set for an attention layer, or None; None also for a `fixed_pattern`.
 
-    Raises:
-        ValueError: for a layer that does not know its number, where layers have several patterns.
+    Raises: ValueError for a layer without `layer_idx` if there are several patterns.
     """
     if fixed_pattern(module) is not None:
         return None

@@ -1,4 +1,4 @@
-"""What models of transformers take of this package: their attention, by `register`, and a cache, by `dilated_cache`."""
+"""The entry points for models of transformers: `register` for attention, `dilated_cache` for decoding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_dilated.ext.transformers.masks import visible_keys
 
 #: the name that `attn_implementation` takes
 NAME = "ring_dilated"
-#: the oldest release that is served: major and minor number
+#: the oldest supported release of transformers: major and minor number
 OLDEST = (5, 24)
 
 
 def register() -> None:
     """Let `from_pretrained` and `from_config` of transformers take `attn_implementation="ring_dilated"`.
 
-    Such a model computes its own attention, dense or by sliding windows, exactly; within an active `SequenceGroup` on
-    tokens that ranks share. `set_pattern` gives its layers other patterns. A second call changes nothing.
+    Such a model computes its own attention, dense or by sliding windows, exactly. In an active `SequenceGroup` ranks
+    share the tokens of a sequence. `set_pattern` gives its layers other patterns. A second call changes nothing.
 
     Raises:
-        ModuleNotFoundError: without transformers, naming the extra that installs it.
-        ImportError: with a release before `OLDEST`, whose masks and caches have other methods.
+        ModuleNotFoundError: if transformers is missing; names the extra that installs it.
+        ImportError: for a release before `OLDEST`; its masks and caches have other methods.
     """
     try:
         import transformers
@@ -43,24 +43,24 @@ def register() -> None:
 
 
 def dilated_cache(config: Any, max_length: int | None = None) -> Any:
-    """A new cache for `model.generate(tokens, cache=dilated_cache(model.config))` of transformers, and for forwards.
+    """Return a new cache for `model.generate(tokens, cache=dilated_cache(model.config))`, or for calls of the model.
 
-    For models with `attn_implementation="ring_dilated"`, of patterns or their own attention: what is decoded with it equals
-    the whole sequence's rows. It holds what later tokens can see: of a segment or window its rows, of a branch over the
-    whole sequence every row. All samples are equally long: prompts have no padding.
+    It serves models with `attn_implementation="ring_dilated"`, with patterns or their own attention. Decoded rows equal
+    the rows of a forward over the whole sequence. The cache holds only the rows that later tokens can see: the current
+    segment or window, or every row for a branch over the whole sequence. Prompts may be padded on the left.
 
     Args:
-        config: the model's, or the model.
-        max_length: most tokens of a sample; None: it grows.
+        config: the model's config, or the model.
+        max_length: maximum tokens of a sample; None: the cache grows.
 
     Returns:
         A `Cache` of transformers, with `nbytes`.
 
     Raises:
         ModuleNotFoundError: without transformers.
-        TypeError: for what is neither model nor config.
-        ValueError: for rotary frequencies that follow the length of a sequence, and layers that are not attention.
+        TypeError: if `config` is neither a model nor a config.
+        ValueError: for rotary frequencies that follow the length of a sequence, and for layers other than attention.
     """
-    from lightning_dilated.ext.transformers.cache import DilatedCache  # which imports transformers
+    from lightning_dilated.ext.transformers.cache import DilatedCache  # imports transformers
 
     return DilatedCache(config, max_length)

@@ -1,7 +1,7 @@
-"""Rotary positions: their options and the lengths that they serve; on ranks, frequencies that follow the length.
+"""Rotary positions: checks of options and lengths; on ranks, frequencies that follow the length.
 
-transformers takes the length from the positions that it is given, which on ranks are a part of them. The furthest position
-of the whole is therefore appended to those of a rank, and its angles are removed again.
+transformers derives the length from the positions that it gets, and a rank has only a part of them. Hooks therefore
+append the furthest position of the sequence to the rank's positions, and remove its angles from the result.
 
 Shape letters: B batch, L tokens of this rank.
 """
@@ -18,28 +18,28 @@ from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import ThreadStack
 
-#: kinds of `rope_parameters` whose frequencies follow the length
+#: kinds of `rope_parameters` with frequencies that follow the length
 BY_LENGTH = ("dynamic", "longrope")
-#: kinds whose factor is a ratio of lengths; that of llama3 is not: Llama 3.1 has 8 for 16 times as many tokens
+#: kinds with a factor that is a ratio of lengths; llama3's factor is not: Llama 3.1 has 8 for 16 times the tokens
 BY_RATIO = ("yarn", "longrope")
-#: the furthest position of the sequence that is computed, where a caller knows it
+#: the furthest position of the current sequence, if a caller set it
 _furthest = ThreadStack("furthest position")
 
 
 def _each_parameters(config: Any) -> list[dict[str, Any]]:
-    """`rope_parameters` of a config, or those of each kind of layer."""
+    """Return the `rope_parameters` of a config, one for each kind of layer if they differ."""
     parameters = getattr(config, "rope_parameters", None) or {}
     inner = [x for x in parameters.values() if isinstance(x, dict)]
     return inner or [parameters]
 
 
 def follows_length(config: Any) -> bool:
-    """Whether rotary frequencies of a config follow the length of a sequence."""
+    """Return whether rotary frequencies of a config follow the length of a sequence."""
     return any(x.get("rope_type") in BY_LENGTH for x in _each_parameters(config))
 
 
 def check_rope(config: Any) -> None:
-    """Raise ValueError for rotary options that transformers only warns of, or finds wrong when the model is made."""
+    """Raise ValueError for rotary options that transformers only warns about, or rejects when it builds the model."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -59,7 +59,7 @@ def check_rope(config: Any) -> None:
 
 
 def length_warning(config: Any, length: int) -> str | None:
-    """What to say of a sequence that goes beyond the positions that a config was made for; None where it does not."""
+    """Return a warning if a sequence exceeds the positions that a config was made for, else None."""
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
     stretched = min((x for x in _each_parameters(text) if _stretched_to(x)), key=_stretched_to, default=None)
@@ -83,7 +83,7 @@ def length_warning(config: Any, length: int) -> str | None:
 
 
 def _stretched_to(parameters: dict[str, Any]) -> int:
-    """Tokens that rotary parameters stretch positions to; 0 where they say none."""
+    """Return the number of tokens that rotary parameters stretch positions to; 0 if they do not."""
     factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
     return round(factor * original) if parameters.get("rope_type") in BY_RATIO and factor and original else 0
 
@@ -94,13 +94,13 @@ def _factor(length: int, original: int) -> str:
 
 @contextlib.contextmanager
 def furthest_position(position: int) -> Iterator[None]:
-    """Within, decoders that `whole_lengths` was called for take the frequencies of a sequence with this last position."""
+    """Use the frequencies of a sequence with this last position in this context; needs `whole_lengths`."""
     with _furthest.with_top(position):
         yield
 
 
 def whole_lengths(decoder: nn.Module) -> None:
-    """Let rotary layers of a decoder whose frequencies follow the length take that of `furthest_position`."""
+    """Make a decoder's rotary layers that follow the length take the length from `furthest_position`."""
     for module in decoder.modules():
         if hasattr(module, "rope_type") and follows_length(getattr(module, "config", None)):
             module.register_forward_pre_hook(_append, with_kwargs=True)
@@ -110,7 +110,7 @@ def whole_lengths(decoder: nn.Module) -> None:
 def _append(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of a rotary layer, with one position more."""
+    """Append the furthest position to the arguments of a rotary layer."""
     if not _furthest.values:
         return None
     if "position_ids" in kwargs:
@@ -123,5 +123,5 @@ def _longer(positions: Tensor) -> Tensor:
 
 
 def _cut(module: nn.Module, args: tuple[Any, ...], angles: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """(cos, sin) (B, L, ...) of the positions that were given."""
+    """Remove the angles of the appended position from (cos, sin)."""
     return tuple(x[:, :-1] for x in angles) if _furthest.values else None

@@ -1,4 +1,4 @@
-"""What a decoder is made of: the config, folders of weights, adapters and tokenizer, as a user names them."""
+"""Read the arguments that name a decoder's parts: its config, and folders of weights, adapters and tokenizer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
 @dataclass(frozen=True)
 class Source:
-    """What a decoder is made of.
+    """The parts of a decoder.
 
     Attributes:
-        config: of transformers, a copy.
-        weights: the folder or repository of the weights; None: random ones.
-        adapters: the folder of the adapters' weights; None: new ones, or none.
+        config: a copy of the transformers config.
+        weights: the folder or repository of the weights; None: random weights.
+        adapters: the folder of the adapters' weights; None: new adapters, or none.
         lora: options of the adapters; None: no adapters.
-        tokenizer: its files, by name; None without.
+        tokenizer: contents of the tokenizer's files by name; None without a tokenizer.
     """
 
     config: Any
@@ -38,10 +38,9 @@ class Source:
 
     @classmethod
     def read(cls, model: Any, adapters: str | Path | None, options: Mapping[str, Any] | None) -> Source:
-        """Of the arguments `model`, `adapters` and `lora` of HFCausalLM.
+        """Read the arguments `model`, `adapters` and `lora` of HFCausalLM.
 
-        Raises:
-            TypeError, ValueError, FileNotFoundError, ModuleNotFoundError: naming the argument.
+        Raises: TypeError, ValueError, FileNotFoundError or ModuleNotFoundError that names the argument.
         """
         if isinstance(model, (str, Path)) and adapter_folders.is_folder(model):
             if adapters is not None:
@@ -71,7 +70,7 @@ def _tokenizer(folder: str | None) -> dict[str, str] | None:
 
 
 def _read_config(model: Any) -> tuple[str | None, Any]:
-    """(folder or repository of the weights, None for random ones; config)."""
+    """Return (folder or repository of the weights, or None for random weights; config)."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(model, (str, Path)):
@@ -87,16 +86,16 @@ def _read_config(model: Any) -> tuple[str | None, Any]:
         model = AutoConfig.for_model(**model)
     if not isinstance(model, PreTrainedConfig):
         raise TypeError(f"model must be a folder, a hub repository or a config of transformers, got {model!r:.200}.")
-    return None, type(model).from_dict(model.to_dict())  # transformers keeps the attention implementation in it
+    return None, type(model).from_dict(model.to_dict())  # a copy: transformers sets its attention implementation
 
 
 def is_of_package(folder: str | Path) -> bool:
-    """Return whether a folder is one that `consolidate` or `save_pretrained` of this package wrote, not transformers."""
+    """Return whether `consolidate` or `save_pretrained` of this package wrote a folder, not transformers."""
     return "class_path" in stored_values(folder)
 
 
 def stored_values(folder: str | Path) -> dict[str, Any]:
-    """Values of the config.json of a folder; none where there is no such file that can be read."""
+    """Return the values of a folder's config.json, or an empty dict if it cannot be read."""
     try:
         values = json.loads(text_of(Path(folder) / "config.json"))
     except (OSError, ValueError):
@@ -105,7 +104,7 @@ def stored_values(folder: str | Path) -> dict[str, Any]:
 
 
 def _check_folder(model: str | Path) -> None:
-    """Raise for what can only be a folder and is none, before a hub is asked; a repository is `name` or `owner/name`."""
+    """Raise for an invalid folder before a request to the hub; a repository is `name` or `owner/name`."""
     path, name = Path(model), str(model)
     if path.is_dir():
         if is_of_package(path):
@@ -132,7 +131,7 @@ def _check_folder(model: str | Path) -> None:
 
 
 def _without_its_code(model: str | Path) -> Any:
-    """The config of a folder or repository; transformers would ask at the terminal whether to run code that lies there."""
+    """Return the config without running a repository's code; transformers would prompt at the terminal."""
     from transformers import AutoConfig
 
     try:
@@ -154,15 +153,15 @@ def _without_its_code(model: str | Path) -> Any:
         ) from None
 
 
-#: names of values that transformers reads, and keeps under others
+#: old names that transformers reads and stores under new ones
 _FORMER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "transformers_version")
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name that a config written by hand does not have: transformers would ignore it."""
+    """Raise ValueError for an unknown name in a config written by hand, which transformers would ignore."""
     from transformers import AutoConfig
 
-    if "transformers_version" in values:  # a config that transformers wrote may hold entries of others
+    if "transformers_version" in values:  # a config from transformers may hold entries of other libraries
         return
     default = AutoConfig.for_model(values["model_type"])
     unknown = {x for x in values if not hasattr(default, x)} - {*_FORMER_NAMES, ENTRY}
@@ -202,7 +201,7 @@ def changed_config(config: Any, changes: Any) -> Any:
 
 
 def with_depth(config: Any, depth: int) -> Any:
-    """A config with another number of layers, of the same kinds in turns, and of all kinds where there is room."""
+    """Return a config with `depth` layers, which cycle through the same kinds; includes every kind if possible."""
     values = config.to_dict()
     text = values.get("text_config", values)
     if types := text.get("layer_types"):
