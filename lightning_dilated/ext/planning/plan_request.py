@@ -215,18 +215,18 @@ def settled(args: argparse.Namespace) -> Request:
     settings, exchange = _settings(args, trainer.get("callbacks")), args.exchange or recipe.exchange
     links = Links.load(args.links) if args.links else gpu.links
     head_size = recipe.head_size if args.head_size is None else args.head_size
-    exchange_memory, layout = check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib), recipe.layout
+    exchange_memory = check_exchange_memory(args.exchange_memory_gib or recipe.exchange_memory_gib)
+    layout = recipe.layout
     if layout == "auto":
-        prices = {
-            "head_size": 1 if head_size == "auto" else head_size,
+        longest = (
+            None if _number_of(config.get("data"), "pack_tokens", 0) else tokens or getattr(model, "max_seq_len", None)
+        )
+        nodes = {
             "ranks_per_node": per_node if per_node < ranks else None,
-            "links": links,
-            "exchange_memory": exchange_memory,
+            "head_size": 1 if head_size == "auto" else head_size,
         }
-        packed = _number_of(config.get("data"), "pack_tokens", 0)
-        chunk = args.stream or getattr(settings, "stream", None)
-        longest = None if packed else tokens or getattr(model, "max_seq_len", None)
-        layout = layout_for(model, longest, ranks, exchange, chunk, prices)
+        prices = {**nodes, "links": links, "exchange_memory": exchange_memory}
+        layout = layout_for(model, longest, ranks, exchange, args.stream or getattr(settings, "stream", None), prices)
     return Request(
         model, tokens, gpu, ranks, per_node, precision,
         compiled if args.compile is None else args.compile, settings,
