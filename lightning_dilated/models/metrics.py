@@ -41,7 +41,7 @@ def batches_in(batch: Any, loaders: Any) -> list[Any]:
 
 
 class LoaderStates:
-    """Stores a stage's metric states for all loaders but the current one, whose state the metrics hold."""
+    """Stores the metric states of a stage for all loaders but the current one; the metrics hold the current state."""
 
     def __init__(self) -> None:
         self._number = 0
