@@ -19,7 +19,9 @@ class MetricsProgressBar(RichProgressBar):
     """Lightning's `RichProgressBar` with a shorter bar in narrow terminals, and without "-2" as the last epoch.
 
     Rich gives the bar and the metrics equal room, and cuts `val_bits_per_byte` in a terminal of 80 columns. Here metrics
-    have 23 columns, and the bar has the remaining 8 to 40. The arguments are Lightning's.
+    have 23 columns, and the bar has the remaining 8 to 40.
+
+    Args: as in `RichProgressBar`.
     """
 
     def configure_columns(self, trainer: pl.Trainer) -> list[Any]:

@@ -193,7 +193,6 @@ class DilatedCLI(LightningCLI):
             fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
 
     def _differences(self, path: str) -> str:
-        """The hyperparameters that differ from the checkpoint's."""
         stored, current = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
         differences = [
             f"{k} is {stored[k]!r} there and {current[k]!r} here"

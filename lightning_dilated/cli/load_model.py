@@ -49,13 +49,13 @@ def stored_class(stored: dict[str, Any]) -> str:
     return current_class_path(str(named or "lightning_dilated.LongNetLM"))
 
 
-def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
+def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -> list[str]:
     """Return the model of a checkpoint as options, without its training options, which the recipe sets.
 
     Args:
         path: a .ckpt file.
         class_name: the model's class in recipes and options; None: the checkpoint's.
-        own: the model's arguments that recipes and options set; a checkpoint's value for these need not be plain.
+        set_here: the model's arguments that recipes and options set; a checkpoint's value for these need not be plain.
     """
     stored = read_checkpoint(path)
     named = stored_class(stored)
@@ -77,7 +77,7 @@ def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> lis
             plain = file_arguments({name: value}, f"--ckpt_path {path}")
             check_texts(plain, types, f"--ckpt_path {path}")
         except ValueError as error:
-            if name not in own:
+            if name not in set_here:
                 fail(error)
         else:
             settings |= plain
@@ -86,7 +86,6 @@ def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> lis
 
 
 def _class_of_recipe(name: str) -> Any:
-    """The class that a recipe or option names, or None."""
     with contextlib.suppress(ValueError):
         return class_of(Path("the recipe"), name, "lightning_dilated")
     return subclass(DilatedModule, name)

@@ -201,7 +201,6 @@ class SplitDataModule(pl.LightningDataModule):
         return {"batch_size": self.per_rank(replicas), "collate_fn": collate, **options}
 
     def _check_trains(self) -> None:
-        """Raise ValueError if the settings leave no training data."""
         missing = self.wanted("train")
         if missing is not None:
             raise ValueError(f"there is no train split to fit on: {missing}")
@@ -230,7 +229,6 @@ class SplitDataModule(pl.LightningDataModule):
             )
 
     def _replica(self) -> tuple[int, int]:
-        """(this process's data-parallel rank, number of ranks)."""
         options = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (0, 1) if not options else (options["rank"], options["num_replicas"])
 

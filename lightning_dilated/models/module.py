@@ -380,11 +380,11 @@ class DilatedModule(Pretrained, LearningRate):
             ValueError: in a Trainer's run, for other rotary bases or recurrences.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
-        bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
+        bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
         if attached_trainer(self) is None or not bases:  # without a Trainer the caller chose the bases
             return
-        if any(bases) and isinstance(theirs, (int, float, list, tuple)):
-            trained = layer_bases(theirs, hparams.get("max_seq_len"), len(bases))
+        if any(bases) and isinstance(stored_base, (int, float, list, tuple)):
+            trained = layer_bases(stored_base, hparams.get("max_seq_len"), len(bases))
             if trained != tuple(bases):
                 raise ValueError(
                     f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
@@ -399,17 +399,17 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _check_recurrences(self, hparams: Mapping[str, Any]) -> None:
         """Raise ValueError if the checkpoint's recurrences differ in more than `gate_init`, which training replaced."""
-        ours = getattr(self, "recurrences", None)
-        if ours is None or "recurrence" not in hparams:
+        current = getattr(self, "recurrences", None)
+        if current is None or "recurrence" not in hparams:
             return
         try:
-            theirs = layer_recurrences(hparams["recurrence"], len(ours), getattr(self, "causal", False))
+            stored = layer_recurrences(hparams["recurrence"], len(current), getattr(self, "causal", False))
         except (TypeError, ValueError):  # a model of another depth, or not causal
-            theirs = None
-        if theirs is None or without_starts(theirs) != without_starts(ours):
+            stored = None
+        if stored is None or without_starts(stored) != without_starts(current):
             raise ValueError(
                 f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has "
-                f"{plain_recurrences(ours)!r}, with which it would compute something else. Set recurrence to the former."
+                f"{plain_recurrences(current)!r}, with which it would compute something else. Set recurrence to the former."
             )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:

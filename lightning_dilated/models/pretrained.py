@@ -177,10 +177,7 @@ def _yaml(text: str) -> Any:
 def _inside(value: str) -> list[Any]:
     """List the values that a parser may read from a string, or from the file that it names: JSON or YAML.
 
-    Raises:
-        yaml.constructor.ConstructorError: for YAML that is well-formed but not plain, such as a mapping as a key; another
-            loader may accept it.
-        RecursionError: for endless nesting.
+    ConstructorError of yaml means that the YAML is not plain, such as a mapping as a key, and another loader may accept it.
     """
     texts, values = [value], []
     with contextlib.suppress(OSError, ValueError):
@@ -438,7 +435,6 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _folder(path: str | Path, **options: Any) -> Path:
-    """The local folder of a path or of a repository's snapshot."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists():
@@ -486,7 +482,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
-    """Load the tensors into the model, in their dtype; ValueError for tensors that do not fit."""
     try:
         blank = model.load_without_values(tensors)
     except RuntimeError as error:
@@ -511,7 +506,6 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
 
 
 def _check_complete(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
-    """Raise ValueError for missing tensors and tensors that the model does not have."""
     alias, names = _aliases(model), model.state_dict().keys()
     missing = [name for name in names if alias.get(name, name) not in tensors and name not in tensors]
     unknown = [name for name in tensors if name not in names]

@@ -1,7 +1,4 @@
-"""Read Lightning's checkpoints and hyperparameter files as plain values.
-
-Patterns are stored as mappings, so that no file needs a class of this package.
-"""
+"""Read Lightning's checkpoints and hyperparameter files as plain values; patterns are stored as mappings."""
 
 from __future__ import annotations
 

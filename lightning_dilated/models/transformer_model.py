@@ -56,10 +56,7 @@ def options_of(cls: type) -> dict[str, Any]:
 
 
 class _NamedArguments:
-    """Stores the arguments of the call by name, and refuses unknown ones.
-
-    This is a base class because jsonargparse would read `__new__` of a model's own class.
-    """
+    """Stores a call's arguments by name, refuses unknown ones; a base, as jsonargparse reads a class's own `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
@@ -78,8 +75,8 @@ def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
 
 def _positional(cls: type) -> Iterator[str]:
     """Names of the positional arguments, through constructors that pass `*args` on."""
-    users, ours = _constructors(cls)
-    for signature in [*users, inspect.signature(vars(ours)["__init__"])]:
+    signatures, package_class = _constructors(cls)
+    for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]
         yield from (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -91,11 +88,11 @@ def _check_names(cls: type, names: Collection[str]) -> None:
 
     A user's constructor may take keywords that it does not name, except keywords that a class of this package sets.
     """
-    users, ours = _constructors(cls)
-    known = options_of(ours).keys() | {name for signature in users for name in signature.parameters}
+    signatures, package_class = _constructors(cls)
+    known = options_of(package_class).keys() | {name for signature in signatures for name in signature.parameters}
     for name in sorted(names - known):
-        is_set = any(name in options_of(base) for base in ours.__mro__ if issubclass(base, TransformerModel))
-        if is_set or not users:
+        is_set = any(name in options_of(base) for base in package_class.__mro__ if issubclass(base, TransformerModel))
+        if is_set or not signatures:
             raise _no_argument(cls, name, known, "The class sets it itself." if is_set else None)
 
 
@@ -112,11 +109,11 @@ def _defaults(cls: type) -> dict[str, Any]:
 
     A user's constructor may set arguments that it does not name, unless it passes all arguments on by `*args`.
     """
-    users, ours = _constructors(cls)
-    parameters = list(users[0].parameters.values()) if users else []
-    passes_all_on = not users or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    signatures, package_class = _constructors(cls)
+    parameters = list(signatures[0].parameters.values()) if signatures else []
+    passes_all_on = not signatures or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     named = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return options_of(ours) | named if passes_all_on else named
+    return options_of(package_class) | named if passes_all_on else named
 
 
 class TransformerModel(_NamedArguments, DilatedModule):
@@ -226,7 +223,6 @@ class TransformerModel(_NamedArguments, DilatedModule):
         self._save_arguments()
 
     def _save_arguments(self) -> None:
-        """Save the arguments as hyperparameters: patterns, recurrences and rotary bases as plain values."""
         arguments = _defaults(type(self)) | self.__dict__.pop("_arguments", {}) | given_hyperparameters()
         saved = {name: value for name, value in arguments.items() if name not in NOT_SAVED}
         if "pattern" in arguments and not self.released_pattern:

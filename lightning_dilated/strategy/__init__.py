@@ -1,7 +1,4 @@
-"""Lightning strategies that shard every sequence over ranks; importing this package registers them.
-
-The names are ring_dilated (DDP), ring_dilated_fsdp and ring_dilated_notebook.
-"""
+"""Lightning strategies that shard sequences over ranks; an import registers ring_dilated, _fsdp and _notebook."""
 
 from __future__ import annotations
 

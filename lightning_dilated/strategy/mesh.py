@@ -377,7 +377,6 @@ def _receive_token(store: dist.Store, rank: int, timeout: timedelta) -> str:
 
 
 def _receive(store: dist.Store, key: str, rank: int, timeout: timedelta, margin: timedelta = timedelta(0)) -> bytes:
-    """Wait for a value from rank 0."""
     try:
         store.wait([key], timeout + margin)
         return store.get(key)

@@ -180,9 +180,9 @@ class Preemption:
             recorded = ranks.gather(torch.tensor([self._recorded, int(self._requeue_requested)], device="cpu"))
         except RuntimeError as error:
             rank = dist.get_rank()
-            others = [r for r in dist.get_process_group_ranks(ranks.group) if r != rank]
+            peers = [r for r in dist.get_process_group_ranks(ranks.group) if r != rank]
             raise RuntimeError(
-                f"rank {rank} of the job waited in vain for the others, ranks {others} of the job, before a batch. One of "
+                f"rank {rank} of the job waited in vain for the others, ranks {peers} of the job, before a batch. One of "
                 "them died, raised, or had fewer batches."
             ) from error
         return [(int(x[0]), bool(x[1])) for x in recorded]
@@ -448,9 +448,9 @@ def report_lost_ranks(
             "and whether the system ended them for memory), or hang."
         )
     sentences += lost_regions([*raised, *silent], world, region_size or world)
-    others = [x for x in range(world) if x != rank]
+    peers = [x for x in range(world) if x != rank]
     if not sentences:
-        sentences.append(f"Ranks {others} of the job lost a connection, too: look at the network between their nodes.")
+        sentences.append(f"Ranks {peers} of the job lost a connection, too: look at the network between their nodes.")
     return f"Rank {rank} of the job lost the connection to another rank. {' '.join(sentences)}"
 
 

@@ -133,11 +133,7 @@ class TrainsInRegions:
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The state of this region in a loaded checkpoint.
-
-        Raises:
-            ValueError: for a checkpoint that lacks this region's state.
-        """
+        """This region's state in a loaded checkpoint; ValueError if the checkpoint lacks it."""
         if self._regions is not None:
             return self._regions.of_this_region(checkpoint)
         if "outer_steps" in checkpoint and self._fitting:

@@ -82,11 +82,7 @@ class Replicas:
         self._posted = [*named], local, host, event
 
     def _difference(self, local: dict[str, int]) -> str:
-        """Words for the ranks and parameters that differ; a collective call.
-
-        Args:
-            local: this rank's bits at the time of sending: later steps may have changed the parameters.
-        """
+        """Describe the ranks and parameters that differ, by the bits at the time of sending; a collective call."""
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(gathered, local, group=self.group)
         return unlike_replicas(gathered, dist.get_process_group_ranks(self.group))

@@ -192,11 +192,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             groups.end(self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
 
     def _stage(self) -> str:
-        """The run's stage: train, val, test or predict.
-
-        Raises:
-            RuntimeError: outside of a run.
-        """
+        """The run's stage: train, val, test or predict; RuntimeError outside of a run."""
         stage = self.lightning_module.trainer.state.stage
         if stage is None or self._loaders is None:
             raise RuntimeError(
@@ -363,6 +359,5 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
 
 def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The batch number among a step's arguments, 0 if it has none."""
     number = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
     return number if isinstance(number, int) else 0

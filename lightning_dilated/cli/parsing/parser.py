@@ -63,7 +63,6 @@ def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], wh
 
 
 def _leaves(hint: Any) -> set[Any]:
-    """The types in an annotation."""
     if get_origin(hint) is Literal:
         return {str}
     if hint not in VALUES.values() and (is_dataclass(hint) or is_typeddict(hint)):

@@ -230,11 +230,11 @@ def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndar
     return np.concatenate(ends)
 
 
-def out_of_range(token: int, path: str, position: int, vocab_size: int, more: str = "") -> str:
+def out_of_range(token: int, path: str, position: int, vocab_size: int, note: str = "") -> str:
     """Return the error for a token that the vocabulary does not have."""
     return (
         f"{path} holds token {token} at position {position:,} (counted from 0), but data.vocab_size = {vocab_size} allows 0 "
-        f"to {vocab_size - 1}{more}: set data.vocab_size to that of the tokenizer, or data.dtype to that of the file"
+        f"to {vocab_size - 1}{note}: set data.vocab_size to that of the tokenizer, or data.dtype to that of the file"
     )
 
 
@@ -491,7 +491,6 @@ class TokenDataModule(SequenceDataModule):
         return TokenStream(opened, self.opener)
 
     def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
-        """Scan each stream, and return the ends of its documents."""
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
         # separate streams, so that `bytes_read` counts only tokens of batches
@@ -517,7 +516,6 @@ class TokenDataModule(SequenceDataModule):
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
-    """Raise ValueError for a file in two splits."""
     first_use: dict[str, str] = {}
     for name, paths in files.items():
         for path in paths:

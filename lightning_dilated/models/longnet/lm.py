@@ -288,7 +288,6 @@ class LongNetLM(TokenModel):
         return self._losses(*self._states(batch))
 
     def _checked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(tokens, labels)."""
         tokens, labels = (batch.get(x) if isinstance(batch, Mapping) else None for x in ("tokens", "labels"))
         if (
             isinstance(tokens, Tensor)
