@@ -249,11 +249,7 @@ class ShardedCheckpoint(Checkpoint):
                 "replace: "
                 'choose another folder, go on from them with resume="auto", or remove them.'
             )
-        if (
-            self._resumed_from is not None
-            and trainer.ckpt_path is not None
-            and Path(trainer.ckpt_path) != self._resumed_from
-        ):
+        if self._resumed_from is not None and trainer.ckpt_path is not None and loaded != self._resumed_from:
             rank_zero_warn(f"ckpt_path {trainer.ckpt_path} was loaded, so resume={self.resume!r} had no effect.")
         self._peers.together("training does not begin", self._check_room, sum(p.nbytes for p in pl_module.parameters()))
 
@@ -361,7 +357,7 @@ class ShardedCheckpoint(Checkpoint):
         path = self._target / name_of(step)
         what = f"the checkpoint {path} could not be begun"
         module = trainer.lightning_module
-        state, meta, sizes, local_bits = self._peers.together(what, _read, trainer)
+        state, values, sizes, local_bits = self._peers.together(what, _read, trainer)
         # if all ranks hold the same, each writes a part; otherwise torch.distributed.checkpoint chooses the writers
         digests = self._peers.gather(replication_digest(sizes, state))
         replicated = digests[0] is not None and len(set(digests)) == 1
@@ -370,7 +366,7 @@ class ShardedCheckpoint(Checkpoint):
         writers = assign_writers(sizes, self._peers.size, module) if replicated else []
         skipped = set().union(*(names for rank, names in enumerate(writers) if rank != self._peers.rank))
         skipped |= others_write(sizes, trainer.strategy)
-        state, meta = self._peers.together(what, self._stage, state, meta, skipped, trainer.strategy.root_device)
+        state, meta = self._peers.together(what, self._stage, state, values, skipped, trainer.strategy.root_device)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if self.keep_finite else []
         job = partial(write, state, meta, path, step, self.keep, self._writers, names)
         if self.asynchronous:
@@ -393,14 +389,14 @@ class ShardedCheckpoint(Checkpoint):
         if self._lock is not None:
             self._lock.check()
 
-    def _stage(self, state: Any, meta: Any, skipped: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
+    def _stage(self, state: Any, values: Any, skipped: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
         """(the state on the host without the tensors that other ranks write, the bytes of `meta.pt` on rank 0)."""
         staged = self._stager.stage(state, skipped)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         file = io.BytesIO()
         if self._peers.rank == 0:
-            torch.save(meta, file)
+            torch.save(values, file)
         return staged, file.getvalue()
 
 

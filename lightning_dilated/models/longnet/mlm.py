@@ -77,13 +77,9 @@ class Masking:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, x in (
-            ("mask_fraction", self.fraction),
-            ("keep_fraction", self.keep),
-            ("random_fraction", self.random),
-        ):
-            real(x, name, least=0, most=1)
         real(self.fraction, "mask_fraction", above=0, below=1)
+        real(self.keep, "keep_fraction", least=0, most=1)
+        real(self.random, "random_fraction", least=0, most=1)
         if self.keep + self.random > 1:
             raise ValueError(
                 f"keep_fraction={self.keep} and random_fraction={self.random} add up to more than 1: they are shares of "
