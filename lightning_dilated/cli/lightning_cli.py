@@ -79,8 +79,7 @@ def import_public_classes() -> None:
 class DilatedCLI(LightningCLI):
     """LightningCLI with any DilatedModule as model and any LightningDataModule as data, both by `class_path`.
 
-    Optimizers belong to the model (`model.init_args.optimizer`). A top-level `optimizer:` would be built before the
-    parameters are final, and would train nothing.
+    Optimizers belong to the model (`model.init_args.optimizer`): a top-level one would hold parameters that are replaced.
     """
 
     def __init__(self, **kwargs: Any) -> None:

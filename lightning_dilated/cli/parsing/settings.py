@@ -82,10 +82,7 @@ def chosen_classes(argv: Sequence[str]) -> dict[str, str | None]:
 
 
 def with_parts(argv: Sequence[str]) -> list[str]:
-    """Replace options that set a part of a mapping or list, such as --model.pattern.hybrid.local 128, by the whole value.
-
-    The parser alone would drop the other parts.
-    """
+    """Replace options for parts, as --model.pattern.hybrid.local 128, by the whole: the parser would drop other parts."""
     words: list[str] = []
     wholes: dict[Key, Any] = {("model", "pattern"): {}}
     for option in options(argv):
