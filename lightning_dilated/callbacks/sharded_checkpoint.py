@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dilated._compat.lightning import resume_from, writes_one_file
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.checkpoint.folder import Background, FolderIO, checked, load_folder_with, warn_of_skipped, write
 from lightning_dilated.checkpoint.folder_lock import FolderLock
 from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_valid, none_valid
@@ -110,19 +111,12 @@ class ShardedCheckpoint(Checkpoint):
         asynchronous: bool = True,
         keep_finite: bool = True,
     ) -> None:
-        for name, value, kinds in (
-            ("every_n_train_steps", every_n_train_steps, int),
-            ("every_n_minutes", every_n_minutes, (int, float)),
-            ("keep", keep, int),
-        ):
-            if value is None and name != "keep":
-                continue
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise TypeError(f"{name} must be a number{'' if name == 'keep' else ' or None'}, got {value!r}.")
-            if value <= 0:
-                raise ValueError(f"{name} must be more than 0, got {value!r}.")
-        if resume not in ("never", "auto", "must"):
-            raise ValueError(f'resume must be one of "never", "auto", "must"; got {resume!r}.')
+        if every_n_train_steps is not None:
+            integer(every_n_train_steps, "every_n_train_steps", 1, " Or None.")
+        if every_n_minutes is not None:
+            real(every_n_minutes, "every_n_minutes", above=0, hint=" Or None.")
+        integer(keep, "keep", 1)
+        one_of(resume, "resume", ("never", "auto", "must"))
         if every_n_train_steps is None and every_n_minutes is None and not at_end:
             raise ValueError("nothing would be saved: give every_n_train_steps, every_n_minutes or at_end=True.")
         self.folder, self.keep, self.resume = folder, keep, resume
