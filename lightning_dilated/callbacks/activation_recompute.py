@@ -1,4 +1,4 @@
-"""ActivationRecompute: less memory for activations, for some of the forward done twice."""
+"""ActivationRecompute: saves memory of activations by computing a part of the forward twice."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from lightning_dilated.sequence.group import SequenceGroup
 
 
 class ActivationRecompute(pl.Callback):
-    """Transformer blocks keep less for the backward, and compute it again; the gradients are the same.
+    """Transformer blocks keep fewer activations for the backward, and recompute the others; the gradients are the same.
 
     Args:
-        policy: "block" keeps a block's input only; "attention-kept" also the output, log-sum-exp and exchanged rows of its
-            attention, so that neither attention nor communication is done twice; "none" keeps all.
-        every: with "block": keep the input of every so-many-th block only. A group is computed again before its blocks are,
-            so most blocks run forward three times.
-        offload: kept block inputs wait in pinned host memory, copied beside the computation: a fraction of them (up to 1),
-            or as many as fit into so many GiB of each rank (above 1).
-        tile: norms, feed-forward, and the loss of models over tokens run over so many tokens at a time, with explicit
-            gradients, so that nothing of tokens x hidden features or tokens x vocabulary exists. The feed-forward is then
-            computed twice with every policy.
-        head_chunks: windows of heads that attend one after another, so that q, k and v (and gradients) of all never exist
-            together. They are projected three times, four with a policy. Not with LoRA.
-        stream: tokens of a chunk of each sequence. Sequences that are longer are computed chunk by chunk, once forward and
-            once more with the backward; memory is then that of one chunk, and of the keys and values that later chunks
-            read. Other settings act on a chunk. Loss and gradients are those of one pass; hidden dropout draws other masks
-            than one pass would. LongNetLM only. Ranks stream sequences of their own (sequence_size=1), or share every chunk
-            (the strategy's layout="chunked"). Validation, test and predict stream as well.
-            Lightning's progress bars show the chunk that is computed.
-        truncate: with `stream`: gradients end at the bounds of chunks (truncated back-propagation through time), which are
-            then computed once. The loss is that of one pass, the gradients are not.
+        policy: "block" keeps only a block's input; "attention-kept" also the output, log-sum-exp and exchanged rows of its
+            attention, so that neither attention nor communication is repeated; "none" keeps all activations.
+        every: with "block": keep only the input of every n-th block. A group of n blocks is recomputed before its single
+            blocks are, so most blocks run forward three times.
+        offload: store kept block inputs in pinned host memory, copied during the computation: a fraction of them (up to 1),
+            or up to this number of GiB on each rank (above 1).
+        tile: number of tokens for which norms, feed-forward, and the loss of models over tokens are computed at a time, with
+            explicit gradients, so that no tensor of tokens x hidden features or tokens x vocabulary exists. The feed-forward
+            is then computed twice with every policy.
+        head_chunks: number of windows of heads that attend one after another, so that q, k and v (and gradients) of all
+            heads never exist together. They are projected three times, four with a policy. Not with LoRA.
+        stream: tokens of a chunk. Longer sequences are computed chunk by chunk, once forward and once more in the backward.
+            Memory holds one chunk, and the keys and values that later chunks read. Other settings act on a chunk. Loss and
+            gradients equal one pass; only hidden dropout draws other masks. For LongNetLM. Each rank streams its own
+            sequences (sequence_size=1), or ranks share every chunk (the strategy's layout="chunked"). Validation, test and
+            predict stream too. Lightning's progress bars show the current chunk.
+        truncate: with `stream`: gradients end at the bounds of chunks (truncated back-propagation through time), and each
+            chunk is computed once. The loss equals one pass, the gradients do not.
 
     Raises:
-        ValueError: for other values; and when a run starts with a LightningModule that has no TransformerBlock, for
-            `every` and `offload`, no DilatedTransformer, or for `stream`, is no causal language model.
+        ValueError: for other values. When a run starts, for a LightningModule without a TransformerBlock; for `every` and
+            `offload`, without a DilatedTransformer; for `stream`, if it is not a causal language model.
     """
 
     def __init__(
@@ -58,16 +57,16 @@ class ActivationRecompute(pl.Callback):
         self._before: list[tuple[Adjustable, MemorySettings]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise where two of these would change one model."""
+        """Raise if the Trainer has two of these callbacks."""
         if sum(isinstance(x, ActivationRecompute) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("ActivationRecompute is given twice: put all settings into one.")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Hand the settings to the model."""
+        """Pass the settings to the model."""
         self._set(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Long sequences are evaluated chunk by chunk, too; within a fit the settings are set."""
+        """Stream long sequences in evaluation too; during a fit the settings are already set."""
         if self.settings.stream is not None and trainer.state.fn != TrainerFn.FITTING:
             self._set(trainer, pl_module)
 
@@ -75,7 +74,7 @@ class ActivationRecompute(pl.Callback):
 
     def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._refuse_shared(trainer)
-        self.teardown(trainer, pl_module, "")  # which Lightning does not call for a run that failed
+        self.teardown(trainer, pl_module, "")  # Lightning does not call it after a failed run
         self._before = set_memory(pl_module, self.settings)
         streams = self.settings.stream is not None
         self._watch(hook("progress of chunks")(trainer) if streams and trainer.is_global_zero else None)
@@ -86,7 +85,7 @@ class ActivationRecompute(pl.Callback):
                 m.stream.watch = progress
 
     def _refuse_shared(self, trainer: pl.Trainer) -> None:
-        """Raise where a stream would need rows that it has no way to, or weights, of other ranks."""
+        """Raise if a stream would need rows or weights of other ranks that it cannot get."""
         stream, strategy = self.settings.stream, getattr(trainer, "strategy", None)
         if stream is None:
             return
@@ -102,21 +101,21 @@ class ActivationRecompute(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave GPU memory for others than torch, which would otherwise take all of it."""
+        """Leave some GPU memory to libraries other than torch, which would otherwise take all of it."""
         leave_room(trainer.strategy.root_device)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Free host memory: Lightning is about to move model, gradients and optimizer states there."""
+        """Free host memory before Lightning moves model, gradients and optimizer states there."""
         for m, _ in self._before:
             if isinstance(m, StackMemory):
                 m.free_host_memory()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise, so that a failed job ends with its own error, and not for lack of host memory."""
+        """Free host memory, so that a failed job ends with its own error and not for lack of memory."""
         self.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the model back the settings that it had."""
+        """Restore the model's settings."""
         self._watch(None)
         for m, settings in self._before:
             m.memory = settings

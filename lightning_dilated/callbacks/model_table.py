@@ -1,4 +1,4 @@
-"""ModelTable: the layers of a model, their parameters, and how many are trained, as a fit begins."""
+"""ModelTable: a model's layers and parameters, printed when a fit starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing_extensions import override
 
 
 class ModelTable(ModelSummary):
-    """Lightning's summary as a short table: layers with parameters, and no FLOPs, which Lightning counts only for models
-    with an `example_input_array`; `lightning-dilated explain` and `plan` count them."""
+    """Prints Lightning's summary as a short table of layers with parameters, without FLOPs.
+
+    Lightning counts FLOPs only with an `example_input_array`; `lightning-dilated explain` and `plan` count them.
+    """
 
     @staticmethod
     @override
@@ -28,12 +30,12 @@ class ModelTable(ModelSummary):
 
 
 def table(columns: dict[str, list[str]], total: int, trained: int, megabytes: float) -> str:
-    """The lines: a layer each, then the sums.
+    """Return one line for each layer, and a line with the sums.
 
     Args:
-        columns: of Lightning's summary: "Name", "Type", "Params" (a count in words) and "Mode" of each layer.
-        total, trained: parameters.
-        megabytes: of all parameters.
+        columns: columns of Lightning's summary: "Name", "Type", "Params" (a count in words) and "Mode" of each layer.
+        total, trained: numbers of parameters.
+        megabytes: size of all parameters.
     """
     names = [name for name in ("Name", "Type", "Params per Device", "Params", "Mode") if name in columns]
     rows = [[columns[name][i].strip() for name in names] for i in range(len(columns["Name"]))]

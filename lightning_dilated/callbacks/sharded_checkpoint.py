@@ -1,4 +1,4 @@
-"""ShardedCheckpoint: each rank writes its part of a checkpoint while training goes on."""
+"""ShardedCheckpoint: each rank writes its part of a checkpoint while training continues."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dilated._compat.lightning import resume_from, writes_one_file
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.checkpoint.folder import Background, FolderIO, checked, load_folder_with, warn_of_skipped, write
 from lightning_dilated.checkpoint.folder_lock import FolderLock
 from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_valid, none_valid
@@ -41,62 +42,62 @@ from lightning_dilated.checkpoint.state import (
 from lightning_dilated.strategy.preemption import Preemption, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
-#: how long ranks wait for the slowest one's disk; a rank that died is noticed at once
+#: time that ranks wait for the slowest rank's disk; a rank that died is noticed at once
 _PATIENCE = timedelta(hours=1)
-#: seconds for which a run that failed waits for a checkpoint under way
+#: seconds that a failed run waits for an unfinished checkpoint
 _LAST = 60.0
 
 
 class ShardedCheckpoint(Checkpoint):
-    """Saves all that Lightning's own checkpoints hold into `FOLDER/step-00001000` and the like, every rank its part.
+    """Saves the contents of Lightning's checkpoints into folders such as `FOLDER/step-00001000`, each rank its part.
 
-    Training waits for the copy to the host only; a thread writes the files (a checkpoint that is due meanwhile waits for
-    them). A checkpoint gets its name when all of it is on disk, and its `manifest.json` holds a checksum of each file, which
-    is compared on loading: a damaged one is passed over for the one before, with a warning that names the file.
+    Training waits only for the copy to the host; a thread writes the files. If the next checkpoint is due before they are
+    written, it waits. A checkpoint gets its name once it is complete on disk. Its `manifest.json` holds a checksum of each
+    file, which is checked on loading: a damaged checkpoint is skipped for an older one, with a warning that names the file.
 
-    Any number of ranks can load it, with parameters sharded (`ring_dilated_fsdp`) or not: `fit(ckpt_path=FOLDER)` loads the
-    newest valid one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
+    Any number of ranks can load it, with sharded parameters (`ring_dilated_fsdp`) or without: `fit(ckpt_path=FOLDER)` loads
+    the newest valid checkpoint, `fit(ckpt_path=FOLDER/step-00001000)` this one. All ranks have to see the folder.
 
-    **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all of them, ends a fit
-    on all ranks after the same optimizer step (a validation under way is finished first; where regions train apart, an
-    outer step has to tell the others). Then a checkpoint is written, and the process exits with 128 and the signal's number:
+    **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all ranks, ends a fit on
+    all ranks after the same optimizer step. A running validation is finished first; regions that train apart learn of it at
+    an outer step. Then a checkpoint is written, and the process exits with 128 plus the signal's number:
 
     - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a complete checkpoint. After SIGUSR1 rank 0 has called
-      `scontrol requeue`, once. (A second SIGINT ends a process at once, with 130, too; then nothing may be saved.)
-    - 1: that checkpoint could not be written, or SLURM refused; a warning says why. The ones before are complete.
-    - 0: the fit had ended before the signal came.
+      `scontrol requeue` once. (A second SIGINT ends a process at once, also with 130; the last steps may not be saved.)
+    - 1: the checkpoint could not be written, or SLURM refused; a warning gives the reason. Older ones are complete.
+    - 0: the fit had ended before the signal arrived.
 
-    Under torchrun these are the workers' own; torchrun gives them 30 s, and reports a status of its own. A job that ends
-    so is started again with resume="auto".
+    Under torchrun these are the statuses of workers; torchrun gives workers 30 s, and has its own status. Start an ended
+    job again with resume="auto".
 
     **One run at a time.** One run holds a folder; the file `.in-use` names it. A second run is refused before it changes
-    anything, unless the holder is dead: its process is gone from this host, or on another host it gave no sign of life for
-    60 s, for which the second run waits.
+    anything, unless the holder is dead: its process is gone from this host, or on another host it gave no sign of life
+    while the second run waited for 60 s.
 
     Args:
-        folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
-        every_n_train_steps: optimizer steps between two of them; None: not by steps.
-        every_n_minutes: minutes between two of them, counted by rank 0 (in regions, at outer steps); None: not by time.
-        at_end: save at the end of fit, too.
-        keep: how many of the newest stay.
-        resume: "never"; "auto": go on from the newest valid one in the folder, if there is any; "must": there has to be
-            one. A ckpt_path of fit takes precedence.
+        folder: folder of the checkpoints; None: `checkpoints` in the Trainer's `default_root_dir`.
+        every_n_train_steps: optimizer steps between two checkpoints; None: not by steps.
+        every_n_minutes: minutes between two checkpoints by rank 0's clock (in regions, at outer steps); None: not by time.
+        at_end: also save at the end of fit.
+        keep: number of newest checkpoints to keep.
+        resume: "never"; "auto": resume from the newest valid checkpoint in the folder, if any; "must": require one. A
+            ckpt_path of fit takes precedence.
         asynchronous: False waits for the files.
-        keep_finite: checkpoints with a parameter that is NaN or infinite, as after a NaN loss, do not count among the `keep`
-            newest: they never displace valid ones, and stay only where they are the newest of all. Resuming passes over
-            such a one, with a warning, unless a ckpt_path names it. The copies on the host are checked, by the thread.
+        keep_finite: do not count checkpoints with NaN or infinite parameters among the `keep` newest: they never displace
+            valid ones, and are kept only while they are the newest. Resuming skips them with a warning, unless a ckpt_path
+            names one. The thread checks the copies on the host.
 
     Raises:
-        TypeError, ValueError: when made, for settings that are not allowed.
-        OSError: in setup, where the folder cannot be written by rank 0 or read by all, or is in use by another run; at the
-            next checkpoint or at the end, on every rank, where a checkpoint could not be written (with the space that is
-            left and needed where the disk is full), or where another run took the folder over.
+        TypeError, ValueError: in the constructor, for settings that are not allowed.
+        OSError: in setup, if rank 0 cannot write the folder, a rank cannot read it, or another run uses it. At the next
+            checkpoint or at the end, on every rank, if a checkpoint could not be written (for a full disk with the free and
+            the needed space), or another run took over the folder.
         FileNotFoundError: in setup, for resume="must" without a checkpoint.
-        ValueError: in setup, where no checkpoint in the folder is valid and finite, and for other strategies; before the
-            first step, where the folder holds checkpoints of another run.
+        ValueError: in setup, if no checkpoint in the folder is valid and finite, and for other strategies. Before the first
+            step, if the folder holds checkpoints of another run.
     """
 
-    #: Lightning asks for it where ckpt_path="best": there is none
+    #: Lightning reads it for ckpt_path="best": there is none
     best_model_path = ""
 
     def __init__(
@@ -110,19 +111,12 @@ class ShardedCheckpoint(Checkpoint):
         asynchronous: bool = True,
         keep_finite: bool = True,
     ) -> None:
-        for name, value, kinds in (
-            ("every_n_train_steps", every_n_train_steps, int),
-            ("every_n_minutes", every_n_minutes, (int, float)),
-            ("keep", keep, int),
-        ):
-            if value is None and name != "keep":
-                continue
-            if isinstance(value, bool) or not isinstance(value, kinds):
-                raise TypeError(f"{name} must be a number{'' if name == 'keep' else ' or None'}, got {value!r}.")
-            if value <= 0:
-                raise ValueError(f"{name} must be more than 0, got {value!r}.")
-        if resume not in ("never", "auto", "must"):
-            raise ValueError(f'resume must be one of "never", "auto", "must"; got {resume!r}.')
+        if every_n_train_steps is not None:
+            integer(every_n_train_steps, "every_n_train_steps", 1, " Or None.")
+        if every_n_minutes is not None:
+            real(every_n_minutes, "every_n_minutes", above=0, hint=" Or None.")
+        integer(keep, "keep", 1)
+        one_of(resume, "resume", ("never", "auto", "must"))
         if every_n_train_steps is None and every_n_minutes is None and not at_end:
             raise ValueError("nothing would be saved: give every_n_train_steps, every_n_minutes or at_end=True.")
         self.folder, self.keep, self.resume = folder, keep, resume
@@ -131,20 +125,20 @@ class ShardedCheckpoint(Checkpoint):
         self._init_process_state()
         self._resumed_from: Path | None = None
         self._wrote: Path | None = None  # the folder that this object wrote checkpoints to
-        self._saved_step = self._last_step = -1  # the last step that was saved, and that of the batch before
+        self._saved_step = self._last_step = -1  # the last saved step, and the step after the previous batch
         self._clock = 0.0
         self._training = False
 
     def _init_process_state(self) -> None:
-        """Attributes that belong to one process, and are not copied with the callback."""
+        """Set attributes that belong to one process and are not copied with the callback."""
         self._peers = self._writers = Peers()
-        self._world: Any = None  # the default process group when the groups of these were made
+        self._world: Any = None  # the default process group at the time when the peers' groups were made
         self._background, self._stager = Background(), HostStager()
-        self._lock: FolderLock | None = None  # rank 0's, while a fit runs
-        self._preemption: Preemption | None = None  # of the fit that runs
+        self._lock: FolderLock | None = None  # rank 0's, during a fit
+        self._preemption: Preemption | None = None  # the current fit's
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: a copy makes its groups, and locks the folder, when it fits."""
+        """Leave out what belongs to this process: a copy makes its groups and locks the folder in its fit."""
         local = ("_peers", "_writers", "_world", "_background", "_stager", "_lock", "_preemption")
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
@@ -154,13 +148,13 @@ class ShardedCheckpoint(Checkpoint):
 
     # -- before training -----------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Make the folder and see that it can be written; find the checkpoint to go on from."""
+        """Make the folder and check that it can be written; find the checkpoint to resume from."""
         warnings.filterwarnings("ignore", message=ALONE)
         strategy = trainer.strategy
         _refuse(strategy)
         self._make_groups(trainer)
         late = strategy.restore_checkpoint_after_setup
-        if not isinstance(strategy, SequenceStrategy):  # ours read folders by themselves
+        if not isinstance(strategy, SequenceStrategy):  # this package's strategies read folders
             self._add_folder_reading(strategy, late)
         if stage != "fit" or _is_dev_run(trainer):
             return
@@ -176,19 +170,19 @@ class ShardedCheckpoint(Checkpoint):
                 resume_from(trainer, self._resumed_from)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Load where the strategy shards the parameters first."""
+        """Resume here if the strategy shards the parameters before loading."""
         if self._resumed_from is not None and trainer.strategy.restore_checkpoint_after_setup:
             resume_from(trainer, self._resumed_from)
 
     def _add_folder_reading(self, strategy: Any, late: bool) -> None:
-        """Have one of Lightning's strategies read folders as ours do: valid ones only, and without running code in them."""
+        """Let Lightning's strategies read valid folders, without running code in them, as this package's do."""
         if late:
             strategy.load_checkpoint = partial(load_folder_with, strategy, partial(checked, peers=self._peers))
         elif not isinstance(strategy.checkpoint_io, FolderIO):
             strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
 
     def _make_groups(self, trainer: pl.Trainer) -> None:
-        """Process groups of our own, once: collectives of the writing thread must not mix with those of the training."""
+        """Make process groups once: the writing thread's collectives must not mix with training's."""
         if trainer.world_size == 1:
             self._peers = self._writers = Peers()
         elif self._world is not dist.group.WORLD:
@@ -197,7 +191,7 @@ class ShardedCheckpoint(Checkpoint):
             self._peers, self._writers = (Peers(rank, size, group) for group in groups)
 
     def _make_folder(self) -> Path | None:
-        """Rank 0 makes and locks it, removes what a killed job left, and writes a file for all ranks to see."""
+        """On rank 0, make and lock it, remove a killed job's unfinished files, and write a probe for all ranks to see."""
         if self._peers.rank > 0:
             return None
         self._target.mkdir(parents=True, exist_ok=True)
@@ -232,7 +226,7 @@ class ShardedCheckpoint(Checkpoint):
             self._resumed_from = saved.path
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a folder with checkpoints of another run, and a disk that is too small for the parameters alone."""
+        """Refuse a folder with another run's checkpoints, and a disk without space for the parameters alone."""
         self._saved_step = self._last_step = trainer.global_step
         self._clock = time.monotonic()
         if _is_dev_run(trainer):
@@ -249,11 +243,7 @@ class ShardedCheckpoint(Checkpoint):
                 "replace: "
                 'choose another folder, go on from them with resume="auto", or remove them.'
             )
-        if (
-            self._resumed_from is not None
-            and trainer.ckpt_path is not None
-            and Path(trainer.ckpt_path) != self._resumed_from
-        ):
+        if self._resumed_from is not None and trainer.ckpt_path is not None and loaded != self._resumed_from:
             rank_zero_warn(f"ckpt_path {trainer.ckpt_path} was loaded, so resume={self.resume!r} had no effect.")
         self._peers.together("training does not begin", self._check_room, sum(p.nbytes for p in pl_module.parameters()))
 
@@ -267,7 +257,7 @@ class ShardedCheckpoint(Checkpoint):
 
     # -- in training ---------------------------------------------------------------------------------------------------
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Save when it is due, after an optimizer step: gradients that wait for further batches are not saved."""
+        """Save if due, only after an optimizer step: accumulated gradients are not saved."""
         step = trainer.global_step
         if step == self._last_step or _is_dev_run(trainer):
             return
@@ -290,11 +280,11 @@ class ShardedCheckpoint(Checkpoint):
         self._end_if_signalled(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """For a signal that came in the batch before it."""
+        """End the fit first if a signal arrived during the last batch."""
         self._end_if_signalled(trainer)
 
     def _end_if_signalled(self, trainer: pl.Trainer) -> None:
-        """For strategies that do not do so by themselves."""
+        """Check for signals with Lightning's strategies; this package's strategies do so themselves."""
         if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
             self._preemption.end_if_signalled()
 
@@ -306,18 +296,18 @@ class ShardedCheckpoint(Checkpoint):
         if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
             self._preemption.close()
         self._preemption, self._training = None, False
-        # while a thread still writes, the folder stays locked until the process ends
+        # if a thread still writes, the folder stays locked until the process ends
         if self._lock is not None and not self._background.running:
             self._lock.release()
             self._lock = None
         groups = [x.group for x in (self._peers, self._writers) if x.group is not None]
         if groups and isinstance(trainer.strategy, SequenceStrategy) and not self._background.running:
-            trainer.strategy.run_groups.add(groups)  # other strategies do not say when the last hook has run
+            trainer.strategy.run_groups.add(groups)  # other strategies have no hook after the last one
             self._peers = self._writers = Peers()
             self._world = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save where a signal ended the fit on all ranks; release the folder."""
+        """Save if a signal ended the fit on all ranks; release the folder."""
         try:
             preemption = self._preemption if self._training else None
             if preemption is not None and preemption.signal is not None and isinstance(exception, SIGTERMException):
@@ -326,10 +316,10 @@ class ShardedCheckpoint(Checkpoint):
                 self._wait_a_while()
         finally:
             self._release(trainer)
-            self._world = None  # ranks may still wait in the groups for one that failed: the next run makes others
+            self._world = None  # ranks may still wait in the groups for a failed rank: the next run makes new ones
 
     def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
-        """Save the step before the signal, and then requeue the job if the signal was for that."""
+        """Save the step before the signal, and then requeue the job if the signal asks for it."""
         try:
             if trainer.global_step != self._saved_step:
                 self._save(trainer, trainer.global_step)
@@ -339,10 +329,10 @@ class ShardedCheckpoint(Checkpoint):
                 requeue_job()
         except (OSError, RuntimeError) as error:
             exception.code = 1
-            rank_zero_warn(f"a signal ended the fit, which will not simply go on: {reason(error)}")
+            rank_zero_warn(f"a signal ended the fit, and the job will not continue by itself: {reason(error)}")
 
     def _wait_a_while(self) -> None:
-        """For a checkpoint under way, but not for ever for ranks that are gone."""
+        """Wait for an unfinished checkpoint, but not forever: ranks may be gone."""
         try:
             if not self._background.wait(_LAST):
                 rank_zero_warn("the run failed while a checkpoint was written, which did not become whole.")
@@ -361,16 +351,16 @@ class ShardedCheckpoint(Checkpoint):
         path = self._target / name_of(step)
         what = f"the checkpoint {path} could not be begun"
         module = trainer.lightning_module
-        state, rest, sizes, own = self._peers.together(what, _read, trainer)
-        # where every rank holds the same, each writes a part; else torch.distributed.checkpoint decides who writes what
+        state, values, sizes, local_bits = self._peers.together(what, _read, trainer)
+        # if all ranks hold the same, each writes a part; otherwise torch.distributed.checkpoint chooses the writers
         digests = self._peers.gather(replication_digest(sizes, state))
         replicated = digests[0] is not None and len(set(digests)) == 1
         if replicated:
-            self._compare_replicas(own, trainer.strategy)
+            self._compare_replicas(local_bits, trainer.strategy)
         writers = assign_writers(sizes, self._peers.size, module) if replicated else []
-        others = set().union(*(names for rank, names in enumerate(writers) if rank != self._peers.rank))
-        others |= others_write(sizes, trainer.strategy)
-        state, meta = self._peers.together(what, self._stage, state, rest, others, trainer.strategy.root_device)
+        skipped = set().union(*(names for rank, names in enumerate(writers) if rank != self._peers.rank))
+        skipped |= others_write(sizes, trainer.strategy)
+        state, meta = self._peers.together(what, self._stage, state, values, skipped, trainer.strategy.root_device)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if self.keep_finite else []
         job = partial(write, state, meta, path, step, self.keep, self._writers, names)
         if self.asynchronous:
@@ -380,36 +370,36 @@ class ShardedCheckpoint(Checkpoint):
         self._saved_step, self._clock, self._wrote = step, time.monotonic(), self._target
         rank_zero_info(f"the checkpoint {path} is being written")
 
-    def _compare_replicas(self, own: dict[str, int], strategy: Any) -> None:
-        """Raise on every rank where those of a region hold other bits of what they have alike: their parts are no whole."""
+    def _compare_replicas(self, local_bits: dict[str, int], strategy: Any) -> None:
+        """Raise on every rank if replicated tensors differ within a region: parts of them would not fit together."""
         size = self._peers.size if not isinstance(strategy, SequenceStrategy) else strategy.sizes.region_size
-        digests = self._peers.gather(hashlib.blake2b(repr(own).encode(), digest_size=16).digest())
+        digests = self._peers.gather(hashlib.blake2b(repr(local_bits).encode(), digest_size=16).digest())
         unlike = [i for i in range(0, len(digests), size) if len(set(digests[i : i + size])) > 1]
         if unlike:
             ranks = range(unlike[0], unlike[0] + size)
-            raise RuntimeError(unlike_replicas(self._peers.gather(own)[ranks[0] : ranks[-1] + 1], ranks))
+            raise RuntimeError(unlike_replicas(self._peers.gather(local_bits)[ranks[0] : ranks[-1] + 1], ranks))
 
     def _check_lock(self) -> None:
         if self._lock is not None:
             self._lock.check()
 
-    def _stage(self, state: Any, rest: Any, others: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
-        """(the state on the host without what other ranks write, the bytes of `meta.pt` on rank 0)."""
-        staged = self._stager.stage(state, others)
+    def _stage(self, state: Any, values: Any, skipped: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
+        """(the state on the host without the tensors that other ranks write, the bytes of `meta.pt` on rank 0)."""
+        staged = self._stager.stage(state, skipped)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         file = io.BytesIO()
         if self._peers.rank == 0:
-            torch.save(rest, file)
+            torch.save(values, file)
         return staged, file.getvalue()
 
 
 def _read(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], dict[str, int]]:
-    """(`trainer_state`, the sizes of what this rank holds whole, the bits of what all ranks hold alike)."""
-    state, rest = trainer_state(trainer)
+    """(*`trainer_state`, sizes of tensors that this rank holds whole, bits of tensors that all ranks hold alike)."""
+    state, meta = trainer_state(trainer)
     sizes = replicated_sizes(state)
     alike = equal_names(sizes, trainer.lightning_module) if trainer.world_size > 1 else set()
-    return state, rest, sizes, bits_by_name(state, alike)
+    return state, meta, sizes, bits_by_name(state, alike)
 
 
 def _refuse(strategy: Any) -> None:

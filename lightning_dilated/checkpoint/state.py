@@ -66,8 +66,8 @@ def renamed(state: dict[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
 # -- torchao's states of 4 or 8 bits, tensors made of other tensors ----------------------------------------------------
 #: modules of torchao's classes of states
 LOW_BIT = {f"OptimState{x}": f"torchao.optim.subclass_{x.lower()}" for x in ("4bit", "8bit", "Fp8")}
-#: the key in files for a state's attributes that are no tensors
-_ATTRIBUTES = "told"
+#: the key in files for a state's attributes that are not tensors; files of 0.2.0 and earlier have the old key
+_ATTRIBUTES, _OLD_ATTRIBUTES = "attributes", "told"
 
 
 def flatten_low_bit(value: Any) -> Any:
@@ -92,8 +92,9 @@ def unflatten_low_bit(value: Any) -> Any:
     except ImportError as error:
         message = f"the checkpoint holds states of torchao's ({name}): install the extra eightbit."
         raise ModuleNotFoundError(message) from error
-    tensors = {k: v for k, v in value[name].items() if k != _ATTRIBUTES}
-    return kind.__tensor_unflatten__(tensors, value[name][_ATTRIBUTES])
+    tensors = dict(value[name])
+    attributes = tensors.pop(_ATTRIBUTES if _ATTRIBUTES in tensors else _OLD_ATTRIBUTES)
+    return kind.__tensor_unflatten__(tensors, attributes)
 
 
 def read_to_host(io: Any) -> None:

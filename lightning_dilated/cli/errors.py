@@ -21,13 +21,13 @@ def fail(message: Any, code: int = 2) -> NoReturn:
 
 
 def wants_traceback() -> bool:
-    """Whether errors are to show their traceback."""
+    """Return True if errors should show their traceback."""
     return bool(os.environ.get("LIGHTNING_DILATED_TRACEBACK"))
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the errors of wrong settings into one line, unless tracebacks are requested."""
+    """Print errors of wrong settings as one line and exit, unless tracebacks are requested."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError, MisconfigurationException) as error:
@@ -47,7 +47,7 @@ def check_device(name: str) -> None:
 
 
 def essence(message: str) -> str:
-    """The error in the parser's nested report of every type that it tried."""
+    """Return the lines with the error from the parser's nested report of all types that it tried."""
     noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
     lines = [line.strip() for line in message.splitlines()]

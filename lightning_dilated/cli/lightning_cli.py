@@ -1,5 +1,7 @@
-"""LightningCLI for fit, validate, test and predict: any DilatedModule and LightningDataModule, recipes by name, and a
-checkpoint's model settings between those of the recipe and of the command line."""
+"""LightningCLI for fit, validate, test and predict with any DilatedModule and LightningDataModule.
+
+Recipes are found by name. A checkpoint's model settings override a recipe's, and options override both.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.strategy import launched_nodes
 
-#: keywords that Lightning itself understands in place of a path
+#: words that Lightning accepts instead of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 
 def with_checkpoint(argv: list[str]) -> list[str]:
-    """The arguments in the order recipes, settings of the model in --ckpt_path, other options: the later one wins."""
+    """Order the arguments as recipes, the checkpoint's model settings, other options: the later one wins."""
     listed, values, class_name = options(argv), settings(argv), chosen_classes(argv)["model"]
     path = dict(values).get(("ckpt_path",))
     is_folder = bool(path) and Path(path).is_dir()
@@ -50,17 +52,17 @@ def with_checkpoint(argv: list[str]) -> list[str]:
             f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
             "The config.yaml in its run folder does." + _recipe_of_run(path)
         )
-    own = {key[1] for key, _ in values if key[0] == "model" and len(key) > 1}
+    set_here = {key[1] for key, _ in values if key[0] == "model" and len(key) > 1}
     recipes = [word for option in listed if option.key == CONFIG for word in option.words]
-    others = [word for option in listed[1:] if option.key != CONFIG for word in option.words]
-    return [argv[0], *recipes, *checkpoint_settings(path, class_name, own), *others]
+    other_words = [word for option in listed[1:] if option.key != CONFIG for word in option.words]
+    return [argv[0], *recipes, *checkpoint_settings(path, class_name, set_here), *other_words]
 
 
 class Trainer(pl.Trainer):
     """Lightning's Trainer.
 
     Args:
-        num_nodes: number of nodes; "auto": as many as torchrun or SLURM started.
+        num_nodes: number of nodes; "auto": the number that torchrun or SLURM started.
     """
 
     def __init__(self, *, num_nodes: int | Literal["auto"] = 1, **kwargs: Any) -> None:
@@ -68,17 +70,16 @@ class Trainer(pl.Trainer):
 
 
 def import_public_classes() -> None:
-    """Import the models, data and callbacks of this package, which a parser finds by their short names only then."""
+    """Import the models, data and callbacks of this package, so that a parser finds them by their short names."""
     for face in (callbacks, lightning_dilated.data, lightning_dilated):
         for name in face.__all__:
             getattr(face, name)
 
 
 class DilatedCLI(LightningCLI):
-    """LightningCLI whose model is any DilatedModule and whose data any LightningDataModule, both by `class_path`.
+    """LightningCLI with any DilatedModule as model and any LightningDataModule as data, both by `class_path`.
 
-    Optimizers belong to the model (`model.init_args.optimizer`): a top-level `optimizer:` would be built before the
-    parameters are final, and then train nothing.
+    Optimizers belong to the model (`model.init_args.optimizer`): a top-level one would hold parameters that are replaced.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -97,12 +98,12 @@ class DilatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The default data is Python's source code."""
-        if not dict(settings(sys.argv[1:])).get(("data",)):  # else its defaults would become those of the named class
+        """Set the default data, Python's source code."""
+        if not dict(settings(sys.argv[1:])).get(("data",)):  # otherwise a named class would get these defaults
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Lightning's for the requested command; options of the others are not read, so they are not built."""
+        """Prepare the requested command's parser only: other commands' options are never read."""
         requested = sys.argv[1:2]
         if requested == [subcommand] or not set(requested) & set(self.subcommands()):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -116,30 +117,30 @@ class DilatedCLI(LightningCLI):
         self.config = parser.parse_args(words)
 
     def _parse_ckpt_path(self) -> None:
-        """Does nothing: `parse_arguments` has read the checkpoint."""
+        """Do nothing: `parse_arguments` has read the checkpoint."""
 
     def before_instantiate_classes(self) -> None:
-        """Without positions in the recipe, the model is made for sequences as long as the data's."""
+        """Set the model's `max_seq_len` to the data's, if the recipe leaves it out and the rotary bases follow it."""
         config = self.config.get(str(self.subcommand), self.config)
         model, data = config.model, config.data.get("init_args") or {}
-        with contextlib.suppress(ValueError):  # a class that cannot be imported is the parser's to report
+        with contextlib.suppress(ValueError):  # the parser reports a class that cannot be imported
             cls = class_of(Path("the recipe"), model.class_path, "lightning_dilated")
             length = with_length(cls, vars(model.init_args), data.get("seq_len")).get("max_seq_len")
             if length is not None and "max_seq_len" in model.init_args:
                 model.init_args["max_seq_len"] = length
 
     def instantiate_classes(self) -> None:
-        """Build model, data and trainer; a wrong value is one line, before any work."""
+        """Build model, data and trainer; a wrong value is a one-line error before any work."""
         with one_line_errors():
             super().instantiate_classes()
             self.check_data()
 
     def check_data(self) -> None:
-        """Run the data's own checks, and check that a model of something else does not get bytes of texts.
+        """Run the data's own checks, and refuse bytes of texts for a model that takes other inputs.
 
-        Data for a checkpoint takes the classes that the checkpoint was trained on, so that a cohort may lack some.
+        Data for a checkpoint uses the classes that the checkpoint was trained on: a cohort may lack some of them.
         """
-        dims = getattr(self.model.sequence_spec, "dims", None)  # None for a model without dims
+        dims = getattr(self.model.sequence_spec, "dims", None)  # None without a sequence_spec
         is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
         labelled = self.model.predicts_label and self.subcommand != "predict"
         path = self.config[str(self.subcommand)].get("ckpt_path")
@@ -156,10 +157,12 @@ class DilatedCLI(LightningCLI):
             check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add a writer for our models' predictions, and one for the metrics of a test, unless the recipe has one; and a
-        short table of the model and our progress bar in place of Lightning's."""
+        """Make the trainer with this package's model table and progress bar instead of Lightning's.
+
+        Without one in the recipe, `predict` gets a writer of predictions, and `test` of a classifier gets intervals.
+        """
         trainer = super().instantiate_trainer(**kwargs)
-        config = self.config.get(str(self.subcommand), self.config)  # of a command of its own, all of it
+        config = self.config.get(str(self.subcommand), self.config)  # the whole config without subcommands
         if "ModelSummary" not in str(config.trainer.callbacks):
             trainer.callbacks = [ModelTable() if isinstance(c, ModelSummary) else c for c in trainer.callbacks]
         if "RichProgressBar" not in str(config.trainer.callbacks):  # Lightning's default
@@ -173,7 +176,7 @@ class DilatedCLI(LightningCLI):
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run; an error before the first step is a wrong setting too, and one line."""
+        """Run; an error before the first step counts as a wrong setting, and is one line."""
         path = self.config[subcommand].get("ckpt_path")
         resumed = bool(path) and Path(path).is_file()
         steps_before = read_checkpoint(path).get("global_step", 0) if resumed else 0
@@ -189,7 +192,6 @@ class DilatedCLI(LightningCLI):
             fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
 
     def _differences(self, path: str) -> str:
-        """The hyperparameters that differ from the checkpoint's."""
         stored, current = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
         differences = [
             f"{k} is {stored[k]!r} there and {current[k]!r} here"
@@ -200,7 +202,7 @@ class DilatedCLI(LightningCLI):
 
 
 def run_recipe(ckpt_path: Any) -> Path | None:
-    """The config.yaml of the run that wrote a checkpoint, next to it or up to two folders above; None without one."""
+    """Return the config.yaml of a checkpoint's run, next to the file or up to two folders above, or None."""
     folders = list(Path(str(ckpt_path)).parents)[:3] if ckpt_path and Path(str(ckpt_path)).is_file() else []
     return next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
 
@@ -211,7 +213,7 @@ def _recipe_of_run(ckpt_path: Any) -> str:
 
 
 def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:
-    """What to do about bytes of a text under a model of something else."""
+    """The error for bytes of a text in a model that takes other inputs."""
     entries = ", ".join([*dims, *(["label"] if model.predicts_label else [])])
     return (
         f"the data is a ByteDataModule, which is the one where `data` names no class_path: bytes of texts as tokens and "

@@ -1,4 +1,4 @@
-"""Checkpoints for the commands: read without running code in the file, and turned into a model, or one clear error."""
+"""Checkpoints for the commands: read a file without running code from it, and make its model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_dilated.models.stored import stored_hparams
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The checkpoint's dict, tensors left on disk until they are used; no code in the file is run.
+    """Read a checkpoint's dict without running code from it; tensors stay on disk until they are used.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not a checkpoint, or one cut short.
+        ValueError: not a checkpoint, or an incomplete one.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(
@@ -44,18 +44,18 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def stored_class(stored: dict[str, Any]) -> str:
-    """The dotted name of the model's class in a checkpoint; LongNetLM where an older one does not name its class."""
+    """Return the dotted name of the model's class in a checkpoint; LongNetLM for older ones without a class."""
     named = stored_hparams(stored).get("_class_path") or stored.get("class_path")
     return current_class_path(str(named or "lightning_dilated.LongNetLM"))
 
 
-def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> list[str]:
-    """The model of a checkpoint as options, without its training options, which are the recipe's.
+def checkpoint_settings(path: str, class_name: str | None, set_here: set[str]) -> list[str]:
+    """Return the model of a checkpoint as options, without its training options, which the recipe sets.
 
     Args:
-        path: of a .ckpt.
-        class_name: the model's class in recipes and options; None takes the checkpoint's.
-        own: arguments of the model that recipes and options set; they replace a checkpoint's value that is not plain.
+        path: a .ckpt file.
+        class_name: the model's class in recipes and options; None: the checkpoint's.
+        set_here: the model's arguments that recipes and options set; a checkpoint's value for these need not be plain.
     """
     stored = read_checkpoint(path)
     named = stored_class(stored)
@@ -70,14 +70,14 @@ def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> lis
             "files do not decide what is. If you trust it, name it in your own recipe or as --model, or import "
             f"{named.rpartition('.')[0]} before."
         )
-    types = {} if cls is None else argument_types(cls)  # without a class the parser fails, and says why
+    types = {} if cls is None else argument_types(cls)  # without a class the parser reports the reason
     settings: dict[str, Any] = {}
     for name, value in stored_hparams(stored).items() if cls is not None else ():
         try:
             plain = file_arguments({name: value}, f"--ckpt_path {path}")
             check_texts(plain, types, f"--ckpt_path {path}")
         except ValueError as error:
-            if name not in own:
+            if name not in set_here:
                 fail(error)
         else:
             settings |= plain
@@ -86,18 +86,15 @@ def checkpoint_settings(path: str, class_name: str | None, own: set[str]) -> lis
 
 
 def _class_of_recipe(name: str) -> Any:
-    """The class that a recipe or option names, as a parser reads it; None where there is none."""
     with contextlib.suppress(ValueError):
         return class_of(Path("the recipe"), name, "lightning_dilated")
     return subclass(DilatedModule, name)
 
 
 def load_module(path: str | Path) -> DilatedModule:
-    """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
+    """Load the module of a .ckpt or of a `save_pretrained` folder, on the CPU and in eval mode.
 
-    The checkpoint's optimizer and scheduler are not read: the module has the defaults of its class.
-
-    `path` is a .ckpt, or a folder that `save_pretrained` wrote.
+    Its class has to be imported already. The module has its class's default optimizer and scheduler.
 
     Raises:
         FileNotFoundError, ValueError: as `read_checkpoint`; also for a class that is not a known DilatedModule.
@@ -115,14 +112,14 @@ def load_module(path: str | Path) -> DilatedModule:
 
 
 def load_any(path: str | Path, tile: int | None = None) -> DilatedModule:
-    """As `load_module`, also of a folder of transformers or of adapters: a HFCausalLM, in eval mode once it is built.
+    """Load as `load_module`, also from a folder of transformers or adapters: a HFCausalLM, in eval mode once built.
 
     Args:
-        tile: of a HFCausalLM's loss, where its kind of decoder takes one.
+        tile: tile of a HFCausalLM's loss, if its kind of decoder supports it.
 
     Raises:
         FileNotFoundError, ValueError: as `load_module`; for folders without config.json, and adapters without their model.
-        ModuleNotFoundError: for a folder of transformers without transformers.
+        ModuleNotFoundError: for a folder of transformers if the library is not installed.
     """
     folder = Path(path)
     decoder = hook("decoder of a folder")(folder, tile) if folder.is_dir() else None

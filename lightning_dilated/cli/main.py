@@ -1,4 +1,4 @@
-"""The command line: fit, validate, test and predict are LightningCLI's; a table has the other commands."""
+"""The command line: fit, validate, test and predict by LightningCLI, and a table of the other commands."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_dilated.cli.lightning_cli import DilatedCLI
 from lightning_dilated.cli.parsing import class_help
 from lightning_dilated.cli.recipe import with_recipes
 
-#: beginnings of warnings that are left out
+#: beginnings of warnings that are not shown
 NOISE = (
-    # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
+    # DilatedModule keeps lengths on the CPU for the op; users need no warning about it
     "You have overridden `transfer_batch_to_device` in `LightningModule`",
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # of Lightning's own code
-    "Starting from v1.9.0, `tensorboardX` has been removed",  # which logger is the default; config.yaml says so
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # about Lightning's own code
+    "Starting from v1.9.0, `tensorboardX` has been removed",  # about the default logger, which config.yaml names
 )
-#: of a checkpoint's record of the best ones, which only a fit goes on with
+#: about the record of best checkpoints, which only fit continues
 NOISE_UNLESS_FIT = "The dirpath has changed from"
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
@@ -60,7 +60,7 @@ LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 
 
 def quiet(command: str) -> None:
-    """Leave out what others print at every start of a command and what no user of it can act on."""
+    """Hide messages of libraries that appear at every start and that a user cannot act on."""
     for message in NOISE if command == "fit" else (*NOISE, NOISE_UNLESS_FIT):
         warnings.filterwarnings("ignore", message=message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
@@ -72,14 +72,14 @@ def _is_no_tip(record: logging.LogRecord) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; `argv` without the program's name, `sys.argv[1:]` if None."""
+    """Run the command line with arguments `argv`, by default `sys.argv[1:]`."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
-    elif said := removed(argv[0], REMOVED) or removed(" ".join(argv[:2]), REMOVED):
-        fail(said)
+    elif message := removed(argv[0], REMOVED) or removed(" ".join(argv[:2]), REMOVED):
+        fail(message)
     elif argv[0] in COMMANDS:
         with one_line_errors():
             place(COMMANDS[argv[0]])(with_recipes(argv)[1:])
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *COMMANDS])}.")
         expandable_segments(os.environ)
         quiet(argv[0])
-        # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
+        # Lightning's launchers start workers with sys.argv, so it needs the recipe's real path
         with one_line_errors():
             argv = with_recipes(argv)
             if pages := class_help.pages(argv):

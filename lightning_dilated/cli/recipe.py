@@ -1,4 +1,4 @@
-"""Find recipes by name, and read the model and the data of a recipe before either is made."""
+"""Find recipes by name, and read a recipe's model and data before they are made."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_dilated.models import DilatedModule
 
 
 def recipe_folders() -> list[Path]:
-    """Folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
+    """Return the folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return [f for f in (package / "recipes", package.parent / "recipes") if f.is_dir()]
 
 
 def find_recipe(name: str) -> str:
-    """The path of a config: as given, else the package's recipe of that file name."""
+    """Return the path of a config: `name` if the file exists, else the package's recipe with this name."""
     if Path(name).is_file():
         return name
     in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
@@ -29,23 +29,23 @@ def find_recipe(name: str) -> str:
         if in_package and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
     known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
-    said = removed(Path(name).name) or f"no recipe of that name. Recipes: {', '.join(known)}."
-    fail(f"--config {name}: no such file, and {said}")
+    advice = removed(Path(name).name) or f"no recipe of that name. Recipes: {', '.join(known)}."
+    fail(f"--config {name}: no such file, and {advice}")
 
 
 def with_recipes(argv: list[str]) -> list[str]:
-    """The arguments, each --config replaced by the file it means."""
-    out = list(argv)
-    for i, word in enumerate(out):
-        if word in ("--config", "-c") and i + 1 < len(out):
-            out[i + 1] = find_recipe(out[i + 1])
+    """Return the arguments with the path of the file for each --config."""
+    words = list(argv)
+    for i, word in enumerate(words):
+        if word in ("--config", "-c") and i + 1 < len(words):
+            words[i + 1] = find_recipe(words[i + 1])
         elif word.startswith(("--config=", "-c=")):
-            out[i] = "--config=" + find_recipe(word.partition("=")[2])
-    return out
+            words[i] = "--config=" + find_recipe(word.partition("=")[2])
+    return words
 
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:
-    """The class of a class_path; names without a module are the package's."""
+    """Import the class of a class_path; a name without a module is in `package`."""
     name = str(class_path)
     try:
         return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
@@ -54,25 +54,25 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 
 
 def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """A model's arguments; without `max_seq_len`, and with no base or "length", `max_seq_len` is the data's N tokens."""
+    """Return a model's arguments; `max_seq_len` is set to the data's N if the rotary bases follow it and it is unset."""
     known = isinstance(cls, type) and issubclass(cls, DilatedModule) and cls.length_from_data
-    # as a recipe's `fit` sees it: of a constructor with **options, what it does not set itself
+    # the parser's view of the constructor, as in `fit`: with **options, without arguments that the class sets itself
     takes = known and "max_seq_len" in ArgumentParser().add_class_arguments(cls, fail_untyped=False)
     base = arguments.get("rotary_base")
     follows = base is None or "length" in (base if isinstance(base, list) else [base])
-    named = arguments.get("max_seq_len") is not None or not follows
-    return arguments if not takes or named or seq_len is None else {**arguments, "max_seq_len": seq_len}
+    fixed = arguments.get("max_seq_len") is not None or not follows
+    return arguments if not takes or fixed or seq_len is None else {**arguments, "max_seq_len": seq_len}
 
 
 def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
-    """Return the model of a recipe for data of N tokens, not built, without its optimizer."""
+    """Return a recipe's model for data of N tokens, not built, without its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
     return cls(**with_length(cls, arguments, seq_len))
 
 
 def seq_len_of(path: Path, data: Any) -> int | None:
-    """N of the recipe's data: its setting, else its class's default."""
+    """Return N of the recipe's data: its setting, else the default of its class."""
     data = data if isinstance(data, dict) else {}
     cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
     default = inspect.signature(cls).parameters.get("seq_len")

@@ -1,4 +1,4 @@
-"""Files of the data, local or by URL: lists of them, digests, their bytes by range, and CSV fields that are safe to open."""
+"""Data files, local or by URL: lists of files, digests, and bytes by range."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MAGIC = frozenset("*?[")
 
 
 def path_list(paths: object, name: str = "data.paths", hint: str = HINT) -> list[str] | None:
-    """Return `paths` as a list of strings, or None for None; does not access the disk.
+    """Return `paths` as a list of strings, or None for None, without access to the disk.
 
-    Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path; errors end with `hint`.
+    Raises: TypeError for entries that are not paths, ValueError for an empty list or path; errors end with `hint`.
     """
     if paths is None:
         return None
@@ -62,10 +62,9 @@ def collect_files(
 ) -> list[str]:
     """List the regular files that `paths` name, each once, in the order of the list.
 
-    A directory gives all its files (those ending in one of `suffixes`, if given), sorted by relative path; a glob
-    gives the regular files that it matches, sorted. Names starting with "." inside directories are left out.
-    None stands for the source files of the running Python's standard library, without its tests. Of URLs the same holds,
-    where an `opener` is passed that lists them.
+    A directory gives all its files (with `suffixes`, only files with these endings), sorted by relative path; a glob gives
+    the regular files that it matches, sorted. Names that start with "." inside directories are left out. None means the
+    source files of the running Python's standard library, without its tests. URLs work the same way through `opener`.
 
     Raises: FileNotFoundError (missing path, no match, nothing in a directory, dangling link), PermissionError
     (unreadable), ValueError (neither file nor directory, such as a fifo; a URL without an `opener`).
@@ -93,7 +92,7 @@ def paths_hint(name: str) -> str:
 
 
 def required_paths(paths: object, name: str) -> list[str]:
-    """`paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
+    """Return `paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
     entries = path_list(paths, f"data.{name}", paths_hint(name))
     if entries is None:
         raise TypeError(f"data.{name} is None; {paths_hint(name)}")
@@ -101,12 +100,12 @@ def required_paths(paths: object, name: str) -> list[str]:
 
 
 def files_of(paths: list[str], name: str, suffixes: list[str], opener: Opener | None = None) -> list[str]:
-    """The files of `data.<name>`; of directories those ending in `suffixes`. Raises: as `collect_files`."""
+    """List the files of `data.<name>`, in directories files that end in `suffixes`. Raises: as `collect_files`."""
     return collect_files(paths, suffixes, paths_hint(name), opener)
 
 
 def name_list(value: object, name: str) -> list[str]:
-    """A list of names from one name, a list of them or None. Raises: TypeError for anything else."""
+    """Return a list of names from one name, a list of names or None. Raises: TypeError for anything else."""
     entries = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
         raise TypeError(f"data.{name} must be a name, a list of names, or null; got {value!r}.")
@@ -118,7 +117,7 @@ def _standard_library(suffixes: list[str]) -> list[str]:
     files = []
     if os.path.isdir(root):
         names = _walk(root, skipped=_STDLIB_SKIPPED)
-        # a distribution may link some modules to files outside, which need not exist
+        # a distribution may link some modules to outside files that do not exist
         files = [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
     files = [file for file in files if file.endswith(tuple(suffixes))]
     if not files:
@@ -157,7 +156,7 @@ def _expand_directory(root: str, suffixes: list[str] | None, hint: str) -> list[
             raise FileNotFoundError(
                 f"{file} is a link to a file that does not exist, or to itself: correct or remove the link"
             )
-        elif suffixes is not None:  # named like data; other special files of a directory are ignored
+        elif suffixes is not None:  # a special file with a name of data; others are ignored
             refuse_special(file)
     if not files:
         expected = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
@@ -166,14 +165,14 @@ def _expand_directory(root: str, suffixes: list[str] | None, hint: str) -> list[
 
 
 def _expand_glob(pattern: str, hint: str) -> list[str]:
-    """Files that the glob matches; `**` stands for any number of directories and is safe against link loops."""
+    """Files that the glob matches; `**` matches any number of directories and is safe against link loops."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" in parts:
         cut = parts.index("**")
         prefix = "/".join(parts[:cut]) + "/" if cut else ""
         roots = sorted(glob(prefix)) if prefix else [""]
-        rest = [part for part in parts[cut:] if part]
-        files = [root + name for root in roots for name in _walk(root or ".") if _matches(name.split("/"), rest)]
+        tail = [part for part in parts[cut:] if part]
+        files = [root + name for root in roots for name in _walk(root or ".") if _matches(name.split("/"), tail)]
     else:
         files = sorted(glob(pattern))
     files = [file for file in files if os.path.isfile(file)]
@@ -193,17 +192,16 @@ def _matches(names: list[str], pattern: list[str]) -> bool:
 
 
 def _walk(root: str, skipped: frozenset[str] = frozenset()) -> list[str]:
-    """Sorted relative names (with "/") of all that is not a directory under `root`, hidden names left out."""
-    seen: set[tuple[int, int]] = set()
-    return sorted(_walk_into(root, "", skipped, seen))
+    """Sorted relative names (with "/") of everything but directories under `root`, without hidden names."""
+    return sorted(_walk_into(root, "", skipped, set()))
 
 
-def _walk_into(folder: str, prefix: str, skipped: frozenset[str], seen: set[tuple[int, int]]) -> Iterator[str]:
+def _walk_into(folder: str, prefix: str, skipped: frozenset[str], visited: set[tuple[int, int]]) -> Iterator[str]:
     status = os.stat(folder)
     # links to directories are followed, each directory once: a loop of links ends here
-    if (status.st_dev, status.st_ino) in seen:
+    if (status.st_dev, status.st_ino) in visited:
         return
-    seen.add((status.st_dev, status.st_ino))
+    visited.add((status.st_dev, status.st_ino))
     try:
         with os.scandir(folder) as listing:
             entries = sorted(listing, key=lambda entry: entry.name)
@@ -215,7 +213,7 @@ def _walk_into(folder: str, prefix: str, skipped: frozenset[str], seen: set[tupl
         if not _is_directory(entry):
             yield prefix + entry.name
         elif entry.name not in skipped:
-            yield from _walk_into(entry.path, f"{prefix}{entry.name}/", skipped, seen)
+            yield from _walk_into(entry.path, f"{prefix}{entry.name}/", skipped, visited)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -225,27 +223,27 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-# -- digests: a resumed run notices that files of equal names and sizes hold something else -----------------------------
-#: in a fingerprint between the part about names and sizes and the digest of content, which old checkpoints lack
+# -- digests: a resumed run detects other content in files of equal names and sizes -------------------------------------
+#: separates names and sizes from the digest of content in a fingerprint; old checkpoints lack the digest
 MARK = "; content "
-#: bytes of a block, and blocks of a file: the first, the last and others evenly between them
+#: bytes of a block, and number of blocks of a file: the first, the last and others evenly between them
 BLOCK = 4096
 BLOCKS = 8
-#: files that are looked into: the first, the last and others evenly between them
+#: the most files that are read: the first, the last and others evenly between them
 FILES = 4096
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`: the first, the last and others evenly between them."""
+    """Return at most `most` of the numbers below `count`: the first, the last and others evenly between them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist() if count else []
 
 
 def files_digest(files: Sequence[str], opener: Opener | None = None) -> str:
-    """A digest of BLOCKS blocks of BLOCK bytes of at most FILES files. Equal files give equal digests on every machine.
+    """Return a digest of BLOCKS blocks of BLOCK bytes of at most FILES files, equal for equal files on every machine.
 
-    A file of up to 32 KiB is read whole; of a larger one a change elsewhere is not noticed.
+    A file of up to 32 KiB is read whole; in a larger file a change between the blocks is not detected.
 
-    Raises: OSError for a file that has gone.
+    Raises: OSError for a missing file.
     """
     digest = hashlib.blake2b(digest_size=8)
     chosen, opener = [files[index] for index in spread(len(files), FILES)], opener or Opener()
@@ -268,21 +266,21 @@ def files_digest(files: Sequence[str], opener: Opener | None = None) -> str:
 
 
 def block_starts(size: int) -> list[int]:
-    """Where the blocks of a file of `size` bytes begin."""
+    """Return the positions of the blocks of a file of `size` bytes."""
     if size <= BLOCK * BLOCKS:
         return list(range(0, size, BLOCK))
     return np.linspace(0, size - BLOCK, BLOCKS).astype(np.int64).tolist()
 
 
 def same_fingerprint(stored: object, current: object) -> bool:
-    """Whether a checkpoint's fingerprint is that of the data; content is compared if both have it."""
+    """Return True if a checkpoint's fingerprint matches the data's; content is compared if both include it."""
     if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
         return stored.split(MARK)[0] == current.split(MARK)[0]
     return stored == current
 
 
 def tells_content(stored: object, current: object) -> bool:
-    """False if the data's fingerprint covers its content and the checkpoint's does not."""
+    """Return False if the data's fingerprint covers content and the checkpoint's does not."""
     return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)
 
 
@@ -290,15 +288,15 @@ def tells_content(stored: object, current: object) -> bool:
 class ByteStream:
     """Files concatenated in the given order with nothing between them; empty files are left out.
 
-    Only the files and bytes that a range touches are read. The object can be pickled: maps are opened where they are
-    used. `bytes_read` counts the bytes returned by this copy of the object.
+    Only the files and bytes of a range are read. The object can be pickled: each process opens its own maps. `bytes_read`
+    counts the bytes that this copy of the object returned.
 
     Args:
         files: paths of regular files, or URLs.
-        max_open: most files that are mapped at a time.
-        opener: reads the URLs; None for one of its own.
+        max_open: the most files that are mapped at a time.
+        opener: reads the URLs; None: a new one.
 
-    Raises: FileNotFoundError or PermissionError from looking up a size, ValueError for max_open < 1.
+    Raises: FileNotFoundError or PermissionError when sizes are looked up, ValueError for max_open < 1.
     """
 
     def __init__(self, files: Sequence[str], max_open: int = 64, opener: Opener | None = None) -> None:
@@ -319,12 +317,12 @@ class ByteStream:
         return int(self._ends[-1]) if self.files else 0
 
     def fingerprint(self) -> str:
-        """A digest of the files' names and sizes; where they lie does not count."""
+        """Return a digest of the files' names and sizes, without their folders."""
         named = [(os.path.basename(file), size) for file, size in zip(self.files, self.sizes, strict=True)]
         return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
 
     def content(self) -> str:
-        """A digest of some blocks of the files (`files_digest`), computed once."""
+        """Return a digest of some blocks of the files (`files_digest`), computed once."""
         if self._content is None:
             self._content = files_digest(self.files, self.opener)
         return self._content
@@ -333,15 +331,15 @@ class ByteStream:
         return {**self.__dict__, "_maps": OrderedDict()}
 
     def where(self, position: int) -> tuple[str, int]:
-        """(file, position in the file) of a byte of the stream."""
+        """Return (file, position in the file) of a byte of the stream."""
         index = int(np.searchsorted(self._ends, position, side="right"))
         return self.files[index], position - int(self._ends[index]) + self.sizes[index]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Read bytes [start, stop) into a new uint8 array of shape (stop - start,).
 
-        Raises: IndexError outside the stream, ValueError if a touched file changed size since it was indexed,
-        FileNotFoundError if it has gone.
+        Raises: IndexError outside the stream, ValueError if a file changed its size since it was indexed,
+        FileNotFoundError if it was removed.
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"byte range [{start}, {stop}) lies outside the stream of {len(self)} bytes")
@@ -357,9 +355,9 @@ class ByteStream:
         return out
 
     def chunks(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
-        """Read [start, stop) in pieces of `size` + 1 bytes, each sharing its last byte with the next one's first.
+        """Yield [start, stop) in pieces of `size` + 1 bytes; the last byte of a piece is the first of the next.
 
-        Every pair of neighbouring bytes of the range lies in exactly one piece.
+        Every pair of neighbouring bytes of the range is in exactly one piece.
         """
         for begin in range(start, stop - 1, size):
             yield self.read(begin, min(begin + size + 1, stop))
@@ -372,7 +370,7 @@ class ByteStream:
             now = os.stat(file).st_size
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{file} was removed or renamed after it was indexed: put it back") from error
-        # reading a map past the end of a shortened file would kill the process
+        # reading past the end of a shortened file through a map would kill the process
         if now != size:
             raise ValueError(
                 f"{file} had {size} bytes when it was indexed and has {now} now: "

@@ -1,4 +1,4 @@
-"""What the DataModules share: splits, loaders that resume exactly, and batches that a worker can send.
+"""Base classes of the DataModules: splits, loaders that resume exactly, and batches that a worker can send.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
@@ -33,38 +33,38 @@ SHARE = 0.05
 class SplitDataModule(pl.LightningDataModule):
     """Base of the DataModules; a subclass defines `check`, `dataset` and `wanted`.
 
-    Training order depends on `seed` and the epoch alone and is continued exactly from a checkpoint; validation and test
-    come in the dataset's order. No sample is served twice in an epoch, unless training draws classes equally often
+    Training order depends only on `seed` and the epoch, and continues exactly from a checkpoint. Validation and test have
+    the dataset's order. No sample is served twice in an epoch, unless training draws classes equally often
     (`balanced_classes`).
 
     Args:
         batch_size: B, samples of a batch on each device.
-        seed: fixes the training order.
+        seed: seed of the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
-        pack_tokens: the most tokens of a batch on each device: samples are filled into one row up to here, in the order of
-            the epoch, with `cu_seqlens` (D + 1,) int32 on the CPU where they begin and end, in place of `batch_size` padded
-            rows; null does not pack. A sample with more tokens is a batch by itself. Entries with a value a sample are (D,).
+        pack_tokens: the most tokens of a batch on each device. Instead of `batch_size` padded rows, a batch is one row of
+            samples in the order of the epoch, with their bounds `cu_seqlens` (D + 1,) int32 on the CPU. Entries with one
+            value a sample are (D,). A sample with more tokens is a batch of its own. null does not pack.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
 
     #: makes a batch of samples; None is torch's default
     collate: Callable[[list[Any]], Any] | None = None
-    #: entries of a sample that run over its tokens, which packs join; of the others a pack has a value a sample
+    #: entries with one value a token, which packs join; for other entries a pack has one value a sample
     along: tuple[str, ...] = ALONG
-    #: whether training samples come in an order of their own in each epoch, or as they lie
+    #: whether each epoch shuffles the training samples
     shuffles = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Name what does the work of an argument that was taken out."""
-        for said in filter(None, map(removed, kwargs)):
-            raise TypeError(said)
+        """Refuse removed arguments, with their replacements."""
+        for message in filter(None, map(removed, kwargs)):
+            raise TypeError(message)
         return super().__new__(cls)
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, but no parser reads the file's hyperparameters: the constructor takes them as they are.
+        """Load as Lightning does, but pass the file's hyperparameters to the constructor without a parser.
 
         Raises: ValueError for a fifo or device, and for an address that `check_address` refuses.
         """
@@ -90,44 +90,44 @@ class SplitDataModule(pl.LightningDataModule):
         self.seed = integer(seed, "data.seed", 0)
         self.num_workers = integer(num_workers, "data.num_workers", 0)
         self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
-        # no sample is served twice, so a rank may have none of a short validation split
+        # no sample is served twice, so a rank may have no sample of a short validation split
         self.allow_zero_length_dataloader_with_multiple_devices = True
         #: opens the files, by path or URL
         self.opener = Opener()
         self._train_loader: ResumableLoader | None = None
         self._resume_state: dict[str, Any] | None = None
 
-    # -- what a subclass defines ----------------------------------------------------------------------------------------
+    # -- defined by subclasses ------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Look at the data on disk, once; raise OSError or ValueError with what is wrong and what to change."""
+        """Check the data on disk, once; raise OSError or ValueError with the problem and a remedy."""
         raise TypeError(f"{type(self).__name__} must define check(), which looks at its files.")
 
     def dataset(self, split: str) -> Dataset:
-        """The samples of "train", "val" or "test". Raises ValueError for another name."""
+        """Return the samples of "train", "val" or "test". Raises ValueError for another name."""
         raise TypeError(f"{type(self).__name__} must define dataset(split).")
 
     def wanted(self, split: str) -> str | None:
-        """None if a split was requested, else the setting that left it out."""
+        """Return None if a split is requested, else the setting that leaves it out."""
         return None
 
     def balanced_classes(self) -> list[int] | None:
-        """The class of each training sample, to draw all classes equally often; None draws each sample once an epoch."""
+        """Return each training sample's class, to draw classes equally often; None draws each sample once an epoch."""
         return None
 
     def per_rank(self, replicas: int) -> int:
-        """Samples of a batch on each of so many data-parallel ranks."""
+        """Return the samples of a batch on each of `replicas` data-parallel ranks."""
         return self.batch_size
 
     def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """The error where a batch needs more training samples than there are."""
+        """Return the error for fewer training samples than a batch needs."""
         return (
             f"the train split has {count} samples, but one batch takes {needed} (data.batch_size = {self.batch_size} on "
             f"{replicas} data-parallel ranks): lower data.batch_size, use fewer ranks, or pass more data"
         )
 
-    # -- what Lightning calls ------------------------------------------------------------------------------------------
+    # -- called by Lightning -------------------------------------------------------------------------------------------
     def setup(self, stage: str | None = None) -> None:
-        """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
+        """Check the data and forget an earlier run's position; the Trainer calls it before each run."""
         self.check()
         self.opener.check_workers(self.num_workers)
         if stage == "fit":
@@ -137,7 +137,7 @@ class SplitDataModule(pl.LightningDataModule):
             self._train_loader = None
 
     def train_dataloader(self) -> ResumableLoader:
-        """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few samples."""
+        """Return a loader of this rank's whole batches in the epoch's order; ValueError for too few samples."""
         self._check_trains()
         rank, replicas = self._replica()
         order = {"shuffle": self.shuffles, "seed": self.seed, "drop_last": True, "classes": self.balanced_classes()}
@@ -148,8 +148,8 @@ class SplitDataModule(pl.LightningDataModule):
         if isinstance(sampler, PackingSampler):
             self._check_packs(sampler)
             sampler.after_set_epoch = loader.tell_length
-        # Lightning itself restores loaders only in some resumed runs: not if the checkpoint ends an epoch, nor if
-        # configure_optimizers asked for trainer.estimated_stepping_batches
+        # Lightning does not restore loaders if the checkpoint ends an epoch, or if configure_optimizers read
+        # trainer.estimated_stepping_batches
         if self._resume_state is not None:
             loader.load_state_dict(self._resume_state)
             self._resume_state = None
@@ -157,39 +157,39 @@ class SplitDataModule(pl.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The validation split in order; an empty list where there is none."""
+        """Return a loader of the validation split in order; an empty list without one."""
         return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The test split in order; an empty list where there is none."""
+        """Return a loader of the test split in order; an empty list without one."""
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The samples of `predict_dataset` in order; an empty list where there is no test split."""
+        """Return a loader of `predict_dataset` in order; an empty list without a test split."""
         return self._eval_loader("test", self.predict_dataset)
 
     def predict_dataset(self) -> Dataset:
-        """What `predict` runs on: the test split."""
+        """Return the samples for `predict`: the test split."""
         return self.dataset("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """The training position, for checkpoints; empty before training."""
+        """Return the training position for checkpoints; empty before training."""
         return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's training position for the next `train_dataloader`; of no effect outside fit."""
+        """Keep a checkpoint's training position for the next `train_dataloader`; no effect outside fit."""
         state = state_dict.get("train")
         if self.trainer is None:
             self._resume_state = state
         elif self.trainer.state.fn == TrainerFn.FITTING:
-            # a module may ask for the loader in configure_optimizers, before some strategies restore the data state
+            # a module may request the loader in configure_optimizers, before some strategies restore the data state
             if state is not None and self._train_loader is not None:
                 self._train_loader.load_state_dict(state)
             else:
                 self._resume_state = state
 
     def check_batch(self, count: int, replicas: int) -> None:
-        """Raise ValueError where `count` training samples do not make one batch for every replica."""
+        """Raise ValueError if `count` training samples do not fill one batch on every replica."""
         needed = self.per_rank(replicas) * replicas
         if count < needed:
             raise ValueError(self.too_few(count, needed, replicas))
@@ -201,20 +201,19 @@ class SplitDataModule(pl.LightningDataModule):
         return {"batch_size": self.per_rank(replicas), "collate_fn": collate, **options}
 
     def _check_trains(self) -> None:
-        """Raise ValueError where the settings leave no training data."""
         missing = self.wanted("train")
         if missing is not None:
             raise ValueError(f"there is no train split to fit on: {missing}")
 
     def _sampled(self, dataset: Dataset, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
-        """The samples, or packs of them, and this rank's order."""
+        """(samples or packs, this rank's order of them)."""
         if self.pack_tokens is None:
             return dataset, ResumableSampler(dataset, replicas, rank, **order)
         packed = PackedSamples(dataset, self.pack_tokens, self.along)
         return packed, PackingSampler(packed, replicas, rank, **order)
 
     def _check_packs(self, sampler: PackingSampler) -> None:
-        """Raise ValueError where training samples make fewer packs than replicas; one line for samples too long to pack."""
+        """Raise ValueError for fewer packs than replicas; log a line about samples that are too long to pack."""
         lengths, replicas = sampler.dataset.lengths, sampler.num_replicas
         if len(sampler) == 0:
             raise ValueError(
@@ -230,7 +229,6 @@ class SplitDataModule(pl.LightningDataModule):
             )
 
     def _replica(self) -> tuple[int, int]:
-        """This process's data-parallel rank and the number of ranks."""
         options = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (0, 1) if not options else (options["rank"], options["num_replicas"])
 
@@ -240,12 +238,12 @@ class SplitDataModule(pl.LightningDataModule):
         return self.trainer.strategy.root_device.type == "cuda"
 
     def _eval_loader(self, split: str, make: Callable[[], Dataset] | None = None) -> DataLoader | list[DataLoader]:
-        """A split in order, or what `make` gives in its place."""
+        """A loader of a split, or of `make()`, in order."""
         missing = self.wanted(split)
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
                 raise ValueError(f"there is no {split} split to run on: {missing}")
-            # Lightning asks whether this was intended: the settings say so
+            # the settings leave the split out on purpose: hide Lightning's warning
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
         rank, replicas = self._replica()
@@ -259,11 +257,11 @@ class SequenceDataModule(SplitDataModule):
 
     Args:
         seq_len: N, tokens of a sequence.
-        val_limit: use at most this many sequences of the validation split; null for all.
+        val_limit: the most sequences of the validation split; null for all.
         batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
     """
 
-    #: what errors call a sequence
+    #: word for sequences in errors
     unit = "sequences"
 
     def __init__(
@@ -286,18 +284,18 @@ class SequenceDataModule(SplitDataModule):
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
 
     def limit(self, split: str) -> int | None:
-        """The most sequences of a split; None for all."""
+        """Return the most sequences of a split; None for all."""
         return self.val_limit if split == "val" else None
 
     @property
     def kind(self) -> str:
-        """What the samples are, in words."""
+        """Words for the samples."""
         return f"sequences of {self.seq_len:,}" if self.pack_tokens is None else f"documents of up to {self.seq_len:,}"
 
     def check_length(
         self, split: str, size: int, total: int, items: str, samples: Sized, change: str | None = None
     ) -> None:
-        """Raise ValueError where the `size` items of a split, such as bytes, make no sample and its label."""
+        """Raise ValueError if the `size` items of a split, such as bytes, are too few for a sample and its label."""
         if len(samples):
             return
         if change is None:
@@ -332,17 +330,17 @@ class SequenceDataModule(SplitDataModule):
 def split_fractions(
     fractions: dict[str, float | None], separate: dict[str, bool], option: str, all_test: bool = False
 ) -> dict[str, float]:
-    """The shares of the "val" and "test" split.
+    """Return the shares of the "val" and "test" split.
 
     Args:
-        fractions: of each split the user's `data.<split>_fraction`, or None: then 0.05, but 0 if any split has separate
-            data, so that nothing is taken from the training data unasked.
-        separate: whether a split has data of its own.
-        option: the option that named them, such as "paths" for `data.val_paths`.
-        all_test: whether a test share of 1 is allowed, which leaves nothing to train on.
+        fractions: the user's `data.<split>_fraction` for each split. None: 0.05, but 0 if any split has separate data, so
+            that nothing is taken from the training data by default.
+        separate: for each split, True if it has separate data.
+        option: end of the option for separate data, such as "paths" for `data.val_paths`.
+        all_test: allow a test share of 1, which leaves nothing to train on.
 
-    Raises: TypeError or ValueError for a share outside [0, 1), for both a share and own data, and for shares that leave
-        nothing to train on.
+    Raises: TypeError or ValueError for a share outside [0, 1), for both a share and separate data, and for shares that
+        leave nothing to train on.
     """
     if all_test and fractions["test"] == 1 and fractions["val"] in (None, 0) and not any(separate.values()):
         return {"val": 0.0, "test": 1.0}
@@ -366,17 +364,17 @@ def split_fractions(
 
 
 def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, int]]:
-    """[start, stop) of each split in `total` items: training first, then validation, then test."""
+    """Return [start, stop) of each split in `total` items: training first, then validation, then test."""
     val, test = int(total * shares["val"]), int(total * shares["test"])
     train = total - val - test
     return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
 
 
 # -- batches that a worker can send ------------------------------------------------------------------------------------
-# A thread of the worker sends a batch. An error there is only printed, and the training process would wait forever; so
-# what cannot be sent is detected before, where the error still reaches the training process.
+# A thread of the worker sends a batch. An error there is only printed, and the training process would wait forever. So
+# entries that cannot be sent are detected earlier, where the error reaches the training process.
 class SendableCollate:
-    """A collate function (None: torch's default) whose batches can leave a worker, see `sendable`."""
+    """A collate function (None: torch's default) with batches that a worker can send, see `sendable`."""
 
     def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
         self.collate = default_collate if collate is None else collate
@@ -386,10 +384,10 @@ class SendableCollate:
 
 
 def sendable(batch: Any) -> Any:
-    """The batch with its tensors detached from any graph: data has no gradient, in a worker or not.
+    """Return the batch with its tensors detached from any graph, because data has no gradient.
 
     Raises:
-        TypeError: in a worker, for what cannot be sent to another process, naming the entry.
+        TypeError: in a worker, naming an entry that cannot be sent to another process.
     """
     batch = detached(batch)
     if get_worker_info() is not None:
@@ -398,7 +396,7 @@ def sendable(batch: Any) -> Any:
 
 
 def detached(batch: Any) -> Any:
-    """The batch, or a copy of its containers where a tensor in mappings, lists or tuples has to be detached."""
+    """Return the batch with detached tensors; containers are copied only if a tensor in them has a gradient."""
     if isinstance(batch, Tensor):
         return batch.detach() if batch.requires_grad else batch
     if isinstance(batch, Mapping):
@@ -415,7 +413,7 @@ def detached(batch: Any) -> Any:
 
 
 def rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of the batch's class; a plain dict if that class cannot be made from one."""
+    """Return a mapping of the batch's class, or a dict if the class cannot be made from a dict."""
     try:
         return type(batch)(entries)  # type: ignore[call-arg]
     except TypeError:
@@ -423,7 +421,7 @@ def rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 class _WithoutArrays(pickle.Pickler):
-    """Pickles everything but tensors and plain arrays, which can be sent and are large."""
+    """Pickles everything but tensors and plain arrays, which are large and can always be sent."""
 
     def persistent_id(self, x: Any) -> str | None:
         if isinstance(x, Tensor) and not x.is_leaf:
@@ -437,7 +435,7 @@ def _refuse_unsendable(batch: Any) -> None:
     for name, x in entries:
         try:
             _WithoutArrays(io.BytesIO()).dump(x)
-        except Exception as error:  # pickle passes on whatever the object's methods raise
+        except Exception as error:  # the object's own methods may raise anything
             where = "a batch" if name is None else f"the entry {name!r} of a batch"
             raise TypeError(
                 f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "

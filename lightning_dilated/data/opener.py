@@ -1,4 +1,4 @@
-"""Opener: files of the data by path or by URL. A path is opened here; a URL goes to the remote files of `ext/`."""
+"""Opener: opens data files by path or by URL. URLs are opened by the remote files of `ext/`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ is_url, scheme_of = is_address, store_of
 
 
 def refuse_url(path: object, name: str) -> None:
-    """Raise ValueError for a URL where only local files are read."""
+    """Raise ValueError for a URL in an option that takes only local files."""
     if is_url(path):
         raise ValueError(f"{name} holds the URL {path}, but only files of this machine are read here: copy it first")
 
@@ -25,8 +25,8 @@ class Opener:
     """Opens files by path or URL. The code for URLs is imported with the first URL.
 
     Args:
-        cache_dir: folder for blocks of remote files; None for `remote` in the package's cache folder.
-        cache_gib: most GiB of blocks in that folder; 0 keeps none on disk.
+        cache_dir: folder for blocks of remote files; None: `remote` in the package's cache folder.
+        cache_gib: the most GiB of blocks in that folder; 0 keeps none on disk.
 
     Raises: TypeError or ValueError for a `cache_gib` below 0; the methods raise OSError, and for URLs the errors of
     `RemoteFiles`.
@@ -45,7 +45,7 @@ class Opener:
 
     @property
     def bytes_fetched(self) -> int:
-        """Bytes that this copy of the object fetched from stores."""
+        """Number of bytes that this copy of the object fetched from stores."""
         return 0 if self._remote is None else self._remote.bytes_fetched
 
     def expand(self, url: str, suffixes: Sequence[str] | None, hint: str) -> list[str]:
@@ -58,11 +58,11 @@ class Opener:
             self.remote.look_up(urls)
 
     def size(self, path: str) -> int:
-        """Return the bytes of a file."""
+        """Return the number of bytes of a file."""
         return self.remote.state(path).size if is_url(path) else os.stat(path).st_size
 
     def open(self, path: str) -> BinaryIO:
-        """Open a file for reading from its beginning; of a URL, fetch the blocks that are read."""
+        """Open a file for reading from its beginning; for a URL, only blocks that are read are fetched."""
         if is_url(path):
             return self.remote.open(path)
         refuse_special(path)

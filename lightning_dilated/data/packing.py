@@ -1,7 +1,7 @@
-"""Samples of unequal length packed into one row, up to a budget of tokens: the packs of an epoch, and how a pack is read.
+"""Packing of samples of unequal length into one row, up to a budget of tokens: packs of an epoch, and reading a pack.
 
-A pack is a tuple of sample numbers. The order of an epoch is filled into packs from its start: each sample goes into the
-pack before it, if that stays within the budget, and begins a new one otherwise.
+A pack is a tuple of sample numbers. Packs are filled in the order of the epoch: each sample is added to the current pack if
+it stays within the budget, and starts a new pack otherwise.
 
 Shape letters: N tokens of a pack, D samples of a pack.
 """
@@ -17,18 +17,18 @@ from torch.utils.data import Dataset
 
 from lightning_dilated.data.sampler import ResumableSampler
 
-#: entries of the package's samples that run over their tokens
+#: entries of this package's samples with one value a token
 ALONG = ("tokens", "labels", "features", "coords")
-#: the label that no loss counts
+#: label that losses do not count
 IGNORE = -100
 
 
 def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
-    """(P + 1,) int64: pack p holds the places [bounds[p], bounds[p + 1]) of samples in order, from place `start` on.
+    """Return bounds (P + 1,) int64: pack p holds places [bounds[p], bounds[p + 1]) of the order, from `start` on.
 
     Args:
-        lengths: tokens of each sample, in the order of the epoch; one above the budget is a pack by itself.
-        budget: most tokens of a pack.
+        lengths: tokens of each sample, in the order of the epoch; a sample above the budget is a pack of its own.
+        budget: the most tokens of a pack.
     """
     ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
     while bounds[-1] < len(lengths):
@@ -39,14 +39,14 @@ def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
 
 
 class PackedSamples(Dataset):
-    """A dataset whose samples are asked for by packs: all in one row, with `cu_seqlens` (D + 1,) where they begin and end.
+    """A dataset that is indexed by packs: an item is one row of D samples with their bounds `cu_seqlens` (D + 1,).
 
-    Its length, and every other attribute, is the dataset's own. A number stands for a pack of one sample.
+    Its length and all other attributes are the dataset's. A number is a pack of one sample.
 
     Args:
-        dataset: has `length_of(index)` or `seq_len`, and `read_ranges(index, ranges)` that gives a mapping.
-        budget: most tokens of a pack.
-        along: entries of a sample that run over its tokens; the others have one value a sample.
+        dataset: has `length_of(index)` or `lengths`, and `read_ranges(index, ranges)`, which returns a mapping.
+        budget: the most tokens of a pack.
+        along: entries with one value a token; others have one value a sample.
     """
 
     def __init__(self, dataset: Any, budget: int, along: Sequence[str] = ALONG) -> None:
@@ -58,7 +58,7 @@ class PackedSamples(Dataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, (samples,) int64; no sample is read."""
+        """Number of tokens of each sample, (samples,) int64; no sample is read."""
         if self._lengths is None:
             known = getattr(self.dataset, "lengths", None)
             each = known if known is not None else [self.dataset.length_of(i) for i in range(len(self.dataset))]
@@ -66,16 +66,16 @@ class PackedSamples(Dataset):
         return self._lengths
 
     def length_of(self, pack: int | tuple[int, ...]) -> int:
-        """N, the tokens of a pack."""
+        """Return N, the number of tokens of a pack."""
         return int(self.lengths[list(_members(pack))].sum())
 
     def __getitem__(self, pack: int | tuple[int, ...]) -> dict[str, Any]:
         return self.read_ranges(pack, (range(self.length_of(pack)),))
 
     def read_ranges(self, pack: int | tuple[int, ...], ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The row at some positions only. Entries along the tokens are tensors (N, ...), the others lists of D values.
+        """Return the row at some positions only: token entries as tensors (N, ...), others as lists of D values.
 
-        Each sample is asked for its own positions.
+        Only the requested positions of each sample are read.
         """
         members = _members(pack)
         bounds = np.concatenate([[0], np.cumsum(self.lengths[list(members)])])
@@ -84,7 +84,7 @@ class PackedSamples(Dataset):
         for x in ranges:
             for i, inside in _by_sample(x, bounds):
                 whole[i] = self._read(members[i], (inside,), along)
-        for i, number in enumerate(members):  # none of their tokens were asked for
+        for i, number in enumerate(members):  # samples without requested tokens
             if whole[i] is None:
                 whole[i] = self._read(number, (), along)
         row: dict[str, Any] = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in along.items()}
@@ -92,7 +92,7 @@ class PackedSamples(Dataset):
         return {**row, "cu_seqlens": torch.from_numpy(bounds.astype(np.int32))}
 
     def _read(self, number: int, ranges: tuple[range, ...], along: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
-        """The entries with one value a sample; those along the tokens are added to `along`."""
+        """Return a sample's entries with one value; entries with one value a token are added to `along`."""
         sample = self.dataset.read_ranges(number, ranges)
         for name in self.along:
             if name in sample:
@@ -100,7 +100,7 @@ class PackedSamples(Dataset):
         return {name: value for name, value in sample.items() if name not in (*self.along, "length")}
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "__setstate__"):  # missing while being unpickled
+        if name in ("dataset", "__setstate__"):  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -110,7 +110,7 @@ def _members(pack: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
-    """(sample's place in the pack, its own positions) of the samples in which positions x of the row lie, in order."""
+    """Split positions x of a row by sample: (index of the sample in the pack, positions in the sample), in order."""
     at = x.start
     while at < x.stop:
         i = int(np.searchsorted(bounds, at, side="right")) - 1
@@ -120,7 +120,7 @@ def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
 
 
 def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of one pack: entries along the tokens (1, N, ...), the others (D,), words as a list; `cu_seqlens` (D + 1,)."""
+    """Make a batch of one pack: token entries (1, N, ...), others (D,) or a list of strings, and `cu_seqlens` (D + 1,)."""
     (pack,) = packs
     batch: dict[str, Any] = {"cu_seqlens": pack["cu_seqlens"]}
     for name, value in pack.items():
@@ -146,16 +146,16 @@ def _numbers(name: str, values: list[Any]) -> torch.Tensor:
 
 
 class PackingSampler(ResumableSampler):
-    """Packs of one rank, in an order fixed by (seed, epoch) alone, from any position of the epoch on.
+    """Yields packs of one rank, in an order that depends only on (seed, epoch), from any position of the epoch.
 
-    The packs of an epoch are the same on any number of ranks: of R ranks, r takes the packs r, r + R, r + 2R, ...; after n
-    batches on each rank exactly the samples of the first n R packs are used. Their number differs from epoch to epoch, since
-    the order does: `len` is that of the epoch that is under way, or begins next.
+    The packs of an epoch are the same on any number of ranks: rank r of R takes packs r, r + R, r + 2R, ... After n batches
+    on each rank exactly the samples of the first n R packs are used. The number of packs differs between epochs, because the
+    order does: `len` counts the current epoch, or the next one between epochs.
 
     Args:
         dataset: `PackedSamples`.
-        num_replicas, rank, shuffle, seed: as of `ResumableSampler`.
-        drop_last: leave out up to R - 1 packs, so that all ranks get equally many.
+        num_replicas, rank, shuffle, seed: see `ResumableSampler`.
+        drop_last: leave out up to R - 1 packs, so that all ranks get the same number.
     """
 
     dataset: PackedSamples
@@ -166,11 +166,11 @@ class PackingSampler(ResumableSampler):
         self._known: dict[tuple[int, int], np.ndarray] = {}
 
     def bounds(self, start: int = 0) -> np.ndarray:
-        """(P + 1,) where the packs of the current epoch begin and end in its order, from place `start` on."""
+        """Return the bounds (P + 1,) of packs in the current epoch's order, from place `start` on."""
         for (epoch, first), known in self._known.items():
             if epoch == self.epoch and first <= start:
                 at = int(np.searchsorted(known, start))
-                if at < len(known) and known[at] == start:  # filled from here on they are the same
+                if at < len(known) and known[at] == start:  # packs that are filled from here are the same
                     return known[at:]
         if any(epoch != self.epoch for epoch, _ in self._known):
             self._known.clear()
@@ -179,22 +179,21 @@ class PackingSampler(ResumableSampler):
         return bounds
 
     def packs(self, start: int = 0) -> int:
-        """Packs of all ranks in the rest of the current epoch from place `start` on."""
+        """Return the number of all ranks' packs in the current epoch from place `start` on."""
         count = len(self.bounds(start)) - 1
         return count // self.num_replicas * self.num_replicas if self.drop_last else count
 
     def __iter__(self) -> Iterator[Any]:
-        """Packs, as tuples of sample numbers."""
         order, bounds = self.order(), self.bounds(self.consumed)
         for i in range(self.rank, self.packs(self.consumed), self.num_replicas):
             yield tuple(order[bounds[i] : bounds[i + 1]].tolist())
 
     def __len__(self) -> int:
-        """Packs of this rank in the whole epoch, wherever the current position is."""
+        """Return the number of this rank's packs in the whole epoch, independent of the current position."""
         return len(range(self.rank, self.packs(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """As `ResumableSampler`; after `restore` the next epoch is entered here, so that `len` is that of the coming one."""
+        """Set the epoch as `ResumableSampler`; after `restore`, enter the next epoch, so that `len` counts it."""
         super().set_epoch(epoch)
         if self._resumed and not self._positioned and self.consumed > 0:
             self.restore(self.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""A sampler and a loader whose position within an epoch is saved in checkpoints and continued from there."""
+"""A sampler and a loader that save their position in an epoch in checkpoints, and continue from it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 
 
 class ResumableSampler(DistributedSampler):
-    """Sample indices of one rank, in an order fixed by (seed, epoch) alone, from any position of the epoch on.
+    """Yields sample indices of one rank, in an order that depends only on (seed, epoch), from any position of the epoch.
 
-    Of the epoch's order, rank r of R takes places r, r + R, r + 2R, ...; so after n batches of B on each rank exactly
-    the first n * B * R samples of the order are used, whatever R is. It subclasses DistributedSampler so that
-    Lightning does not replace it.
+    Rank r of R takes places r, r + R, r + 2R, ... of the epoch's order. So after n batches of B on each rank, exactly the
+    first n * B * R samples of the order are used, for any R. It subclasses DistributedSampler so that Lightning does not
+    replace it.
 
-    With `classes` the order draws all classes equally often: each run of C places from the start of training on holds every
-    one of the C classes once, and each class hands out its samples in turn, in a new order each time round. Counted over
-    epochs, draws of two classes, and of two samples of a class, differ by one at most. An epoch is as long as without, and
-    may hold a sample several times or not at all.
+    With `classes` the order draws all C classes equally often: from the start of training, each run of C places holds every
+    class once. Each class serves all its samples before it repeats one, in a new order each time. Counted over epochs, draws
+    of two classes, and of two samples of a class, differ by at most one. An epoch has the same length as without `classes`,
+    and may hold a sample several times or not at all.
 
     Args:
         dataset: a dataset with a length; its `seq_len` and `fingerprint()`, if it has them, become part of the saved state.
-        num_replicas, rank: number of data-parallel replicas and this one's number.
+        num_replicas, rank: R, the number of data-parallel replicas, and this replica's number.
         shuffle: permute the samples in each epoch; otherwise they come in order.
         seed: the seed of the permutations.
-        drop_last: leave out up to R - 1 samples so that all ranks get equally many; otherwise the last ranks may get
+        drop_last: leave out up to R - 1 samples so that all ranks get the same number; otherwise the last ranks may get
             one fewer. Without `classes` no sample is ever served twice.
-        classes: the class of each sample, (samples,) of integers, to draw all of them equally often; None draws each sample
+        classes: the class of each sample, (samples,) of integers, to draw classes equally often; None draws each sample
             once. Needs `shuffle`.
 
-    Raises: ValueError for a rank outside [0, num_replicas), or classes of another number of samples or in order.
+    Raises: ValueError for a rank outside [0, num_replicas), and for classes of another length or without `shuffle`.
     """
 
     #: whether epochs have different numbers of batches
@@ -69,19 +69,19 @@ class ResumableSampler(DistributedSampler):
                     f"{numbers.shape} and shuffle={shuffle}"
                 )
             self._members = [np.flatnonzero(numbers == c) for c in np.unique(numbers)]
-        self.consumed = 0  # samples of this epoch used up, over all ranks
-        self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
+        self.consumed = 0  # samples of this epoch that all ranks together have used
+        self._positioned = True  # the next pass starts at (epoch, consumed), not at the next epoch
         self._resumed = False
-        self.on_set_epoch: Callable[[], None] | None = None  # called first, each time Lightning sets the epoch
-        self.after_set_epoch: Callable[[], None] | None = None  # called last, where epochs differ in their batches
+        self.on_set_epoch: Callable[[], None] | None = None  # called before Lightning sets the epoch
+        self.after_set_epoch: Callable[[], None] | None = None  # called afterwards by samplers with `epochs_differ`
 
     @property
     def balanced(self) -> bool:
-        """Whether all classes are drawn equally often."""
+        """True if all classes are drawn equally often."""
         return self._members is not None
 
     def order(self) -> np.ndarray:
-        """The current epoch's order of all samples: (num_samples,) int64."""
+        """Return the current epoch's order of all samples, (num_samples,) int64."""
         size = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return np.arange(size)
@@ -90,22 +90,21 @@ class ResumableSampler(DistributedSampler):
         return np.random.default_rng([self.seed, self.epoch]).permutation(size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Indices."""
-        rest = self.order()[self.consumed :]
+        remaining = self.order()[self.consumed :]
         if self.drop_last:
-            rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
-        yield from map(int, rest[self.rank :: self.num_replicas])
+            remaining = remaining[: len(remaining) // self.num_replicas * self.num_replicas]
+        yield from map(int, remaining[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch, wherever the current position is."""
+        """Return the number of this rank's samples in a whole epoch, independent of the current position."""
         size = len(self.dataset)  # type: ignore[arg-type]
         return size // self.num_replicas if self.drop_last else len(range(self.rank, size, self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; without effect after `restore`, from where this object counts the epochs.
+        """Go to the start of an epoch; no effect after `restore`, because this object then counts epochs itself.
 
-        Lightning's own counter drifts after a resume: a checkpoint written after `max_steps` stopped an epoch half way
-        counts that epoch as done.
+        Lightning's counter is wrong after a resume: if `max_steps` stopped an epoch half way, the checkpoint counts the
+        epoch as done.
         """
         if self.on_set_epoch is not None:
             self.on_set_epoch()
@@ -113,42 +112,42 @@ class ResumableSampler(DistributedSampler):
             self.epoch, self.consumed, self._positioned = epoch, 0, True
 
     def restore(self, epoch: int, consumed: int) -> None:
-        """Let the next pass start in `epoch` after `consumed` of its samples (counted over all ranks)."""
+        """Start the next pass in `epoch` after `consumed` of its samples, counted over all ranks."""
         self.epoch, self.consumed, self._positioned, self._resumed = epoch, consumed, True, True
 
     def position_after(self, samples: int, batches: int, batch_size: int) -> int:
-        """Samples of this epoch used up, over all ranks, after so many more batches of each rank."""
+        """Return the used samples of this epoch, over all ranks, after `batches` more batches on each rank."""
         return min(samples + batches * batch_size * self.num_replicas, len(self.dataset))  # type: ignore[arg-type]
 
     def batches_after(self, samples: int, batch_size: int, drop_last: bool) -> int:
-        """Batches of this rank in the rest of an epoch of which `samples` are used up."""
-        rest, step = len(self.dataset) - samples, batch_size * self.num_replicas  # type: ignore[arg-type]
-        return rest // step if drop_last else -(-rest // step)
+        """Return this rank's remaining batches of an epoch after `samples` used samples."""
+        remaining, step = len(self.dataset) - samples, batch_size * self.num_replicas  # type: ignore[arg-type]
+        return remaining // step if drop_last else -(-remaining // step)
 
     def batch_identity(self, batch_size: int) -> dict[str, Any]:
-        """What a checkpoint says of the size of batches: with another one Lightning's counts of batches are translated."""
+        """Return the batch size for checkpoints: if it differs on resuming, Lightning's batch counts are translated."""
         return {"global_batch_size": batch_size * self.num_replicas}
 
     def start_pass(self) -> None:
-        """Enter the next epoch, unless the position was set since the last pass or nothing was used since."""
+        """Enter the next epoch, unless the position was set or no sample was used since the last pass."""
         if not self._positioned and self.consumed > 0:
             self.epoch, self.consumed = self.epoch + 1, 0
         self._positioned = False
 
 
-#: rounds whose orders of classes are drawn together
+#: number of rounds for which orders of classes are drawn together
 _ROUNDS = 1024
 
 
 def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: int) -> np.ndarray:
-    """(count,) samples at the places from `start` on of an endless order that draws all classes equally often.
+    """Return `count` samples from place `start` of an endless order that draws all C classes equally often.
 
-    Round b of C places holds each of the C classes once, in a random order. It takes number b of a class's samples, which
-    are shuffled anew each time all are used. Depends on the arguments alone, wherever it starts.
+    Round b has C places and holds each class once, in random order. It takes number b of a class's samples, which are
+    shuffled anew each time all are used. The order depends only on `members` and `seed`, not on `start`.
 
     Args:
         members: the samples of each class, none of them empty.
-        seed: of both orders.
+        seed: seed of both orders, of classes and of samples.
     """
     places = np.arange(start, start + count)
     rounds, at = np.divmod(places, max(1, len(members)))
@@ -160,41 +159,39 @@ def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: 
         drawn[here] = turns[rounds[here] % _ROUNDS, at[here]]
     order = np.empty(count, np.int64)
     for c, samples in enumerate(members):
-        of_class = np.flatnonzero(drawn == c)
-        times, number = np.divmod(rounds[of_class], len(samples))
+        class_places = np.flatnonzero(drawn == c)
+        times, number = np.divmod(rounds[class_places], len(samples))
         for time in np.unique(times):
             shuffled = np.random.default_rng([seed, 2, c, time]).permutation(samples)
-            order[of_class[times == time]] = shuffled[number[times == time]]
+            order[class_places[times == time]] = shuffled[number[times == time]]
     return order
 
 
 class ResumableLoader(DataLoader):
     """A DataLoader over a `ResumableSampler` with `state_dict` and `load_state_dict`, which Lightning calls.
 
-    The state counts batches handed out (not those that workers prefetched), in samples over all ranks, so it may be
-    loaded with another number of ranks, workers or another batch size. After loading, the first pass gives the rest
-    of the epoch; each later pass gives the whole next epoch. `len` is always that of a whole epoch, as Lightning adds
-    its own count of finished batches.
+    The state counts yielded batches, not prefetched ones, as samples over all ranks. So it can be loaded with another number
+    of ranks or workers, or another batch size. After loading, the first pass yields the rest of the epoch; each later pass
+    yields the whole next epoch. `len` always counts a whole epoch, because Lightning adds its own count of finished batches.
 
-    Set `trainer` where a Trainer drives the loader: then a batch that was handed out but not finished (an exception
-    in training_step) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch
-    counter is translated if the batch size or the number of ranks changed.
+    Set `trainer` if a Trainer drives the loader. Then a batch that was yielded but not finished (an exception in
+    training_step) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch counter is
+    translated if the batch size or the number of ranks changed.
 
-    `set_epoch(epoch)` of the dataset, if there, is called before the first sample of a pass is read, in whichever process:
+    `set_epoch(epoch)` of the dataset, if it exists, is called before the first sample of a pass is read, in every process:
     augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
 
-    Args: those of `torch.utils.data.DataLoader`, with a `ResumableSampler` as `sampler`.
+    Args: as in `torch.utils.data.DataLoader`, with a `ResumableSampler` as `sampler`.
     """
 
     trainer: pl.Trainer | None = None
-    _handed_out: tuple[int, int] = (-1, 0)  # at the last batch: (batches that Lightning had finished, samples used)
+    _handed_out: tuple[int, int] = (-1, 0)  # before the last batch: (batches finished by Lightning, used samples)
     _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch before the first
-        # batch is requested
+        # a generator: Lightning calls iter() before it sets the epoch, and workers must not prefetch before that
         sampler = self.sampler
-        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) puts its own sampler here
+        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) sets its own sampler
             yield from super().__iter__()
             return
         sampler.start_pass()
@@ -206,7 +203,7 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position and identity of the data as plain values; an epoch that is used up gives the next one's start."""
+        """Return position and identity of the data as plain values; after a whole epoch, the start of the next."""
         if not isinstance(self.sampler, ResumableSampler):
             return {}
         epoch, samples = self.sampler.epoch, self.sampler.consumed
@@ -217,11 +214,11 @@ class ResumableLoader(DataLoader):
         return {**self._identity(), "epoch": epoch, "samples": samples, **self._batch_identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue at the position of `state`.
 
-        Raises: ValueError if it lacks keys or was taken with another seed, number of samples, sequence length or
-            fingerprint of the data. A state without a fingerprint, or with one of names and sizes only, is accepted with a
-            warning.
+        A state without a fingerprint, or with a fingerprint of names and sizes only, is accepted with a warning.
+
+        Raises: ValueError if it lacks keys, or has another seed, number of samples, sequence length or fingerprint.
         """
         if not isinstance(self.sampler, ResumableSampler):
             return
@@ -233,25 +230,25 @@ class ResumableLoader(DataLoader):
             )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         self.sampler.restore(epoch, samples)
-        if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size
+        if samples > 0 and self._batches_after(samples) == 0:  # less than one batch of the new size remains
             epoch, samples = epoch + 1, 0
             self.sampler.restore(epoch, samples)
         self._handed_out = (-1, 0)
         size = self._batch_identity()["global_batch_size"]
         if self.sampler.epochs_differ or state.get("global_batch_size", size) != size:
-            # not now: Lightning may restore its counters later, but always before it sets the epoch
+            # translate later: Lightning may restore its counters after this, but always before it sets the epoch
             self._loaded_samples = samples
             self.sampler.on_set_epoch = self._translate_progress
 
     def tell_length(self) -> None:
-        """Let the Trainer expect the batches of the epoch that begins, where epochs have different numbers of them."""
+        """Set the Trainer's number of batches for the epoch that starts, if epochs differ in it."""
         if self.trainer is not None:
             whole = getattr(self.trainer.strategy, "takes_whole_steps", False)
             set_epoch_batches(self.trainer, self, len(self), self.trainer.accumulate_grad_batches if whole else 1)
 
     def _check_identity(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of other data, and warn where it has too little to compare."""
-        state = {"balanced": False, **state}  # there was no other order before states said which
+        """Raise ValueError for a state of other data, and warn if it has too little to compare."""
+        state = {"balanced": False, **state}  # older states lack this key, and balanced orders did not exist
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
             raise ValueError(
@@ -290,11 +287,11 @@ class ResumableLoader(DataLoader):
         }
 
     def _position_after(self, samples: int, batches: int) -> int:
-        """Samples used up over all ranks, of an epoch of which `samples` are, after so many more batches."""
+        """Used samples of an epoch over all ranks, `batches` batches after `samples`."""
         return cast(ResumableSampler, self.sampler).position_after(samples, batches, int(self.batch_size or 1))
 
     def _batches_after(self, samples: int) -> int:
-        """Batches of this rank in the rest of an epoch of which `samples` are used up."""
+        """This rank's remaining batches of an epoch after `samples` used samples."""
         sampler = cast(ResumableSampler, self.sampler)
         return sampler.batches_after(samples, int(self.batch_size or 1), self.drop_last)
 
@@ -302,15 +299,15 @@ class ResumableLoader(DataLoader):
         return cast(ResumableSampler, self.sampler).batch_identity(int(self.batch_size or 1))
 
     def _processed(self) -> int:
-        """Training batches that Lightning finished in all, or -1 without a Trainer."""
+        """Number of all training batches that Lightning finished, or -1 without a Trainer."""
         return -1 if self.trainer is None else batches_finished(self.trainer)
 
     def _epoch_batches(self) -> int:
-        """Batches that an epoch gives this rank, where Trainer(limit_train_batches=...) counts."""
+        """This rank's batches of an epoch, with the Trainer's `limit_train_batches`."""
         return len(self) if self.trainer is None else int(min(len(self), self.trainer.num_training_batches))
 
     def _translate_progress(self) -> None:
-        """Put Lightning's count of the resumed epoch's finished batches into batches of the present size, once."""
+        """Translate Lightning's count of finished batches of the resumed epoch to the present batch size, once."""
         samples, self._loaded_samples = self._loaded_samples, None
         if samples is None or self.trainer is None:
             return

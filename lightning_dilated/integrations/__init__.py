@@ -1,4 +1,4 @@
-"""Models of other libraries with the attention of this package; a library is imported only when its functions are called."""
+"""Models of other libraries with this package's attention; a library is imported only when its functions are called."""
 
 from lightning_dilated.integrations import transformers
 

@@ -24,20 +24,20 @@ from lightning_dilated.sequence import active_sequence
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Each layer's probability: linearly from 0 in the first to `rate` in the last (arXiv 1603.09382)."""
+    """Return each layer's probability, linear from 0 in the first to `rate` in the last (arXiv 1603.09382)."""
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
 def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = None) -> Tensor | None:
-    """(depth, 2, B, 1, 1) factors of the two halves of every layer, 0 or 1 / (1 - p); None where nothing is dropped.
+    """Draw factors (depth, 2, B, 1, 1) of the two halves of every layer, 0 or 1 / (1 - p); None if `rate` is 0.
 
-    The ranks of a sequence hold parts of one sample and drop it together: as for attention dropout, they use rank 0's seed.
-    It comes from torch's CPU generator, so `torch.manual_seed` repeats it.
+    The ranks of a sequence hold parts of the same samples and drop them together: they use rank 0's seed, as attention
+    dropout does. The seed comes from torch's CPU generator, so `torch.manual_seed` repeats it.
 
     Args:
-        rate: of the last layer, in [0, 1).
-        x: (B, N, E), for its batch, dtype and device.
-        samples: of a row that packs several; None: B.
+        rate: probability in the last layer, in [0, 1).
+        x: (B, N, E), for its batch size, dtype and device.
+        samples: number of samples packed into one row; None: B.
     """
     if rate == 0:
         return None
@@ -52,24 +52,24 @@ def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """Options of a block apart from its sizes.
+    """Options of a block, without its sizes.
 
     Args:
-        norm: kind of all norms between blocks.
+        norm: kind of the norms in front of attention and feed-forward, and of the last norm.
         ffn: activation of the feed-forward; "swiglu" has a gate (arXiv 2002.05202).
         bias: whether linear layers have a bias.
         dropout: probability for hidden features, in [0, 1).
         attention_dropout: probability for attention weights, in [0, 1).
-        drop_path: stochastic depth of the last layer (arXiv 1603.09382); it rises linearly from 0 in the first.
+        drop_path: probability of stochastic depth in the last layer (arXiv 1603.09382), linear from 0 in the first.
         sub_layernorm: norms in front of the output projections of attention and feed-forward (arXiv 2210.06423).
         position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
         xpos_scale_base: tokens over which xPos decays.
         engine: attention backend, "auto" for the fastest that fits.
-        kv_conv: taps of a short convolution on the keys and values of every layer, 4 usually: a token then sees its
-            neighbours before attention looks for it. None: no convolution.
-        residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
-            precision, where they are float32 otherwise.
-        rotary_base: of the layer's rotary positions.
+        kv_conv: taps of a short convolution on the keys and values of every layer, usually 4, which mixes in the
+            neighbours of a token before attention. None: no convolution.
+        residual_dtype: dtype of the hidden states between blocks. Under mixed precision the default is float32;
+            "bfloat16" halves the memory that recomputation saves.
+        rotary_base: base of the layer's rotary positions.
 
     Raises:
         ValueError, TypeError: naming the option.
@@ -104,17 +104,17 @@ class BlockOptions:
             real(getattr(self, name), name, least=0, below=1)
 
     def with_base(self, base: float | None) -> BlockOptions:
-        """These options with another rotary base; None: without positions."""
+        """Return these options with another rotary base; None: without positions."""
         return replace(self, position_encoding="none") if base is None else replace(self, rotary_base=base)
 
 
 def make_norm(kind: str, dim: int) -> nn.Module:
-    """RMSNorm or LayerNorm over the embedding dim."""
+    """Make an RMSNorm or LayerNorm over the embedding dim."""
     return nn.RMSNorm(dim, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(dim, eps=1e-5)
 
 
 def working(x: Tensor, weight: Tensor) -> Tensor:
-    """x in the dtype of a weight that it is multiplied with; under autocast, which casts by itself, x as it is."""
+    """Cast x to the dtype of the weight that it is multiplied with; autocast casts later, so leave x unchanged then."""
     kind = x.device.type
     return x if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) else x.to(weight.dtype)
 
@@ -124,14 +124,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int, options: BlockOptions) -> None:
         super().__init__()
-        # not one half of fc1: splitting that output would cost one more pass over the widest activation in the backward
+        # not half of fc1: splitting fc1's output would cost one more pass over the widest activation in the backward
         self.gate = nn.Linear(dim, hidden, bias=options.bias) if options.ffn == "swiglu" else None
         self.fc1 = nn.Linear(dim, hidden, bias=options.bias)
         self.norm = nn.LayerNorm(hidden) if options.sub_layernorm else nn.Identity()
         self.fc2 = nn.Linear(hidden, dim, bias=options.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, E) to (B, N, E)."""
+        """Map (B, N, E) to (B, N, E)."""
         x = nn.functional.gelu(self.fc1(x)) if self.gate is None else nn.functional.silu(self.gate(x)) * self.fc1(x)
         return self.fc2(self.norm(x))
 
@@ -198,11 +198,11 @@ class TransformerBlock(BlockMemory):
         return self._added(x, self.ffn(self.ffn_norm(working(x, self.ffn.fc1.weight))), drop)
 
     def _added(self, x: Tensor, y: Tensor, drop: Tensor | None) -> Tensor:
-        """x + y, in the dtype of x, after dropout and stochastic depth."""
+        """x + y in the dtype of x, with dropout and stochastic depth on y."""
         y = self.dropout(y)
         return x + (y if drop is None else y * drop).to(x.dtype)
 
 
 def default_hidden(dim: int, ffn: str) -> int:
-    """4 E for GELU; 8/3 E, up to a multiple of 32, for SwiGLU, which has about as many weights."""
+    """Return 4 E for GELU; 8/3 E for SwiGLU, rounded up to a multiple of 32, with about the same number of weights."""
     return 4 * dim if ffn == "gelu" else -(-8 * dim // 3 // 32) * 32

@@ -1,4 +1,4 @@
-"""Forms of batches; samples of unequal length that are packed into one row, as a rank sees its part of them.
+"""Checks of the form of batches; documents packed into one row, and a rank's part of them.
 
 Shape letters: D documents, L tokens of this rank, E features.
 """
@@ -25,15 +25,15 @@ def check_form(owner: object, batch: Any, **forms: Form) -> None:
     """Check that a batch is a mapping with these tensors.
 
     Raises:
-        TypeError: for a batch that is no mapping, or an entry that is no tensor or of another dtype.
-        ValueError: for an entry that is missing, or of another number of dimensions.
+        TypeError: for a batch that is no mapping, or an entry that is no tensor or has another dtype.
+        ValueError: for an entry that is missing or has another number of dimensions.
     """
-    name, wanted = type(owner).__name__, ", ".join(f"{x} {shape}" for x, (shape, _) in forms.items())
-    remedy = check_mapping(owner, batch, wanted, *forms)
+    name, expected = type(owner).__name__, ", ".join(f"{x} {shape}" for x, (shape, _) in forms.items())
+    remedy = check_mapping(owner, batch, expected, *forms)
     for entry, (shape, kind) in forms.items():
         if entry not in batch:
             raise ValueError(
-                f"{name} takes batches with {wanted}; this one has {list(batch)} and no {entry!r}. {remedy}"
+                f"{name} takes batches with {expected}; this one has {list(batch)} and no {entry!r}. {remedy}"
             )
         x = batch[entry]
         if not isinstance(x, Tensor):
@@ -44,15 +44,15 @@ def check_form(owner: object, batch: Any, **forms: Form) -> None:
             raise TypeError(f"{name}: {entry} must hold {_ALLOWED[kind]}, got {_form_of(x)}: convert the entry.")
 
 
-def check_mapping(owner: object, batch: Any, wanted: str, *names: str) -> str:
-    """Check that a batch is a mapping; what to do about other forms. Raises: TypeError where it is none."""
+def check_mapping(owner: object, batch: Any, expected: str, *names: str) -> str:
+    """Return advice for other errors in a batch's form. Raises TypeError if the batch is no mapping."""
     example = ", ".join(f'"{x}": ...' for x in names)
     remedy = f"Let the dataset, or the loader's collate_fn, return {{{example}}}."
     if isinstance(batch, Mapping):
         return remedy
     parts = f" of {', '.join(map(_form_of, batch[:4]))}" if isinstance(batch, (tuple, list)) else ""
     raise TypeError(
-        f"{type(owner).__name__} takes batches that are mappings with {wanted}, got a {type(batch).__name__}{parts}. "
+        f"{type(owner).__name__} takes batches that are mappings with {expected}, got a {type(batch).__name__}{parts}. "
         f"{remedy}"
     )
 
@@ -70,12 +70,12 @@ def _holds(dtype: torch.dtype, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a row, and this rank's tokens of them; all on the CPU.
+    """The documents of a row, and the document of each of this rank's tokens; all on the CPU.
 
     Attributes:
-        sizes: (D,) int64, tokens of each document.
-        number: (L,) int64, the document of each token of this rank.
-        position: (L,) int64, its place there.
+        sizes: (D,) int64, tokens of each document in the whole row.
+        number: (L,) int64, the document of each of this rank's tokens.
+        position: (L,) int64, the token's position in its document.
     """
 
     sizes: Tensor
@@ -84,7 +84,7 @@ class Documents:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int) -> Documents:
-        """From the bounds (D + 1,) of documents in the whole row, and this rank's number of tokens L."""
+        """Make Documents from the bounds (D + 1,) of documents in the whole row, and L."""
         bounds, positions = torch.as_tensor(cu_seqlens).cpu().long(), token_positions(0, tokens)
         number = torch.searchsorted(bounds, positions, right=True).clamp(1, len(bounds) - 1) - 1
         return cls(bounds.diff(), number, positions - bounds[number])
@@ -93,7 +93,7 @@ class Documents:
         return len(self.sizes)
 
     def first(self, x: Tensor) -> Tensor:
-        """(D, E), on every rank, of x (1, L, E): each document's first token."""
+        """Return each document's first token, (D, E) on every rank, of x (1, L, E)."""
         at = (self.position == 0).nonzero()[:, 0]
         rows = x.new_zeros(len(self), x.shape[2]).index_copy(
             0, send(self.number[at], x.device), x[0, send(at, x.device)]
@@ -101,31 +101,31 @@ class Documents:
         return sequence_sum(rows)
 
     def mean(self, x: Tensor, start: int = 0) -> Tensor:
-        """(D, E), on every rank, of x (1, L, E): the mean over each document's tokens from its position `start` on."""
+        """Return the mean of each document from its position `start` on, (D, E) on every rank, of x (1, L, E)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         total = self.sum(x[0].to(wide), self.position >= start)
         return (total / send((self.sizes - start).clamp(min=1), x.device)[:, None]).to(x.dtype)
 
     def sum(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
-        """(D, ...), on every rank, of x (L, ...): the sum over each document's tokens, of those with `counted` (L,) True.
+        """Return the sum over each document, (D, ...) on every rank, of x (L, ...).
 
-        What does not count may be NaN.
+        With `counted` (L,), only of the tokens where it is True; the others may be NaN.
         """
         if counted is not None:
             mask = send(counted, x.device).view(-1, *[1] * (x.ndim - 1))
             x = torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
         here = torch.bincount(self.number, minlength=len(self))
-        # in order, so that a GPU adds the same way every time
+        # segment_reduce adds in order, so a GPU gives the same sum every time
         return sequence_sum(
             torch.segment_reduce(x, "sum", lengths=send(here, x.device), axis=0, initial=0, unsafe=True)
         )
 
 
 def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
-    """The documents of a batch in which each is a sample with a number of its own in `index`; else None.
+    """Return the documents of a batch if each is a sample with its own number in `index`, else None.
 
     Args:
-        tokens: L, of this rank.
+        tokens: L.
     """
     bounds, index = batch.get("cu_seqlens"), batch.get("index")
     if bounds is None or index is None or len(index) != len(bounds) - 1:
@@ -136,9 +136,9 @@ def sample_documents(batch: Mapping[str, Any], tokens: int) -> Documents | None:
 def mean_token(
     x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
 ) -> Tensor:
-    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on.
+    """Return the mean of each sample from position `start` on, (B, E) on every rank, of x (B, L, E).
 
-    Of a row of D `documents` (D, E): over each one's tokens.
+    For a row of D `documents`: the mean of each document, (D, E).
     """
     if documents is not None:
         return documents.mean(x, start)

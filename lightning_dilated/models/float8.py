@@ -1,25 +1,25 @@
-"""Linear layers in float8, by torchao: for wide models on an H100 and later."""
+"""Linear layers in float8 through torchao, for wide models on an H100 or later."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-#: the first GPUs with products in float8
+#: lowest compute capability with float8 products
 CAPABILITY = (8, 9)
-#: products take features in multiples of this
+#: float8 products need multiples of this number of features
 GRAIN = 16
 
 
 def to_float8(module: nn.Module) -> None:
-    """Let the linear layers of a module multiply in float8, in place; weights stay as they are, and have the same names.
+    """Make the linear layers of a module multiply in float8, in place; weights keep their dtype and names.
 
-    Inputs, weights and gradients are scaled by their largest values, tensor by tensor. Layers whose features are no
-    multiples of 16 stay as they are. Without a GPU the rounding is the same, computed in the wider type, slowly.
+    Each input, weight and gradient tensor is scaled by its largest value. Layers with a number of features that is not a
+    multiple of 16 are left out. Without a GPU the same rounding is emulated in the wider type, slowly.
 
     Raises:
         ModuleNotFoundError: without torchao.
-        ValueError: on a GPU without such products.
+        ValueError: on a GPU without float8 products.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -41,6 +41,6 @@ def to_float8(module: nn.Module) -> None:
 
 
 def _serves(layer: nn.Module, name: str) -> bool:
-    if ".recurrence." in name:  # gates and decays: a few features, whose digits count
+    if ".recurrence." in name:  # gates and decays: few features that need precision
         return False
     return isinstance(layer, nn.Linear) and layer.in_features % GRAIN == layer.out_features % GRAIN == 0

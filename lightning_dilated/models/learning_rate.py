@@ -1,4 +1,4 @@
-"""LearningRate, the optimizer's rate as an attribute of the module, and WarmupCosine, its usual schedule."""
+"""LearningRate, the learning rate as an attribute of the module; WarmupCosine, the usual schedule."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated._validation import integer
 
-#: factor of the learning rate of gates and decays. Adam moves a number by about the rate at each step: at a usual 3e-4 a
-#: gate that starts at 0 would need 1,000 steps of one sign to get to 0.3, ten times fewer with this factor
+#: learning-rate factor of gates and decays. Adam changes a parameter by about the learning rate a step: at a usual 3e-4 a
+#: gate that starts at 0 needs 1,000 steps of one sign to reach 0.3; with this factor, 100
 LR_SCALE = 10.0
 
 
 def fast_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that layers name by `fast_parameters`: they train at `LR_SCALE` times the rate."""
+    """Return the trained parameters that layers list in `fast_parameters`: they train at `LR_SCALE` times the rate."""
     layers = [m for m in module.modules() if m is not module and callable(getattr(m, "fast_parameters", None))]
     return [p for layer in layers for p in layer.fast_parameters() if p.requires_grad]  # type: ignore[operator]
 
 
 class LearningRate(pl.LightningModule):
-    """What a module with a function that makes its optimizer has as `lr`.
+    """Adds the attribute `lr` to a module with a function that makes its optimizer.
 
-    `Tuner.lr_find` and `LearningRateFinder` look for an attribute of this name. Their sweep gives all groups one rate; what
-    is set afterwards keeps each group's `lr_scale` and the schedule.
+    `Tuner.lr_find` and `LearningRateFinder` look for this attribute. Their sweep gives all groups one rate; a rate that is
+    set afterwards keeps each group's `lr_scale` and the schedule.
     """
 
     _make_optimizer: Callable[[Any], Optimizer]
     _lr: float | None = None
-    #: of the optimizer's groups, once a rate was set during a fit; written again as training begins
+    #: learning rates of each optimizer's groups if `lr` was set during a fit; written again when training starts
     _group_rates: list[list[float]] | None = None
 
     @property
     def lr(self) -> float:
-        """The optimizer's learning rate, before a group's `lr_scale` and the schedule. Setting it overrides the one that
-        `optimizer` has; None goes back to that.
+        """The optimizer's learning rate, before a group's `lr_scale` and the schedule.
+
+        Setting it overrides the rate of `optimizer`; None restores that rate.
 
         Raises:
-            ValueError: set to another value than a finite number of at least 0.
+            ValueError: if set to anything but a finite number of at least 0, or None.
         """
         if self._lr is not None:
             return self._lr
@@ -63,7 +64,7 @@ class LearningRate(pl.LightningModule):
             self._group_rates = _scale(trainer, self.lr / before)
 
     def with_lr(self, optimizer: Optimizer) -> Optimizer:
-        """A new optimizer at `lr`, each group times its `lr_scale`."""
+        """Set a new optimizer's rates: `lr`, times each group's `lr_scale`."""
         for group in optimizer.param_groups:
             lr = group["lr"] if self._lr is None else self._lr
             group["lr"] = lr * group.pop("lr_scale", 1.0)
@@ -71,15 +72,15 @@ class LearningRate(pl.LightningModule):
         return optimizer
 
     def on_train_start(self) -> None:
-        """Write the rates again that were set before: Lightning's finder gives every group the same."""
+        """Restore each group's rate: Lightning's finder gives all groups the same one."""
         rates, self._group_rates = self._group_rates, None
-        for optimizer, of_groups in zip(self.trainer.optimizers, rates or [], strict=False):
-            for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+        for optimizer, group_rates in zip(self.trainer.optimizers, rates or [], strict=False):
+            for group, rate in zip(optimizer.param_groups, group_rates, strict=True):
                 group["lr"] = rate
 
 
 def _scale(trainer: Any, factor: float) -> list[list[float]]:
-    """Multiply the rates of running optimizers and the peaks of their schedules; the rates of all groups."""
+    """Multiply the rates of running optimizers and the peaks of their schedules; return the rates of all groups."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             group.update({name: group[name] * factor for name in ("lr", "initial_lr") if name in group})
@@ -94,10 +95,10 @@ class WarmupCosine(LambdaLR):
 
     Args:
         optimizer: its learning rates are the peak.
-        total_steps: where the cosine ends; training may go on beyond it. None: the Trainer's `max_steps`, which
-            DilatedModule fills in.
+        total_steps: the step at which the cosine ends; training may continue after it. None: the Trainer's `max_steps`,
+            which DilatedModule fills in.
         warmup_steps: steps of the linear rise, fewer than `total_steps`.
-        final_fraction: of the peak, at the end.
+        final_fraction: final learning rate, as a fraction of the peak.
 
     Raises:
         ValueError: for numbers out of range, or a warm-up that is not shorter than `total_steps`.
@@ -122,17 +123,17 @@ class WarmupCosine(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def end_at(self, steps: int) -> None:
-        """Let the cosine end after `steps` steps; a run shorter than the warm-up ends within it.
+        """End the cosine after `steps` steps; a run shorter than the warm-up ends during the warm-up.
 
         Raises:
-            ValueError: for less than one step, as of a Trainer without `max_steps`.
+            ValueError: for fewer than one step, as in a Trainer without `max_steps`.
         """
         if steps < 1:
             raise ValueError("WarmupCosine needs total_steps, because the Trainer has no max_steps: give one of them.")
         self.total_steps = steps
 
     def factor(self, step: int) -> float:
-        """The factor of the learning rate at `step`."""
+        """Return the factor of the learning rate at `step`."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.total_steps is None:

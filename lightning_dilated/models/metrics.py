@@ -1,5 +1,4 @@
-"""TokenMean, the mean over all tokens of an epoch, exact on any number of ranks; Newest, a step's number, which reaches the
-host without waiting for the GPU."""
+"""TokenMean, the exact mean over an epoch's tokens on any number of ranks; Newest, a GPU scalar read without waiting."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from lightning_dilated._compat.lightning import set_update_count
 
 
 def each_batch(batch: Any, loaders: Any, function: Callable[[Any], Any]) -> Any:
-    """The function of each of the batches that come together, nested as they are, None for a loader that has ended.
+    """Apply a function to each loader's part of a batch; the result has the same nesting, with None for ended loaders.
 
     Args:
-        batch: nested as the loaders are, as CombinedLoader's are; or the batch of one loader.
+        batch: from CombinedLoader, nested as the loaders are; or the batch of one loader.
         loaders: a mapping or list of loaders, which may be nested; anything else is one loader.
     """
     if isinstance(loaders, Mapping) and isinstance(batch, Mapping) and batch.keys() == loaders.keys():
@@ -35,21 +34,21 @@ def _unless_ended(batch: Any, loader: Any, function: Callable[[Any], Any]) -> An
 
 
 def batches_in(batch: Any, loaders: Any) -> list[Any]:
-    """The batches that come together, as `each_batch` tells them."""
+    """List the loaders' parts of a batch, as `each_batch` finds them."""
     batches: list[Any] = []
     each_batch(batch, loaders, batches.append)
     return batches
 
 
 class LoaderStates:
-    """States of a stage's metrics for each of several loaders, of which the metrics themselves hold one at a time."""
+    """Stores the metric states of a stage for all loaders but the current one; the metrics hold the current state."""
 
     def __init__(self) -> None:
         self._number = 0
         self._states: dict[int, list[tuple[dict[str, Any], int]]] = {}
 
     def switch(self, metrics: Sequence[Metric], number: int) -> None:
-        """Let the metrics hold the state of loader `number`, an empty one in the beginning."""
+        """Put the state of loader `number` into the metrics; an empty state on its first batch."""
         if number == self._number:
             return
         self._states[self._number] = [(_copied(metric), metric.update_count) for metric in metrics]
@@ -63,12 +62,12 @@ class LoaderStates:
 
 
 def _copied(metric: Metric) -> dict[str, Any]:
-    """The state of a metric; a reset clears its lists."""
+    """The state of a metric, with lists copied: a reset clears them."""
     return {name: list(x) if isinstance(x, list) else x for name, x in metric.metric_state.items()}
 
 
 def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x on the device where `fn` moves tensors; 0 where it comes from the meta device, which has no numbers."""
+    """x on the device that `fn` moves tensors to; 0 for a meta tensor, which has no value."""
     device = fn(x.new_empty(0)).device
     return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
 
@@ -83,9 +82,9 @@ class Float64Metric(Metric):
 
 
 class TokenMean(Float64Metric):
-    """Sum of losses divided by number of tokens, both in float64 and summed over batches and ranks.
+    """Sum of losses divided by number of tokens, both summed over batches and ranks in float64.
 
-    Unlike torchmetrics' MeanMetric it propagates NaN, and weights exactly by tokens.
+    Unlike torchmetrics' MeanMetric it propagates NaN and weights exactly by tokens.
     """
 
     higher_is_better = False
@@ -96,25 +95,25 @@ class TokenMean(Float64Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
-        """Add a batch: the sum of its losses, and the number of tokens they belong to."""
+        """Add a batch: the sum of its losses, and its number of tokens."""
         # not in place: a reset within `trainer.validate` leaves inference tensors, which `trainer.fit` cannot write to
         self.total = self.total + torch.as_tensor(total).detach().to(self.total)
         self.tokens = self.tokens + torch.as_tensor(tokens).to(self.tokens)
 
     def compute(self) -> Tensor:
-        """The mean, fp32; NaN where there was no token."""
+        """Return the mean in fp32; NaN without tokens."""
         return (self.total / self.tokens).float()
 
 
-#: numbers being copied at once; their pinned memory is allocated once, since allocation waits for the GPU
+#: scalars copied at once; their pinned memory is allocated only once, because allocation waits for the GPU
 SLOTS = 8
 
 
 class Newest:
-    """The latest of a GPU's numbers that has reached the host.
+    """The latest GPU scalar that has reached the host.
 
-    Lightning reads what is logged with `prog_bar=True` after every batch, which leaves the GPU idle at the start of each
-    step; a progress bar that is a step late costs nothing. Numbers on the CPU are read at once.
+    Lightning reads values logged with `prog_bar=True` after every batch, so the GPU idles at the start of each step. A
+    progress bar that is a step late costs nothing. CPU scalars are read at once.
     """
 
     def __init__(self) -> None:
@@ -124,13 +123,13 @@ class Newest:
         self._last: Tensor | None = None
 
     def of(self, x: Tensor) -> float | None:
-        """Start to copy a scalar (unless `SLOTS` copies are pending); the latest that arrived, None before the first."""
+        """Start to copy a scalar, unless `SLOTS` copies are pending; return the latest that arrived, or None."""
         if x.device.type != "cuda":
             self._known = x.item()
             return self._known
         self._last = x.detach().double()
         if self._free is None:
-            with torch.inference_mode(False):  # its memory could not be written to later
+            with torch.inference_mode(False):  # inference tensors could not be written to later
                 slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
             self._free = [(slot, torch.cuda.Event()) for slot in slots]
         while self._coming and self._coming[0][1].query():
@@ -145,9 +144,9 @@ class Newest:
         return self._known
 
     def last(self) -> float | None:
-        """The last number itself; waits for it."""
+        """Wait for the last scalar and return it."""
         return self._known if self._last is None else self._last.item()
 
     def __reduce__(self) -> tuple[type[Newest], tuple[()]]:
-        """Copies of a module, and those sent to other processes, start without a number."""
+        """Start copies without a value."""
         return Newest, ()

@@ -1,7 +1,7 @@
-"""DilatedModule, the LightningModule that all models are and that users subclass.
+"""DilatedModule, the base class of all models and of users' own.
 
 A subclass defines two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
-number of tokens. The base class does the rest: exact token mean, metrics, optimizer, scheduler.
+number of tokens. The base class adds the exact token mean, metrics, optimizer and scheduler.
 """
 
 from __future__ import annotations
@@ -73,26 +73,25 @@ class DilatedModule(Pretrained, LearningRate):
 
     Args:
         optimizer: makes the optimizer from parameter groups; in YAML a `class_path` with `init_args`. AdamW by default.
-            It is called in `configure_optimizers`, when the parameters are final. `model.lr` is its learning rate.
+            `configure_optimizers` calls it, when the parameters are final. `model.lr` is its learning rate.
         lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
 
-    A subclass sets `sequence_spec`, which declares the entries of a batch that are sequences, for strategies that shard
-    them.
+    A subclass sets `sequence_spec`: it names the entries of a batch that are sequences, for strategies that shard them.
 
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
-    does; the progress bar shows a GPU's a step or two late, see `Newest`); `val_loss` and `test_loss`, the exact mean over
-    all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers, through `configure_model`;
-    outside of one they are made when weights are first accessed. `save_pretrained`, `from_pretrained` and `push_to_hub` come
-    from `Pretrained`.
+    does; on a GPU the progress bar is a step or two late, see `Newest`); `val_loss` and `test_loss`, the exact mean over
+    all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers through `configure_model`;
+    without a Trainer they are made when weights are first accessed. `save_pretrained`, `from_pretrained` and `push_to_hub`
+    come from `Pretrained`.
 
     Raises:
         TypeError: if `optimizer` or `lr_scheduler` cannot be called.
     """
 
     sequence_spec: SequenceSpec | None = None
-    #: entries of a batch that stay on the CPU, where their values are read: reading from a device would wait for it
+    #: entries of a batch that stay on the CPU, because the host reads their values: reading from a GPU waits for it
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
-    #: attributes besides hyperparameters that config.json has, each a string or a list of strings
+    #: attributes that config.json holds besides hyperparameters, each a string or a list of strings
     also_in_config: tuple[str, ...] = ()
     #: whether a batch has a `label` to predict, and whether the prediction is the next token
     predicts_label = False
@@ -104,7 +103,7 @@ class DilatedModule(Pretrained, LearningRate):
     #: whether shards may be zigzag under `layout="auto"`: the model takes positions from the group of ranks, and mixes
     #: tokens by this package's layers only
     takes_any_layout = False
-    #: whether the pattern is that of released weights
+    #: whether released weights fix the pattern
     released_pattern = False
     depth: int
     num_heads: int
@@ -122,10 +121,10 @@ class DilatedModule(Pretrained, LearningRate):
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
         self._shown = Newest()
-        self._suffix = ""  # of the names of metrics that are logged
+        self._suffix = ""  # of names of logged metrics
         self._loader_states = {stage: LoaderStates() for stage in STAGES}
         self._patterns: tuple[DilatedPattern, ...] = ()
-        self._explained: int | None = 0  # longest sequence that the pattern was checked for; None: advice was given
+        self._explained: int | None = 0  # longest sequence that the pattern was checked for; None after advice
         self._warned_of_length = False
         means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
@@ -141,15 +140,15 @@ class DilatedModule(Pretrained, LearningRate):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Lightning's, but a file's hyperparameters are plain values, which no parser reads.
+        """Load a model as Lightning does, but read the file's hyperparameters as plain values, without a parser.
 
-        The file's class is taken where it is imported and a subclass of this one; its optimizer and scheduler are not.
+        The file may name this class or an imported subclass. Its optimizer and scheduler are ignored.
 
         Args:
-            map_location, strict: as of Lightning.
-            hparams_file: a csv or YAML of hyperparameters, in place of the checkpoint's, under the same rules.
+            map_location, strict: as in Lightning.
+            hparams_file: a csv or YAML of hyperparameters that replace the checkpoint's, under the same rules.
             weights_only: False declares the pickle trusted.
-            kwargs: arguments of the class, in place of the file's.
+            kwargs: arguments of the class that replace the file's.
 
         Raises:
             ValueError: naming file and class.
@@ -167,58 +166,60 @@ class DilatedModule(Pretrained, LearningRate):
         raise TypeError(f"{type(self).__name__} must define build(), which makes its layers.")
 
     def loss_terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        """(sum of the losses of the batch's tokens, number of those tokens), both scalars."""
+        """Return (sum of the losses of the batch's tokens, number of these tokens), both scalars."""
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Further numbers to log with a mean loss, a scalar, by name; not of a loss that a subclass redefines after the
-        class that defines them: it may mean something else."""
+        """Return further numbers to log with a mean loss, a scalar, by name.
+
+        They are not logged if a subclass redefines the loss but not this method: its loss may mean something else.
+        """
         return {}
 
     def _derived(self, loss: Tensor) -> dict[str, Tensor]:
-        """`derived_metrics` of the loss that they were defined for, else none."""
+        """`derived_metrics`, or none if a later class redefined the loss."""
         names = {"derived_metrics", "loss_terms", "token_losses", "token_mean"}
         latest = next(x for owner in (self, *type(self).__mro__) if (x := names & vars(owner).keys()))
         return self.derived_metrics(loss) if "derived_metrics" in latest else {}
 
     @property
     def patterns(self) -> tuple[DilatedPattern, ...]:
-        """The pattern of each layer; of a subclass that sets `pattern` and `depth`, that pattern; else none."""
+        """The pattern of each layer; in a subclass that only sets `pattern` and `depth`, `pattern` for every layer."""
         pattern, depth = getattr(self, "pattern", None), getattr(self, "depth", None)
         if not self._patterns and isinstance(pattern, DilatedPattern) and isinstance(depth, int):
             return (pattern,) * depth
         return self._patterns
 
     def explain(self, seq_len: int) -> Explanation:
-        """What the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
+        """Explain what the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` the result."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
-        seen = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+        reach = hook("explain patterns")(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
         recurrences, dim = getattr(self, "recurrences", ()), int(getattr(self, "dim", self.num_heads))
-        return replace(seen, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else seen
+        return replace(reach, beyond=reach_in_words(recurrences, dim // self.num_heads)) if any(recurrences) else reach
 
-    # -- what export asks ----------------------------------------------------------------------------------------------
-    #: rows that the model adds to the length of its inputs, such as a class token's
+    # -- for export ----------------------------------------------------------------------------------------------------
+    #: rows that the model adds to its input, such as a class token
     export_rows = 0
 
     def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
-        """Random tensors that the exported model takes, by name, of (batch_size, length, ...), on the model's device."""
+        """Return random inputs of the exported model by name, (batch_size, length, ...), on the model's device."""
         raise TypeError(f"{type(self).__name__} must define export_inputs(length, batch_size) to be exported.")
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """What the exported model returns for tensors (batch_size, length, ...), by name."""
+        """Return the outputs of the exported model by name, for inputs (batch_size, length, ...)."""
         raise TypeError(f"{type(self).__name__} must define export_outputs(**inputs) to be exported.")
 
-    # -- what planning asks: a subclass with `example_batch` can be planned ----------------------------------------------
-    #: what a token is, where it is not one of a text
+    # -- for planning: a subclass with `example_batch` can be planned ----------------------------------------------------
+    #: meaning of a token, if it is not a token of a text
     token_meaning: str | None = None
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """A batch of one sequence of N random tokens on the CPU, with all that training needs.
+        """Return a batch of one sequence of N random tokens on the CPU, with all entries that training needs.
 
-        `plan` runs it under fake tensors, which have no values: a tensor that the model reads on the host is made by
-        `host_tensor`. It asks further that `build` makes `self.transformer`, a `DilatedTransformer` of `self.depth` blocks
-        with `self.patterns`, and compiles it only where `self.compile_blocks` is true.
+        `plan` runs it under fake tensors, which have no values: make tensors that the model reads on the host with
+        `host_tensor`. `build` has to make `self.transformer`, a `DilatedTransformer` of `self.depth` blocks with
+        `self.patterns`, and may compile it only if `self.compile_blocks` is true.
         """
         raise TypeError(
             f"{type(self).__name__} must define example_batch(tokens), a batch of one sequence of as many random "
@@ -227,14 +228,14 @@ class DilatedModule(Pretrained, LearningRate):
 
     @staticmethod
     def host_tensor(values: Any) -> Tensor:
-        """A tensor of numbers on the CPU that has its values while planning, too."""
+        """Return a CPU tensor of numbers that keeps its values under `plan`."""
         with real_tensors():
             return torch.tensor(values)
 
     def planning_copy(self, depth: int) -> Self:
-        """The model with another number of blocks, without layers, pretrained weights and compilation; `build` makes them.
+        """Copy the model with another number of blocks, not yet built, without pretrained weights and compilation.
 
-        Redefine it where the loss reads values of tensors, which fake tensors do not have.
+        Redefine it if the loss reads values of tensors: fake tensors have none.
         """
         copy: Any = bare_copy(self)
         copy._built, copy._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
@@ -246,43 +247,45 @@ class DilatedModule(Pretrained, LearningRate):
         return copy
 
     def token_features(self) -> tuple[int, ...]:
-        """Features of a token that linear layers outside of the blocks read or write, for each stack of blocks; of the
-        built model. By default those of the linear layers that the model itself holds, in one stack."""
+        """Return, for each stack of blocks, the features of a token that linear layers outside of the blocks read or write.
+
+        By default one stack, with the linear layers that are the model's own children. The model must be built.
+        """
         transformer: Any = self.transformer
         width = transformer.blocks[0].ffn.fc1.in_features
         numbers = sum(layer.weight.numel() for layer in self.children() if isinstance(layer, nn.Linear))
         return (max(1, numbers // width),)
 
     def reads_logits(self) -> bool:
-        """Whether the loss of a token reads logits over the first of `token_features`; of the built model."""
+        """Return True if a token's loss reads logits over the first of `token_features`. The model must be built."""
         return isinstance(getattr(self, "head", None), nn.Linear)  # as `step_flops` takes it
 
     def planning_notes(self) -> list[str]:
-        """What a plan of this model takes for granted, for its reader."""
+        """Return the assumptions of a plan of this model, as sentences for its reader."""
         return []
 
-    # -- what Lightning calls ------------------------------------------------------------------------------------------
+    # -- called by Lightning -------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
-        """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
+        """Build the layers on the first call: Lightning calls this at every fit, validate, test and predict."""
         load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None), check_input)
         if not self._built:
             checkpoint, strict = LOADED.get() or ({}, None)
-            # a hook of another package may still replace the tensors: Lightning calls it on a built model
+            # another package's on_load_checkpoint may still replace the tensors; Lightning calls it on a built model
             replaced = not _is_ours(type(self).on_load_checkpoint)
             if isinstance(state := checkpoint.get("state_dict"), Mapping) and not replaced:
                 self.load_without_values(state, whole=strict is not False)
             self._built = True
             self.build()
-            self.train(self.training)  # .eval() may have been called before there were layers
+            self.train(self.training)  # .eval() may have been called before the layers existed
 
     def _built_outside(self) -> DilatedModule:
-        """Self, with layers where no Trainer will make them."""
+        """Self, built unless a Trainer will do so."""
         if not self._built and attached_trainer(self) is None:
             self.configure_model()
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """nn.Module's; outside of a Trainer the layers are built first, as in the three methods below."""
+        """nn.Module's; without a Trainer the layers are built first, as in the three methods below."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
@@ -292,20 +295,20 @@ class DilatedModule(Pretrained, LearningRate):
         return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
 
     def load_without_values(self, state_dict: Mapping[str, Any], whole: bool = True) -> Self | None:
-        """Compare a state dict with the layers, before these are made: a file may declare sizes that no memory holds.
+        """Compare a state dict with the layers before they are made: a file may declare sizes that do not fit in memory.
 
         Args:
-            whole: whether the state dict is to hold all tensors.
+            whole: whether the state dict must hold all tensors.
 
         Returns:
-            The model on the meta device; None for a `build` of another package that needs values.
+            The model on the meta device; None if another package's `build` needs values.
 
         Raises:
-            ValueError: for more layers than tensors; not for a `build` of another package, in which layers may be one.
+            ValueError: for more layers than tensors; not for another package's `build`, in which layers may share tensors.
             RuntimeError: as nn.Module's `load_state_dict`, for tensors of another size.
         """
-        depth, own = getattr(self, "depth", 0), _is_ours(type(self).build)
-        if own and whole and isinstance(depth, int) and depth > len(state_dict):
+        depth, builds_here = getattr(self, "depth", 0), _is_ours(type(self).build)
+        if builds_here and whole and isinstance(depth, int) and depth > len(state_dict):
             raise ValueError(
                 f"the hyperparameters declare depth={depth:,}, but there are {len(state_dict):,} tensors: they are those of "
                 "another model, or the file is not whole."
@@ -315,8 +318,8 @@ class DilatedModule(Pretrained, LearningRate):
         with torch.device("meta"), warnings.catch_warnings():
             try:
                 blank.build()
-            except (RuntimeError, TypeError):  # of tensors without values
-                if own:
+            except (RuntimeError, TypeError):  # tensors without values
+                if builds_here:
                     raise
                 return None
             warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
@@ -324,66 +327,67 @@ class DilatedModule(Pretrained, LearningRate):
         return blank
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's, which .to(), .double() and the like call."""
+        """nn.Module's, called by .to(), .double() and the like."""
         return super(DilatedModule, self._built_outside())._apply(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning's, but `host_entries` of a mapping stay where they are."""
+        """Move a batch as Lightning does, but leave `host_entries` of a mapping where they are."""
         if self._are_several(batch):
             return each_batch(
                 batch, self._loaders(), lambda x: self.transfer_batch_to_device(x, device, dataloader_idx)
             )
         if not (isinstance(batch, Mapping) and batch.keys() & set(self.host_entries)):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        rest = {name: x for name, x in batch.items() if name not in self.host_entries}
-        moved = super().transfer_batch_to_device(rest, device, dataloader_idx)
+        movable = {name: x for name, x in batch.items() if name not in self.host_entries}
+        moved = super().transfer_batch_to_device(movable, device, dataloader_idx)
         return rebuilt(batch, {name: moved.get(name, x) for name, x in batch.items()})
 
     def _loaders(self) -> Any:
-        """The loaders whose batches come together in this stage; None where they come one by one."""
+        """The loaders that CombinedLoader reads together in this stage; None if it reads one at a time."""
         trainer = attached_trainer(self)
         return None if trainer is None else combined_loaders(trainer)
 
     def _are_several(self, batch: Any) -> bool:
-        """Return whether a batch is made of the batches of several loaders."""
+        """Return True if a batch holds the batches of several loaders."""
         parts = batches_in(batch, self._loaders())
         return len(parts) != 1 or parts[0] is not batch
 
     def _shifted(self, batch: Any) -> Any:
-        """The batch, with the entries shifted that `sequence_spec` wants shifted, unless a strategy has done so."""
+        """Shift the entries that `sequence_spec` names in `shift`, unless a strategy has done so."""
         done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
         if done or not (self.sequence_spec and self.sequence_spec.shift):
             return batch
         return self.sequence_spec.cut(batch, Place())
 
     def _data_setting(self, name: str, default: Any = None) -> Any:
-        """An attribute of the Trainer's datamodule, if there are both."""
+        """An attribute of the Trainer's datamodule; the default without either."""
         return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
 
     def _optimizer_step(self) -> int:
-        """The Trainer's, 0 without one."""
+        """The Trainer's optimizer step, 0 without a Trainer."""
         return getattr(attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write patterns among the hyperparameters as plain mappings, so that the file loads with `weights_only=True`, and
-        the name of the module's class."""
+        """Store the class name, and patterns as plain mappings, so that the file loads with `weights_only=True`."""
         checkpoint["class_path"] = class_path(self)
         hparams = checkpoint.get("hyper_parameters", {})
         if hparams:
             checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the layers attend as the trained ones did, which weights do not show.
+        """Check that the layers attend as they did in training: weights alone do not show it.
+
+        A different pattern gives a warning.
 
         Raises:
-            ValueError: in a Trainer's run, for other rotary bases or recurrences. Another pattern is reported.
+            ValueError: in a Trainer's run, for other rotary bases or recurrences.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
-        bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
-        if attached_trainer(self) is None or not bases:  # outside of a run the caller chose them
+        bases, stored_base = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
+        if attached_trainer(self) is None or not bases:  # without a Trainer the caller chose the bases
             return
-        if any(bases) and isinstance(theirs, (int, float, list, tuple)):
-            trained = layer_bases(theirs, hparams.get("max_seq_len"), len(bases))
+        if any(bases) and isinstance(stored_base, (int, float, list, tuple)):
+            trained = layer_bases(stored_base, hparams.get("max_seq_len"), len(bases))
             if trained != tuple(bases):
                 raise ValueError(
                     f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
@@ -397,26 +401,25 @@ class DilatedModule(Pretrained, LearningRate):
                 rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
 
     def _check_recurrences(self, hparams: Mapping[str, Any]) -> None:
-        """Raise ValueError where the layers of the checkpoint had other recurrences than these have, but for `gate_init`:
-        trained gates are in the weights."""
-        ours = getattr(self, "recurrences", None)
-        if ours is None or "recurrence" not in hparams:
+        """Raise ValueError if the checkpoint's recurrences differ in more than `gate_init`, which training replaced."""
+        current = getattr(self, "recurrences", None)
+        if current is None or "recurrence" not in hparams:
             return
         try:
-            theirs = layer_recurrences(hparams["recurrence"], len(ours), getattr(self, "causal", False))
-        except (TypeError, ValueError):  # of a model of another depth, or that was not causal
-            theirs = None
-        if theirs is None or without_starts(theirs) != without_starts(ours):
+            stored = layer_recurrences(hparams["recurrence"], len(current), getattr(self, "causal", False))
+        except (TypeError, ValueError):  # a model of another depth, or not causal
+            stored = None
+        if stored is None or without_starts(stored) != without_starts(current):
             raise ValueError(
                 f"the checkpoint was trained with recurrence={hparams['recurrence']!r}, and this model has "
-                f"{plain_recurrences(ours)!r}, with which it would compute something else. Set recurrence to the former."
+                f"{plain_recurrences(current)!r}, with which it would compute something else. Set recurrence to the former."
             )
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
+        """Return (mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
 
-        On several ranks of a sequence: this rank's share of the mean over all ranks' tokens, and its own number of them. Of
-        batches that CombinedLoader puts together: over all of their tokens.
+        If ranks share a sequence: (this rank's share of the mean over all ranks' tokens, this rank's number of tokens).
+        Batches that CombinedLoader combines count together.
         """
         terms = [self.loss_terms(part) for part in batches_in(batch, self._loaders())]
         total = functools.reduce(operator.add, (losses for losses, _ in terms))
@@ -424,7 +427,7 @@ class DilatedModule(Pretrained, LearningRate):
         return loss_share(total, tokens), tokens
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The mean loss over the tokens of the batch (on several ranks of a sequence, this rank's share of it)."""
+        """Return the mean loss over the tokens of the batch; this rank's share of it if ranks share a sequence."""
         share, _ = self.token_mean(each_batch(batch, self._loaders(), self._shifted))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
@@ -439,21 +442,20 @@ class DilatedModule(Pretrained, LearningRate):
             self.trainer.progress_bar_metrics["train_loss"] = loss
 
     def on_fit_start(self) -> None:
-        """Switch to training mode: Lightning leaves the mode alone, and loaded encoders are in eval mode."""
+        """Switch to training mode: Lightning does not, and loaded encoders are in eval mode."""
         checkpoint_after_optimizer_steps(self.trainer)
-        self._shown = Newest()  # the device may be another than in the last fit
+        self._shown = Newest()  # the device may differ from the last fit's
         self.train()
 
     def on_train_end(self) -> None:
-        """Show the last step's loss in the progress bar; free what only training steps need."""
+        """Show the last step's loss in the progress bar, and free the CUDA graphs of training steps."""
         self._show(self._shown.last())
         for module in self.modules():
             if isinstance(module, DilatedTransformer) and module.graphs is not None:
                 module.graphs.free()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length; and of
-        a sequence of more than `max_seq_len` tokens."""
+        """Warn once about limits of the pattern at the batch's length, and about sequences longer than `max_seq_len`."""
         made_for = None if self._warned_of_length else getattr(self, "max_seq_len", None)
         if self._explained is None and made_for is None:
             return
@@ -473,7 +475,7 @@ class DilatedModule(Pretrained, LearningRate):
                 rank_zero_warn(hint)
 
     def _longest(self, batch: Any) -> int:
-        """N of the longest sequence or document of a training batch, for which the pattern is checked; 0: unknown."""
+        """N of the longest sequence or document of a training batch; 0: unknown."""
         return longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
 
     def _evaluate(self, stage: str, batch: Any) -> None:
@@ -481,14 +483,14 @@ class DilatedModule(Pretrained, LearningRate):
 
     def _report(self, stage: str) -> None:
         metric = self.mean_loss[stage]
-        loss = metric.compute()  # summed over the ranks by torchmetrics
+        loss = metric.compute()  # torchmetrics sums over the ranks
         metric.reset()
         self._log_of_all(f"{stage}_loss", loss)
         for name, value in self._derived(loss).items():
             self._log_of_all(f"{stage}_{name}", value, prog_bar=stage == "val")
 
     def _log_of_all(self, name: str, value: Any, **options: Any) -> None:
-        """Log a value that covers all ranks already, without Lightning's advice to average it over them (`sync_dist`)."""
+        """Log a value of all ranks, without Lightning's advice to average it over ranks (`sync_dist`)."""
         name += self._suffix
         warnings.filterwarnings("ignore", message=re.escape(f"It is recommended to use `self.log({name!r}"))
         self.log(name, value, add_dataloader_idx=False, **options)
@@ -506,13 +508,13 @@ class DilatedModule(Pretrained, LearningRate):
         self._report_all("test")
 
     def _evaluate_all(self, stage: str, batch: Any, loader: int) -> None:
-        """Count a batch, or batches that CombinedLoader puts together, among those of its loader."""
+        """Add a batch, or batches that CombinedLoader combines, to the metrics of its loader."""
         self._of_loader(stage, loader)
         for part in batches_in(batch, self._loaders()):
             self._evaluate(stage, part)
 
     def _report_all(self, stage: str) -> None:
-        """Log the metrics of a stage; those of several loaders by loader, as Lightning names them."""
+        """Log the metrics of a stage; with several loaders, one set a loader, under Lightning's names."""
         loaders = evaluated_loaders(self.trainer) if attached_trainer(self) is not None else 1
         for loader in range(loaders):
             self._of_loader(stage, loader)
@@ -522,16 +524,16 @@ class DilatedModule(Pretrained, LearningRate):
         self._of_loader(stage, 0)
 
     def _of_loader(self, stage: str, loader: int) -> None:
-        """Let the metrics of a stage be a loader's."""
+        """Switch the metrics of a stage to a loader's state."""
         groups = [x for x in self.children() if isinstance(x, nn.ModuleDict) and stage in x]
         metrics = [metric for x in groups if isinstance(metric := x[stage], Metric)]
         self._loader_states[stage].switch(metrics, loader)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without; the gates
-        and decays of recurrences without, and at `LR_SCALE` times the rate.
+        """Return groups that hold every trainable parameter once.
 
-        A group may hold `lr_scale`, a factor of the optimizer's learning rate.
+        Matrices get the optimizer's weight decay, vectors and norms get none. Gates and decays of recurrences get none, and
+        `LR_SCALE` times the learning rate. A group may hold `lr_scale`, a factor of the optimizer's learning rate.
         """
         fast = fast_parameters(self)
         numbers = {id(p) for p in fast}
@@ -544,7 +546,7 @@ class DilatedModule(Pretrained, LearningRate):
         return [g for g in groups if g["params"]]
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over `parameter_groups`, and the scheduler a step."""
+        """Make the optimizer over `parameter_groups`, and the scheduler, which is stepped every batch."""
         optimizer = self.with_lr(self._make_optimizer(self.parameter_groups()))
         if self._make_scheduler is None:
             return optimizer
@@ -559,8 +561,10 @@ class DilatedModule(Pretrained, LearningRate):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Lightning's, but for fused optimizers under bf16-mixed, which Lightning refuses to clip: they unscale gradients
-        after clipping, but bf16 has no scaler."""
+        """Clip as Lightning does, and also for fused optimizers under bf16-mixed.
+
+        Lightning refuses these because fused optimizers unscale gradients after clipping; bf16 has no scaler.
+        """
         plugin = self.trainer.precision_plugin
         if not isinstance(plugin, MixedPrecision) or plugin.scaler is not None:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)

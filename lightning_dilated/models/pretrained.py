@@ -1,5 +1,6 @@
-"""Models in files: folders of config.json and model.safetensors, on disk or the Hugging Face hub (extra `hub`), and the
-checks that all loaders share: of classes that a file names, and of names, layers, shapes and values of weights.
+"""Models in folders of config.json and model.safetensors, on disk or the Hugging Face hub (extra `hub`).
+
+All loaders share the checks: classes that a file names; names, layers, shapes and values of weights.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-#: hyperparameters of training, which are not part of a model; those in a file are not read
+#: hyperparameters of training, which are not part of a model and are not read from a file
 TRAINING = ("optimizer", "lr_scheduler")
-#: the classes that a file may name among the arguments of a model, all of plain values
+#: the classes that a file may name in a model's arguments; all take plain values
 VALUES: dict[str, Any] = {cls.__name__: cls for cls in (Branch, DilatedPattern, Global, Recurrence, Window)}
 _CLASS = ("class_path", "_class_path")
-#: bytes of a file that a parser may read an argument from
+#: the largest file, in bytes, that a parser may read an argument from
 _LARGEST_TEXT = 1 << 20
-#: words of a parser, which are no arguments
+#: reserved words of a parser, not arguments
 _RESERVED = ("class_path", "init_args", "dict_kwargs")
 
 
 def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -> dict[str, Any]:
-    """A model's arguments in a file: plain values, without the optimizer, the scheduler and what Lightning adds.
+    """Return a model's arguments from a file as plain values, without optimizer, scheduler and Lightning's additions.
 
-    `class_path` may name a class of `VALUES` only, here by its public name; `made_values` makes the objects.
+    `class_path` may name only a class of `VALUES`, and is returned as its public name. `made_values` makes the objects.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
         where: the file, for messages.
-        but: names whose values the caller gives; the file's are left out.
+        but: names that the caller sets; the file's values are left out.
 
     Raises:
-        ValueError: naming file and class, and what to do; for hyperparameters whose names no parser accepts.
+        ValueError: for another class (naming file, class and remedy), and for names that no parser accepts.
     """
     if not isinstance(hparams, Mapping):
         raise ValueError(f"{where} has {type(hparams).__name__} in place of hyperparameters by name.")
@@ -68,13 +69,13 @@ def file_arguments(hparams: Any, where: str | Path, but: Collection[str] = ()) -
 
 
 class _Checked:
-    """Values of a file, each checked once; their number is limited, as YAML can name a value many times."""
+    """Checks the values of a file; limits their number, because YAML can repeat a value many times by reference."""
 
     def __init__(self, where: str | Path) -> None:
         self.where, self.left = where, 100_000
 
     def value(self, value: Any, name: str, depth: int = 0) -> Any:
-        """The same value, a class of `VALUES` by its public name; ValueError for another class."""
+        """Return the value, with classes of `VALUES` by public name; raise ValueError for another class."""
         self.left -= 1
         if self.left < 0 or depth > 100:
             raise ValueError(f"{self.where} has endlessly nested hyperparameters.")
@@ -127,7 +128,7 @@ def _remedy(name: str) -> str:
 
 
 def made_values(value: Any) -> Any:
-    """A checked value, in which mappings with a class_path are objects of the classes of `VALUES`."""
+    """Replace the mappings with a class_path in a checked value by objects of these classes of `VALUES`."""
     if isinstance(value, dict) and "class_path" in value:
         cls = VALUES[value["class_path"].rpartition(".")[2]]
         return cls(**made_values(value.get("init_args") or {}))
@@ -139,12 +140,12 @@ def made_values(value: Any) -> Any:
 
 
 def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
-    """The class of a model in a file: `cls`, or an imported subclass that the file names.
+    """Return the class that a file names: `cls` or an imported subclass.
 
     Args:
-        path: what the file names.
+        path: the name in the file.
         where: the file, for messages.
-        loader: the class method that was called.
+        loader: the class method that was called, for messages.
 
     Raises:
         ValueError: for another class.
@@ -160,10 +161,7 @@ def class_in_file(cls: type, path: Any, where: str | Path, loader: str) -> Any:
 
 
 def imported(path: str) -> Any:
-    """Return the object of a dotted name: a public name of this package, or a name in a module that is imported; else None.
-
-    No other module is asked to make the object.
-    """
+    """Return the object of a dotted name if it is public here or in an imported module, else None; import nothing else."""
     public = path.removeprefix(f"{PACKAGE}.")
     if public != path and public in NAMES:
         return place(NAMES[public])
@@ -172,17 +170,14 @@ def imported(path: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """YAML without types, which takes what any other loader takes; by the scanner that jsonargparse uses."""
+    """Parse YAML without types, so that any text parses that another loader accepts, with jsonargparse's scanner."""
     return yaml.load(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 def _inside(value: str) -> list[Any]:
-    """What a parser may read from a string: another string, a mapping or list in JSON or YAML, or a file of one.
+    """List the values that a parser may read from a string, or from the file that it names: JSON or YAML.
 
-    Raises:
-        yaml.constructor.ConstructorError: for YAML that is well-formed and not plain, which another loader may take, such as
-            a key that is a mapping.
-        RecursionError: for endless nesting.
+    ConstructorError of yaml means that the YAML is not plain, such as a mapping as a key, and another loader may accept it.
     """
     texts, values = [value], []
     with contextlib.suppress(OSError, ValueError):
@@ -194,19 +189,19 @@ def _inside(value: str) -> list[Any]:
         try:
             values.append(_yaml(text))
         except yaml.constructor.ConstructorError:
-            if "=" in text or "!" in text:  # a tag, or the value of a mapping that other loaders make a key of
+            if "=" in text or "!" in text:  # a tag, or a mapping as key, which other loaders accept by its `=` value
                 raise
-        except (yaml.YAMLError, ValueError):  # no YAML at all
+        except (yaml.YAMLError, ValueError):  # not YAML
             continue
     return [x for x in values if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
 
 
 def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
-    """The number of layers in a file: 1 more than the largest layer number.
+    """Return the number of layers in a file: 1 more than the largest layer number.
 
     Args:
-        numbers: of layers, as digits in the names of tensors.
-        tensors: how many the file has.
+        numbers: layer numbers, as digits in names of tensors.
+        tensors: number of tensors in the file.
 
     Raises:
         ValueError: for more layers than tensors.
@@ -220,7 +215,7 @@ def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str | Path) -> None:
-    """Raise ValueError for weights with NaN or infinite values, naming them."""
+    """Raise ValueError, naming the tensors, for weights with NaN or infinite values."""
     with torch.no_grad():
         bad = [name for name, x in tensors.items() if x.is_floating_point() and not _finite(x)]
     if bad:
@@ -242,22 +237,21 @@ PACKAGE = __name__.partition(".")[0]
 class Pretrained:
     """Base of DilatedModule: `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and what a classifier learned of its data:
-    its classes and the order of tiles; model.safetensors holds every tensor of the state dict, shared ones once. The hub's
+    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and the attributes in `also_in_config`,
+    such as a classifier's classes. model.safetensors holds every tensor of the state dict, shared ones once. The hub's
     libraries are imported on use.
     """
 
     def write_hub_files(self, folder: Path) -> None:
-        """Write files beside config.json and model.safetensors."""
+        """Write further files into the folder of config.json and model.safetensors."""
 
     def read_hub_files(self, folder: Path) -> None:
-        """Read files beside config.json and model.safetensors into a new model."""
+        """Read further files of the folder into a new model."""
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors into `folder`, which is created, and a language model's tokenizer; the
-        optimizer is left out.
+        """Write config.json, model.safetensors and a language model's tokenizer into `folder`, which is created.
 
-        On several ranks, only one calls it.
+        The optimizer is left out. Call it on one rank only.
 
         Raises:
             TypeError: for a hyperparameter that JSON cannot represent.
@@ -277,12 +271,12 @@ class Pretrained:
         cache_dir: str | Path | None = None,
         **changes: Any,
     ) -> Self:
-        """The model of a folder that `save_pretrained` wrote, or of a hub repository ("owner/name").
+        """Load the model in a folder that `save_pretrained` wrote, or in a hub repository ("owner/name").
 
-        It is on the CPU, in the weights' dtype, and in training mode like a new model.
+        The model is on the CPU, in the weights' dtype, and in training mode like a new model.
 
         Args:
-            revision, token, cache_dir: as of huggingface_hub; not needed for a folder.
+            revision, token, cache_dir: as in huggingface_hub; not needed for a folder.
             changes: arguments of the class that differ from config.json: optimizer, dropout, engine, ...
 
         Raises:
@@ -300,12 +294,11 @@ class Pretrained:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
     ) -> Any:
-        """Upload what `save_pretrained` writes to a hub repository, created if missing; returns huggingface_hub's
-        CommitInfo.
+        """Upload the files of `save_pretrained` to a hub repository, created if missing; return a CommitInfo.
 
         Args:
             repo_id: "owner/name".
-            private, token, commit_message: as of huggingface_hub.
+            private, token, commit_message: as in huggingface_hub.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
@@ -316,7 +309,7 @@ class Pretrained:
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """Write a config and tensors as the two files into a folder, which is created."""
+    """Write config.json and model.safetensors into a folder, which is created."""
     library = library_of("safetensors.torch")
     folder.mkdir(parents=True, exist_ok=True)
     library.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -327,8 +320,7 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 def made_of(
     which: type, config: dict[str, Any], tensors: dict[str, Tensor], wrong: str, changes: dict[str, Any]
 ) -> Any:
-    """A model of a class from a config's arguments, of `file_arguments`, and `changes`, with these weights; `wrong` is the
-    start of error messages."""
+    """Make a model from a config's checked arguments, `changes` and weights; error messages start with `wrong`."""
     names = inspect.signature(which.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     stored = {k: made_values(v) for k, v in config["init_args"].items() if open_ended or k in names}
@@ -342,27 +334,27 @@ def made_of(
 
 
 def class_path(model: Any) -> str:
-    """The dotted name of a model's class, ignoring the class that `fully_shard` derives from it.
+    """Return the dotted name of a model's class, not of the class that `fully_shard` derives from it.
 
-    The package's models have their public name, so that files do not depend on the module of a class.
+    The package's own models get their public name, so that files do not depend on a class's module.
     """
     cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     return current_class_path(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def current_class_path(path: str) -> str:
-    """A class's name in a file; of the package's own models the public one. ValueError for one that was taken out."""
-    if (said := removed_name(path)) is not None:
-        raise ValueError(said)
-    package, _, rest = path.partition(".")
-    name = rest.rpartition(".")[2]
+    """Return the name of a class in a file, public for the package's own models; ValueError for a removed class."""
+    if (message := removed_name(path)) is not None:
+        raise ValueError(message)
+    package, _, qualified = path.partition(".")
+    name = qualified.rpartition(".")[2]
     if package == PACKAGE and isinstance(getattr(sys.modules[PACKAGE], name, None), type):
         return f"{PACKAGE}.{name}"
     return path
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """The contents of a model's config.json."""
+    """Return the contents of a model's config.json."""
     config = {"class_path": class_path(model), "init_args": plain_arguments(model.hparams, type(model).__name__)}
     for name in getattr(model, "also_in_config", ()):
         if getattr(model, name, None) is not None:
@@ -371,10 +363,10 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Hyperparameters of the class `owner` for JSON, without those of training.
+    """Return the hyperparameters of the class `owner` for JSON, without training hyperparameters.
 
     Raises:
-        TypeError: for one that JSON cannot represent.
+        TypeError: for a value that JSON cannot represent.
     """
     arguments = {k: v for k, v in hparams.items() if not k.startswith("_") and k not in TRAINING}
     plain = {}
@@ -389,7 +381,7 @@ def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
     return plain
 
 
-#: mappings of a config of transformers whose keys are numbers; it reads them from strings, too
+#: mappings in a config of transformers with numbers as keys, which transformers also reads from strings
 _NUMBERED = {"id2label", "pruned_heads"}
 
 
@@ -410,13 +402,13 @@ def _plain(value: Any, name: str = "") -> Any:
 
 
 def names_in_fp32(module: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters that keep fp32 where the module is in 16 bits: their layers have `keeps_fp32`."""
+    """Return the names of parameters that stay in fp32 in a 16-bit module: their layers have `keeps_fp32`."""
     wide = [(name, m) for name, m in module.named_modules() if getattr(m, "keeps_fp32", False)]
     return {f"{name}.{each}" for name, m in wide for each, _ in m.named_parameters()}
 
 
 def library_of(name: str) -> ModuleType:
-    """A module of the extra `hub`, imported; ModuleNotFoundError names the extra where it is missing."""
+    """Import a module of the extra `hub`; ModuleNotFoundError names the extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -431,7 +423,7 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict, each tensor by its first name only. Raises ValueError for tensors sharded over ranks."""
+    """Return the state dict with each tensor under its first name only; ValueError for tensors sharded over ranks."""
     state, alias = model.state_dict(), _aliases(model)
     parts = [name for name, x in state.items() if isinstance(x, DTensor)]
     if parts:
@@ -443,7 +435,6 @@ def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _folder(path: str | Path, **options: Any) -> Path:
-    """The local folder of a path, or of a snapshot of a repository."""
     if Path(path).is_dir():
         return Path(path)
     if Path(path).exists():
@@ -491,7 +482,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
-    """Load the tensors into the model, in their dtype; raises ValueError for those that do not fit."""
     try:
         blank = model.load_without_values(tensors)
     except RuntimeError as error:
@@ -500,10 +490,10 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
         raise ValueError(f"{wrong} {CONFIG}: {error}") from None
     if blank is not None:
         _check_complete(blank, tensors, wrong)
-    model.state_dict()  # makes the layers
+    model.state_dict()  # builds the layers
     if blank is None:
         _check_complete(model, tensors, wrong)
-    wide = names_in_fp32(model)  # whatever the others are
+    wide = names_in_fp32(model)  # in any model
     dtypes = {x.dtype for name, x in tensors.items() if x.is_floating_point() and name not in wide}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
@@ -516,11 +506,10 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
 
 
 def _check_complete(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
-    """Raise ValueError for tensors that are missing, or that the model has not."""
     alias, names = _aliases(model), model.state_dict().keys()
     missing = [name for name in names if alias.get(name, name) not in tensors and name not in tensors]
-    more = [name for name in tensors if name not in names]
-    if missing or more:
-        lists = (("missing", missing), ("too many", more))
+    unknown = [name for name in tensors if name not in names]
+    if missing or unknown:
+        lists = (("missing", missing), ("too many", unknown))
         parts = [f"{what}: {', '.join(names[:5])}" for what, names in lists if names]
         raise ValueError(f"{wrong} the {type(model).__name__} of {CONFIG}; {'; '.join(parts)}.")

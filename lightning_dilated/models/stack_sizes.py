@@ -1,4 +1,4 @@
-"""What planning asks of a stack of blocks: the attention of each, and the sizes of one.
+"""Descriptions of blocks for planning: the attention of each block, and the sizes of one.
 
 Shape letters: E embedding dim, H query heads, K kv heads, D head dim.
 """
@@ -15,8 +15,8 @@ class BlockAttention(NamedTuple):
 
     Attributes:
         num_heads, num_kv_heads, head_dim: H, K, D.
-        dropout: of the attention weights, in training.
-        engine: as the models take it.
+        dropout: probability for attention weights in training.
+        engine: the model's argument of this name.
     """
 
     pattern: DilatedPattern
@@ -29,16 +29,16 @@ class BlockAttention(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """Of a block.
+    """The sizes of a block.
 
     Attributes:
-        dim, hidden: E, and features of the feed-forward.
+        dim, hidden: E, and the hidden features of the feed-forward.
         projection: parameters of the projections to q, k and v.
         feed_forward: parameters of the feed-forward.
         windows: whether windows of heads can attend one after another.
-        tiles: whether its feed-forward can run in tiles of tokens.
-        updated: the weight that an update is added to before it is multiplied with activations, in parameters, and those of
-            the update; (0, 0) where there is none.
+        tiles: whether the feed-forward can run in tiles of tokens.
+        updated: (parameters of a weight that an update is added to before the product, parameters of the update); (0, 0)
+            without an update.
     """
 
     dim: int

@@ -1,7 +1,4 @@
-"""Lightning's checkpoints and files of hyperparameters, read as plain values.
-
-Patterns are stored as mappings, so that no file needs a class of this package.
-"""
+"""Read Lightning's checkpoints and hyperparameter files as plain values; patterns are stored as mappings."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from lightning_dilated.pattern import DilatedPattern
 
 
 def plain_value(value: Any) -> Any:
-    """A hyperparameter in a checkpoint: patterns, alone or in a list, as plain mappings."""
+    """Return a hyperparameter with patterns, alone or in a list, as plain mappings."""
     if isinstance(value, DilatedPattern):
         return value.to_dict()
     if isinstance(value, (list, tuple)) and any(isinstance(x, DilatedPattern) for x in value):
@@ -28,10 +25,10 @@ def plain_value(value: Any) -> Any:
 
 
 def read_model(source: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """A Lightning checkpoint: of a path, an open file, or an address that Lightning can read.
+    """Read a Lightning checkpoint from a path, an open file or an address that Lightning can read.
 
     Raises:
-        ValueError: for a file of something else.
+        ValueError: for a file that is not a checkpoint.
     """
     map_location = map_to_known_devices if map_location is None else map_location
     if weights_only is False:
@@ -46,14 +43,14 @@ def read_model(source: Any, map_location: Any, weights_only: bool | None) -> dic
 
 
 def stored_hparams(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's hyperparameters in a checkpoint."""
-    names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions
+    """Return the model's hyperparameters in a checkpoint."""
+    names = ("hparams", "module_arguments", "hyper_parameters")  # early versions of Lightning wrote the first two
     parts = [part for name in names if isinstance(part := stored.get(name), Mapping)]
     return {key: value for part in parts for key, value in part.items()}
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """yaml's, with tuples, as Lightning writes them."""
+    """SafeLoader with tuples, which Lightning writes."""
 
 
 _PlainLoader.add_constructor(
@@ -62,11 +59,11 @@ _PlainLoader.add_constructor(
 
 
 def read_hparams(path: Path) -> dict[str, Any]:
-    """The hyperparameters of a csv or YAML that Lightning's loggers wrote, of plain values.
+    """Read hyperparameters of plain values from a csv or YAML that Lightning's loggers wrote.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: for other suffixes, and YAML of something else.
+        ValueError: for other suffixes, and YAML that does not hold plain values by name.
     """
     check_input(path)
     if not path.is_file():

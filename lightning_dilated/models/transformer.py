@@ -1,4 +1,4 @@
-"""The stack of blocks that all models share: rotary bases, initial weights, FLOPs, and advice about patterns and bases.
+"""The stack of blocks that all models share, with rotary bases, initial weights, FLOPs and advice about bases.
 
 Shape letters: B batch, N tokens, w segment length, E embedding dim, V vocabulary, D head dim.
 """
@@ -33,46 +33,47 @@ from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, short
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.sequence import SequenceSpec
 
-#: what a model takes as `rotary_base`
+#: values of a model's `rotary_base`
 BasesLike: TypeAlias = float | str | Sequence[float | str] | None
 
-#: the base where the length of sequences is not known
+#: the base if the length of sequences is unknown
 USUAL = 10_000.0
 #: "Base of RoPE Bounds Context Length" (arXiv 2405.14591), equation 13: the smallest base for N tokens is 0.0424 N^1.628
 FACTOR, POWER = 0.0424, 1.628
-#: the formula's constants have three digits: 1e4, whose bound is 1,996 tokens, is accepted for segments of 2,048
+#: the formula's constants have three digits: base 1e4, for at most 1,996 tokens, is accepted for segments of 2,048
 TOLERANCE = 1.05
 
 
 def base_of_length(seq_len: int) -> float:
-    """The rotary base for sequences of N tokens: max(1e4, 0.0424 N^1.628), rounded up to a power of ten."""
+    """Return the rotary base for sequences of N tokens: max(1e4, 0.0424 N^1.628), rounded up to a power of ten."""
     least = FACTOR * integer(seq_len, "max_seq_len", 1) ** POWER
     return max(USUAL, 10.0 ** math.ceil(math.log10(least)))
 
 
 def served_length(base: float) -> int:
-    """The most tokens between a query and a key that a rotary base serves, by the same bound."""
+    """Return the most tokens between a query and a key that a rotary base serves, by the same bound."""
     return int((base / FACTOR) ** (1 / POWER))
 
 
 def layer_bases(
     rotary_base: BasesLike, max_seq_len: int | None, depth: int, position_encoding: str = "rotary"
 ) -> tuple[float | None, ...]:
-    """The rotary base of each of `depth` layers; None for a layer without positions.
+    """Return the rotary base of each of `depth` layers; None for a layer without positions.
 
     Args:
-        rotary_base: a number; "length", `base_of_length` of `max_seq_len`; "none", no positions; a list of those for layers
-            0, 1, ..., which repeats; or None: "length" where `max_seq_len` is given, else 10,000.
+        rotary_base: a number; "length", `base_of_length` of `max_seq_len`; "none", no positions; a list of these for layers
+            0, 1, ..., which repeats; or None: "length" if `max_seq_len` is set, else 10,000.
         max_seq_len: the longest sequence that the model is made for.
-        depth: layers.
-        position_encoding: of the model; with "none" no layer has positions.
+        depth: number of layers.
+        position_encoding: the model's; with "none" no layer has positions.
 
     Raises:
-        TypeError, ValueError: for another value, a list that is empty or longer than `depth`, and "length" without a length.
+        TypeError, ValueError: for another value, a list that is empty or longer than `depth`, and "length" without
+            `max_seq_len`.
     """
     if max_seq_len is not None:
         max_seq_len = integer(max_seq_len, "max_seq_len", 1)
-    if rotary_base is None:  # xPos decays with the distance whatever the base
+    if rotary_base is None:  # xPos decays with the distance for any base
         rotary_base = USUAL if max_seq_len is None or position_encoding == "xpos" else "length"
     values = list(rotary_base) if isinstance(rotary_base, (list, tuple)) else [rotary_base]
     if not 1 <= len(values) <= depth:
@@ -101,7 +102,7 @@ def _base(value: float | str, max_seq_len: int | None) -> float | None:
 
 
 def stored_bases(bases: Sequence[float | None]) -> float | str | list[float | str]:
-    """The bases of all layers as `rotary_base` takes them, in numbers: what a checkpoint keeps."""
+    """Return the bases of all layers as a value of `rotary_base`, in numbers, to store in a checkpoint."""
     cycle = ["none" if base is None else base for base in shortest_cycle(bases)]
     return cycle[0] if len(cycle) == 1 else cycle
 
@@ -112,11 +113,11 @@ def rotary_hint(
     seq_len: int | None,
     max_seq_len: int | None = None,
 ) -> str | None:
-    """What to change where a layer's keys may be further away than its rotary base serves; None where none are.
+    """Return advice if a layer reads keys further away than its rotary base serves, else None.
 
     Args:
-        bases, patterns: of each layer.
-        seq_len: N of the sequences; None: those of the model's `max_seq_len`, or any length.
+        bases, patterns: one for each layer.
+        seq_len: N; None: the model's `max_seq_len`, or any length without it.
         max_seq_len: the model's.
     """
     longest = seq_len or max_seq_len or math.inf
@@ -140,27 +141,27 @@ def rotary_hint(
 
 
 def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range], training: bool = True) -> int:
-    """FLOPs of the blocks of a module, and of an output projection `head` over tokens, on all ranks together.
+    """Count the FLOPs of a module's blocks and of an output projection `head` over tokens, on all ranks together.
 
     A product with a matrix of P weights takes 2 P a token forward and 4 P backward: 2 P for the weight's gradient, left out
-    if it is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and a key
-    takes 4 D forward and 10 D backward, likewise. Parameters are assumed to be used in the module's order. Norms,
-    activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix
-    B). A recurrence takes what its rule writes and reads (`Recurrence.flops`), and twice that backward. In truncated
-    back-propagation a pair with a carried key takes 6 D backward: the key and its value get no gradient.
+    if the weight is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and
+    a key takes 4 D forward and 10 D backward, left out likewise. Parameters are assumed to be used in the module's order.
+    Norms, activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B). A recurrence takes `Recurrence.flops` forward and twice that backward. In truncated back-propagation a pair
+    with a carried key takes 6 D backward: the key and its value get no gradient.
 
     Args:
-        tokens: of all samples, padding included.
-        documents: the tokens of each document or unpadded sample; or, of a causal module, the positions in their document of
-            tokens that attend to carried keys before them.
-        training: forward and backward, else forward only.
+        tokens: number of tokens in all samples, padding included.
+        documents: the number of tokens of each document or unpadded sample; in a causal module also ranges of positions in
+            a document, for tokens that attend to carried keys before them.
+        training: count forward and backward, else forward only.
 
     Raises:
         ValueError: for a module without TransformerBlock.
     """
     blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    others = [m for m in module.modules() if isinstance(m, StackMemory) and not isinstance(m, DilatedTransformer)]
-    if not blocks and not others:
+    stacks = [m for m in module.modules() if isinstance(m, StackMemory) and not isinstance(m, DilatedTransformer)]
+    if not blocks and not stacks:
         raise ValueError(f"{type(module).__name__} has no TransformerBlock whose FLOPs could be counted.")
     before = _trained_before(module) if training else {}
     passes = lambda p, early: 1 + (training and p.requires_grad) + early  # noqa: E731 - products with a matrix
@@ -170,10 +171,10 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
         a = block.attention_layer
         backward = before.get(next(a.out_proj.parameters()))
         for document, times in Counter(documents).items():
-            own, carried = _pairs(a, document)
-            features += a.head_dim * times * (own * (14 if backward else 4) + carried * (10 if backward else 4))
+            local, carried = _pairs(a, document)
+            features += a.head_dim * times * (local * (14 if backward else 4) + carried * (10 if backward else 4))
         features += tokens * sum(mixer.token_flops for mixer in a.mixers) * (3 if backward else 1)
-    for stack in others:
+    for stack in stacks:
         for block, a in zip(stack.blocks, stack.attentions(), strict=True):
             first, alike = next(block.parameters()), stack.projections(block)
             early_of = lambda p: before.get(first if p in alike else p, False)  # noqa: B023, E731
@@ -195,14 +196,14 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
 
 
 def _pairs(a: MultiheadDilatedAttention, document: int | range) -> tuple[int, int]:
-    """(pairs with keys of the document, or of a part of it; pairs with carried keys)."""
+    """(pairs with keys of the document or of its part, pairs with carried keys)."""
     if isinstance(document, range):
         return pairs_of_part(a.attention.pattern, document, a.num_heads, a.num_kv_heads)
     return pairs(a.attention.pattern, document, a.num_heads, a.num_kv_heads, a.attention.causal), 0
 
 
 def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
-    """Each parameter -> whether any before it is trained."""
+    """Map each parameter to True if an earlier one is trained."""
     before, so_far = {}, False
     for p in module.parameters():
         before[p] = so_far
@@ -218,7 +219,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         x: hidden states (B, N, E).
-        lengths: (B,) of padded samples.
+        lengths: (B,) tokens of padded samples.
         cu_seqlens: (D + 1,) bounds of documents packed into one row.
         positions: (N,) or (B, N).
         drops: factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) with documents.
@@ -236,12 +237,11 @@ class DilatedTransformer(StackMemory):
 
     Args:
         dim: E.
-        patterns: one for each block; their number is the depth.
-        num_heads, num_kv_heads, causal: of every block.
-        hidden: features of the feed-forward; None: `default_hidden`.
-        options: of every block.
-        rotary_bases: one for each block, None for one without positions; None: all have `options.rotary_base`.
-        recurrences: one for each block, None for one without; None: no block has one.
+        patterns: one for each block.
+        num_heads, num_kv_heads, causal, options: the same for every block.
+        hidden: hidden features of the feed-forward; None: `default_hidden`.
+        rotary_bases: one for each block, with None for a block without positions; None: `options.rotary_base` for all.
+        recurrences: one for each block, with None for a block without recurrence; None: no recurrences.
     """
 
     def __init__(
@@ -278,13 +278,13 @@ class DilatedTransformer(StackMemory):
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
-        #: of each block, None for one without positions
+        #: one for each block, None for a block without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
-        #: the CUDA graphs of the blocks' training step; None: kernels are launched one by one
+        #: CUDA graphs of the blocks' training step; None: kernels are launched one by one
         self.graphs: Any = None
 
     def residual(self, x: Tensor) -> Tensor:
-        """x in the dtype of the hidden states between blocks; callers cast x themselves, so that the wider one is freed."""
+        """Cast x to the dtype of the hidden states between blocks; callers do so early, so that the wider x is freed."""
         return x if self.residual_dtype is None else x.to(self.residual_dtype)
 
     def forward(
@@ -299,29 +299,29 @@ class DilatedTransformer(StackMemory):
         watch: Callable[[Tensor], None] | None = None,
         normed: bool = True,
     ) -> Tensor:
-        """(B, N, E) to (B, N, E).
+        """Map (B, N, E) to (B, N, E).
 
         Args:
             positions: (N,), global; None: from 0 on, or after the cached tokens.
-            lengths, cu_seqlens: as of `dilated_attention`.
+            lengths, cu_seqlens: see `dilated_attention`.
             caches: one for each block.
-            chunk: the place of each block in a stream, whose chunk x is; `positions` are then given.
+            chunk: the place of each block in a stream, if x is a chunk of a stream; needs `positions`.
             watch: called with the input and with every block's output.
             normed: False leaves the last norm to the caller.
         """
         x = self.residual(x)
         drops = self._drops(x, cu_seqlens) if caches is None else None
         inputs = Inputs(x, lengths, cu_seqlens, positions, drops)
-        others: dict[str, Any] = {"caches": caches, "chunk": chunk, "watch": watch}
-        if self._replays(inputs, others):
+        options: dict[str, Any] = {"caches": caches, "chunk": chunk, "watch": watch}
+        if self._replays(inputs, options):
             x = self.graphs(self._compute, self.blocks, inputs)
         else:
-            x = self._compute(inputs, **others)
+            x = self._compute(inputs, **options)
         del inputs  # the norm needs the memory
         return self.norm(x) if normed else x
 
     def _drops(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-        """Factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) where each document has its own."""
+        """Factors of stochastic depth (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) for documents."""
         rate = self.drop_path if self.training else 0.0
         if cu_seqlens is None or rate == 0:
             return drop_path_factors(rate, len(self.blocks), x)
@@ -329,11 +329,11 @@ class DilatedTransformer(StackMemory):
         drops = drop_path_factors(rate, len(self.blocks), x, len(documents))
         return drops[:, :, send(documents.number, x.device), 0][:, :, None]  # type: ignore[index]
 
-    def _replays(self, inputs: Inputs, others: Mapping[str, Any]) -> bool:
-        """Whether the blocks are replayed from CUDA graphs, in a call with these arguments."""
+    def _replays(self, inputs: Inputs, options: Mapping[str, Any]) -> bool:
+        """Return True if CUDA graphs serve a call with these arguments."""
         if self.graphs is None:
             return False
-        named = [name for name, value in others.items() if value is not None]
+        named = [name for name, value in options.items() if value is not None]
         reason = self.graphs.why_not(self.blocks, inputs.x)
         if reason is None and (named or self.memory != MemorySettings()):
             reason = f"it is called with {named[0]}" if named else f"its memory settings are {self.memory}"
@@ -350,7 +350,6 @@ class DilatedTransformer(StackMemory):
         chunk: Sequence[LayerPlace] | None = None,
         watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """The blocks."""
         x, lengths, cu_seqlens, positions, drops = inputs
         tables = self._tables(x, positions, caches)
         shared = {"lengths": lengths, "cu_seqlens": cu_seqlens}
@@ -358,7 +357,7 @@ class DilatedTransformer(StackMemory):
             none = itertools.repeat(None)
             each = zip(self.blocks, tables, none if drops is None else drops, chunk or none, strict=False)
             layers = [partial(block, **shared, positions=t, drop=drop, cache=place) for block, t, drop, place in each]
-        else:  # not compiled: each new token would have a length of its own
+        else:  # not compiled: every new token would change the length, and compile again
             each = zip(self.blocks, tables, caches, strict=True)
             layers = [partial(uncompiled(block), **shared, positions=t, cache=cache) for block, t, cache in each]
         if watch is not None:
@@ -367,8 +366,8 @@ class DilatedTransformer(StackMemory):
         return self._run(layers, x, grouped=watch is None)
 
     def _tables(self, x: Tensor, positions: Tensor | None, caches: Sequence[Any] | None) -> list[RotaryTable | None]:
-        """Rotary positions for each block; blocks of one base share a table."""
-        dtype = autocast(x[:0])[0].dtype  # of q and k, whose range xPos is checked against
+        """Rotary positions for each block; blocks with the same base share a table."""
+        dtype = autocast(x[:0])[0].dtype  # dtype of q and k; xPos factors have to fit its range
         start, furthest, tables = caches[0].length if caches else 0, None, {}
         if caches and positions is None:
             positions, furthest = caches[0].token_positions(x)
@@ -377,9 +376,9 @@ class DilatedTransformer(StackMemory):
                 tables[rotary.base] = rotary.table(x, dtype, positions, start, furthest)
         return [None if rotary is None else tables[rotary.base] for rotary in self.rotaries]
 
-    # -- what planning asks --------------------------------------------------------------------------------------------
+    # -- for planning --------------------------------------------------------------------------------------------------
     def attentions(self) -> list[BlockAttention]:
-        """Of each block."""
+        """Describe the attention of each block."""
         layers = [(block.attention_layer, block.attention_layer.attention) for block in self.blocks]
         return [
             BlockAttention(a.pattern, x.num_heads, x.num_kv_heads, x.head_dim, a.causal, a.dropout, a.engine)
@@ -387,7 +386,7 @@ class DilatedTransformer(StackMemory):
         ]
 
     def sizes(self) -> BlockSizes:
-        """Of the first block; of all, whether they run in windows of heads."""
+        """Return the sizes of the first block; `windows` is True if all blocks can run in windows of heads."""
         block = self.blocks[0]
         inner, weight = block.attention_layer, block.attention_layer.in_proj_weight
         updated = (0, 0)
@@ -400,20 +399,20 @@ class DilatedTransformer(StackMemory):
         return BlockSizes(*sizes, windows=windows, updated=updated)
 
     def compile_blocks(self) -> None:
-        """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""
+        """Compile each block in place, as one graph; a compiled block takes a rotary table instead of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # graphs for each pattern: with gradients and without, of whole sequences and of chunks, static and dynamic lengths,
-        # and those of `CompiledPart` for whole chunks
+        # graphs for each pattern: with and without gradients, for whole sequences and chunks, static and dynamic lengths,
+        # and for `CompiledPart` with whole chunks
         allow_recompiles(24 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
 
     def new_caches(self, max_length: int | None = None, lengths: Sequence[int] | None = None) -> list[Any]:
-        """An empty cache for every block.
+        """Make an empty cache for every block.
 
         Args:
-            max_length: most tokens of a sample; the caches then have their final size, see `KVCache`.
-            lengths: tokens of each sample's prompt, where prompts are padded on the right, see `Clock`.
+            max_length: the most tokens of a sample, for caches of final size, see `KVCache`.
+            lengths: tokens of each sample's prompt, if prompts are padded on the right, see `Clock`.
         """
         return hook("caches of a stack")(self, max_length, lengths)
 
@@ -425,15 +424,15 @@ def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None],
 
 
 def init_weights(model: nn.Module, depth: int, dim: int) -> None:
-    """Normal(0, std) for matrices and embeddings, 0 for biases; projections into the residual by std / sqrt(2 depth).
+    """Initialize matrices by Normal(0, std), biases by 0, projections into the residual by Normal(0, std / sqrt(2 depth)).
 
-    std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit): with 0.02
-    at all widths, narrow models hardly learn.
+    std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit). With 0.02
+    at every width, narrow models hardly learn.
     """
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # which has a value of its own
+            if name.endswith("bias") and not name.endswith("decay.dt_bias"):  # its layer initializes dt_bias
                 nn.init.zeros_(parameter)
             continue
         if name.endswith(("kv_conv.weight", "recurrence.conv.weight")):
@@ -444,7 +443,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
 
 
 def position_advice(module: Any, seq_len: int) -> str | None:
-    """What to change about the rotary bases for sequences of N tokens; None where nothing is wrong."""
+    """Return advice about the rotary bases for sequences of N tokens; None if they serve."""
     bases, made_for = getattr(module, "rotary_bases", ()), getattr(module, "max_seq_len", None)
     if getattr(getattr(module, "options", None), "position_encoding", "none") != "rotary":
         return None
@@ -453,12 +452,12 @@ def position_advice(module: Any, seq_len: int) -> str | None:
 
 
 def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
-    """N of the longest sample or document of a batch; 0 where it is not known.
+    """Return N of the longest sample or document of a batch; 0 if unknown.
 
     Args:
         batch: this rank's part.
-        spec: which entries are sequences.
-        group: the ranks of the sequence, whose latest agreed call has N; None for one rank.
+        spec: names the entries that are sequences.
+        group: the ranks of the sequence; their latest agreed call has N. None for one rank.
     """
     if not isinstance(batch, Mapping):
         return 0

@@ -1,7 +1,7 @@
 """TransformerModel: the constructor that all models around one `DilatedTransformer` share.
 
-A subclass names its own options, passes all others on as `**options`, and sets those that it does not offer. The command
-line finds every option by following `super().__init__(..., **options)`; checkpoints store them all.
+A subclass names its own options, passes the other options on as `**options`, and sets options that it does not offer. The
+command line finds every option by following `super().__init__(..., **options)`; checkpoints store all options.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_dilated.pattern.pattern import LAYERS
 from lightning_dilated.recurrence import Recurrence
 from lightning_dilated.recurrence.description import layer_recurrences, plain_recurrences
 
-#: the most features of a hidden state; of a feed-forward 8 times as many
+#: the largest number of features of a hidden state; a feed-forward may have 8 times this number
 WIDTH = 1 << 20
-#: arguments that are not part of the model itself, or are saved in another form
+#: arguments that are not part of the model, or are saved in another form
 NOT_SAVED = (
     "pattern",
     "optimizer",
@@ -49,37 +49,34 @@ NOT_SAVED = (
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Any]:
-    """The default of each argument of a class by name, as the command line reads them: also of those that it passes on."""
+    """Return the default of each argument of a class by name, including arguments that it passes on."""
     parser = ArgumentParser(exit_on_error=False)
     keys = parser.add_class_arguments(cls, "model", fail_untyped=False)
     return {key.partition(".")[2]: parser.get_default(key) for key in keys}
 
 
 class _NamedArguments:
-    """Stores the arguments of the call by name, and refuses unknown ones.
-
-    A base class, since jsonargparse would read the `__new__` of a model's own class.
-    """
+    """Stores a call's arguments by name, refuses unknown ones; a base, as jsonargparse reads a class's own `__new__`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         self = super().__new__(cls)
-        if args or options:  # a copy has none
+        if args or options:  # copies are made without arguments
             _check_names(cls, options.keys())
             self.__dict__["_arguments"] = {**dict(zip(_positional(cls), args, strict=False)), **options}
         return self
 
 
 def _constructors(cls: type) -> tuple[list[inspect.Signature], type]:
-    """(signatures of the constructors in a user's classes, this package's first class that has one)."""
+    """(signatures of the constructors in a user's classes, this package's first class with a constructor)."""
     owners = [base for base in cls.__mro__ if "__init__" in vars(base)]
     first = next(i for i, base in enumerate(owners) if base.__module__.startswith("lightning_dilated."))
     return [inspect.signature(vars(base)["__init__"]) for base in owners[:first]], owners[first]
 
 
 def _positional(cls: type) -> Iterator[str]:
-    """Names of the arguments by position, through constructors that pass `*args` on."""
-    users, ours = _constructors(cls)
-    for signature in [*users, inspect.signature(vars(ours)["__init__"])]:
+    """Names of the positional arguments, through constructors that pass `*args` on."""
+    signatures, package_class = _constructors(cls)
+    for signature in [*signatures, inspect.signature(vars(package_class)["__init__"])]:
         parameters = list(signature.parameters.values())[1:]
         yield from (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -89,77 +86,77 @@ def _positional(cls: type) -> Iterator[str]:
 def _check_names(cls: type, names: Collection[str]) -> None:
     """Raise TypeError for a keyword that this package's constructor does not take.
 
-    A user's constructor may take keywords that it does not name, but none that a class of this package sets.
+    A user's constructor may take keywords that it does not name, except keywords that a class of this package sets.
     """
-    users, ours = _constructors(cls)
-    known = options_of(ours).keys() | {name for signature in users for name in signature.parameters}
+    signatures, package_class = _constructors(cls)
+    known = options_of(package_class).keys() | {name for signature in signatures for name in signature.parameters}
     for name in sorted(names - known):
-        is_set = any(name in options_of(base) for base in ours.__mro__ if issubclass(base, TransformerModel))
-        if is_set or not users:
+        is_set = any(name in options_of(base) for base in package_class.__mro__ if issubclass(base, TransformerModel))
+        if is_set or not signatures:
             raise _no_argument(cls, name, known, "The class sets it itself." if is_set else None)
 
 
 def _no_argument(cls: type, name: str, known: Collection[str], hint: str | None = None) -> TypeError:
-    """The error of an unknown keyword; without a hint it names the nearest known one."""
-    near = get_close_matches(name, known, 1)
-    other = (
-        f"Did you mean {near[0]!r}?" if near else "Where a checkpoint names it, load that with the class that wrote it."
-    )
-    return TypeError(f"{cls.__name__} has no argument {name!r}. {hint or other}")
+    """The error for an unknown keyword; without a hint it suggests the nearest known keyword."""
+    if hint is None:
+        near = get_close_matches(name, known, 1)
+        hint = f"Did you mean {near[0]!r}?" if near else "If a checkpoint names it, load by the class that wrote it."
+    return TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
     """Defaults of the arguments that a checkpoint stores.
 
-    A user's constructor may set arguments that it does not name, unless it passes all of them on by `*args`.
+    A user's constructor may set arguments that it does not name, unless it passes all arguments on by `*args`.
     """
-    users, ours = _constructors(cls)
-    parameters = list(users[0].parameters.values()) if users else []
-    passes_all_on = not users or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    signatures, package_class = _constructors(cls)
+    parameters = list(signatures[0].parameters.values()) if signatures else []
+    passes_all_on = not signatures or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     named = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return options_of(ours) | named if passes_all_on else named
+    return options_of(package_class) | named if passes_all_on else named
 
 
 class TransformerModel(_NamedArguments, DilatedModule):
     """A DilatedModule around one `DilatedTransformer`; checks its sizes, patterns and block options, and saves them.
 
     Args:
-        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches; or a list of them,
-            one for each of layers 0, 1, ..., which repeats; or {"hybrid": options} of `DilatedPattern.hybrid`, whose depth
-            and heads are the model's.
+        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches; or a list of them
+            for layers 0, 1, ..., which repeats; or {"hybrid": options} for `DilatedPattern.hybrid` with the model's depth
+            and heads.
         dim: E, features of a hidden state; a multiple of num_heads.
         depth: number of layers.
         num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads; None: as many as query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; None: num_heads.
         ffn_dim: hidden features of the feed-forward; None: 4 dim (GELU), or about 8/3 dim (SwiGLU).
-        rotary_base: a number; or "length": that of `max_seq_len`, max(1e4, 0.0424 N^1.628) rounded up to a power of ten (the
-            bound of arXiv 2405.14591); or "none", no positions; or a list of those for layers 0, 1, ..., which repeats.
-            None is "length" where `max_seq_len` is given, else 10,000, which serves 2,000 tokens.
-        max_seq_len: the longest sequence that the model is made for; kept in checkpoints, with the bases that
-            follow from it. It never follows the data; the command line sets it to theirs in a recipe that names neither.
-        recurrence: a memory of constant size beside the pattern, through which a layer reaches all earlier tokens,
-            compressed: a `Recurrence`, or a mapping of one ({"kind": "gated_delta"}); or a list of them for layers 0, 1,
-            ..., None for a layer without, which repeats; None: no layer has one.
-        shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
-            nested segments leave (see `pattern.explain`).
-        shift_below: tokens; only segments shorter than this are shifted, None: every finite one.
-        compile_blocks: compile every block, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
-            when it is first run; in generation, of each block what follows attention.
+        rotary_base: a number; or "length": the base for `max_seq_len` tokens, max(1e4, 0.0424 N^1.628) rounded up to a power
+            of ten (the bound of arXiv 2405.14591); or "none": no positions; or a list of these for layers 0, 1, ..., which
+            repeats. None: "length" if `max_seq_len` is set, else 10,000, which serves 2,000 tokens.
+        max_seq_len: the longest sequence that the model is made for; stored in checkpoints together with the rotary bases.
+            It does not follow the data, but the command line sets it to the data's if a recipe sets neither this nor
+            `rotary_base`.
+        recurrence: a memory of constant size, in addition to the pattern, that compresses all earlier tokens: a `Recurrence`
+            or its mapping ({"kind": "gated_delta"}); or a list of these for layers 0, 1, ..., which repeats, with None for
+            a layer without memory. None: no layer has one.
+        shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, so that tokens also attend across
+            the boundaries of nested segments (see `pattern.explain`).
+        shift_below: shift only segments of fewer tokens than this; None: every finite segment.
+        compile_blocks: compile every block with torch.compile on its first run, and on a GPU the loss of vocabularies of at
+            least 1,024 tokens. In generation, only the part of a block after attention is compiled.
         cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
-            them: for short sequences, where launching kernels takes longer than the kernels. For one rank a sequence,
+            them: for short sequences, when launching kernels takes longer than running them. For one rank a sequence,
             without recomputation and attention dropout.
-        graph_padding: the most padding that batches with `lengths`, and packed rows, get so that few graphs serve them, as a
-            share of their tokens; or less than 64 tokens a row, where that is more. The log says how much it was.
+        graph_padding: the most padding, as a share of the tokens, that batches with `lengths` and packed rows get so that
+            they need few graphs. Padding of less than 64 tokens a row is always allowed. The log reports the padding.
         linear_dtype: "float8" multiplies in float8 in the linear layers of the blocks (not in the projection to q, k and v),
             on an H100 or later, by torchao; for wide models, with `compile_blocks`. None: in the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.
-        options: those of `BlockOptions`.
+        options: options of `BlockOptions`.
 
     Raises:
         ValueError, TypeError: naming the argument.
     """
 
-    #: whether a token sees only those before it
+    #: whether a token attends only to itself and earlier tokens
     causal = False
     takes_any_layout = True
 
@@ -222,12 +219,11 @@ class TransformerModel(_NamedArguments, DilatedModule):
         rotary = encoding == "rotary"
         if hint := rotary and rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
+        with torch.device("meta"):  # one layer without storage, so that a wrong size or option is an error here
             self._transformer(depth=1)
         self._save_arguments()
 
     def _save_arguments(self) -> None:
-        """Save the arguments as hyperparameters: patterns, recurrences and rotary bases as plain values."""
         arguments = _defaults(type(self)) | self.__dict__.pop("_arguments", {}) | given_hyperparameters()
         saved = {name: value for name, value in arguments.items() if name not in NOT_SAVED}
         if "pattern" in arguments and not self.released_pattern:
@@ -235,7 +231,7 @@ class TransformerModel(_NamedArguments, DilatedModule):
         if "recurrence" in saved:
             saved["recurrence"] = plain_recurrences(self.recurrences)
         if "rotary_base" in saved and self.options.position_encoding != "none":
-            # in numbers, so that no other length changes what was trained
+            # as numbers, so that loading with another max_seq_len does not change the trained bases
             saved["rotary_base"] = stored_bases(self.rotary_bases)
         self.save_hyperparameters(saved)
 

@@ -1,4 +1,4 @@
-"""Measure what a machine can do, and count what fits and what time a step takes, on one device and on many."""
+"""Measure the speed of a machine; estimate the memory and time of a step on one device or many."""
 
 from typing import TYPE_CHECKING
 

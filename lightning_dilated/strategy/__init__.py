@@ -1,6 +1,4 @@
-"""Lightning strategies that shard every sequence over ranks; importing the package registers their names: ring_dilated
-(DDP), ring_dilated_fsdp and ring_dilated_notebook.
-"""
+"""Lightning strategies that shard sequences over ranks; an import registers ring_dilated, _fsdp and _notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ __all__ = ["OuterSteps", "RingDilatedFSDPStrategy", "RingDilatedStrategy", "laun
 
 
 def register() -> None:
-    """Make the names known to `lightning.pytorch.Trainer`."""
+    """Register the names for `lightning.pytorch.Trainer`."""
     about = "one sequence on many ranks, dilated attention"
     StrategyRegistry.register("ring_dilated", RingDilatedStrategy, description=about, override=True)
     StrategyRegistry.register(

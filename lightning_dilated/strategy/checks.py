@@ -31,20 +31,20 @@ from lightning_dilated.strategy.mesh import MeshSizes
 
 
 def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
-    """The dtype of a step: autocast's, else that of the parameters."""
+    """Return the dtype of a step: autocast's, else the parameters'."""
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return next((p.dtype for p in module.parameters()), torch.float32)
 
 
-#: numbers of a tensor that an error shows; of longer ones, a digest
+#: the most elements of a tensor that an error shows; longer tensors are shown as a digest
 SHOWN = 16
 
 
 def loader_facts(loader: Any) -> dict[str, str]:
-    """What has to be equal on all ranks of a sequence, as far as it is known without reading samples.
+    """Return the facts of a loader that have to be equal on all ranks of a sequence, without reading samples.
 
-    A dataset may have a `fingerprint()`: a string that differs where its samples do.
+    A dataset may have a `fingerprint()`: a string that differs if samples differ.
     """
     if not isinstance(loader, DataLoader):
         return {"loader": type(loader).__name__}
@@ -60,7 +60,7 @@ def loader_facts(loader: Any) -> dict[str, str]:
 
 
 def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
-    """The entries of a batch of which every rank of a sequence has the whole."""
+    """Describe the entries of a batch that every rank of a sequence holds whole."""
     entries = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
     )
@@ -68,14 +68,12 @@ def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
 
 
 def _described(value: Any) -> str:
-    """A string that is equal where the value is; of an object of unknown type, the type's name."""
+    """A string that is equal for equal values; for an object of unknown type, the type's name."""
     if isinstance(value, (enum.Enum, np.generic)):
         return f"{type(value).__qualname__} {value.name if isinstance(value, enum.Enum) else value.item()!r}"
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
-    if dataclasses.is_dataclass(value) and not isinstance(
-        value, type
-    ):  # a repr may name addresses, which no ranks share
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # its repr may hold addresses
         fields = {x.name: getattr(value, x.name, None) for x in dataclasses.fields(value) if x.compare}
         return f"{type(value).__qualname__}({', '.join(f'{name}={_described(x)}' for name, x in fields.items())})"
     if isinstance(value, functools.partial):
@@ -95,22 +93,22 @@ def _described(value: Any) -> str:
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-#: settings of a Trainer by which ranks would make other steps, or wait for each other in vain
+#: settings of a Trainer: if ranks differ in them, they make different steps or hang
 TRAINER = (
     "max_steps", "max_epochs", "min_steps", "min_epochs", "accumulate_grad_batches", "gradient_clip_val",
     "gradient_clip_algorithm", "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches",
     "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "overfit_batches", "log_every_n_steps",
     "reload_dataloaders_every_n_epochs", "fast_dev_run",
 )  # fmt: skip
-#: the same of callbacks that save, which ranks do together
+#: the same for callbacks that save, because ranks save together
 SAVING = ("every_n_train_steps", "every_n_minutes", "at_end", "asynchronous")
 
 
 def settings_of(module: pl.LightningModule, options: Mapping[str, Any]) -> dict[str, str]:
-    """What has to be equal on all ranks of a job before its parameters are shared: precision, Trainer, hyperparameters.
+    """Return the settings that have to be equal on all ranks before set-up: precision, Trainer, hyperparameters.
 
     Args:
-        options: of the strategy.
+        options: the strategy's.
     """
     trainer = module.trainer
     plugin = trainer.precision_plugin
@@ -130,14 +128,14 @@ def settings_of(module: pl.LightningModule, options: Mapping[str, Any]) -> dict[
 
 
 def parameters_of(module: nn.Module) -> dict[str, str]:
-    """Shapes and dtypes of a module's parameters that all ranks share, and whether they are trained."""
+    """Describe the parameters that all ranks share: shape, dtype, frozen or not."""
     ignored = own_parameters(module)
     named = [(name, p) for name, p in module.named_parameters() if name not in ignored and not is_lazy(p)]
     return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}" for n, p in named}
 
 
 def optimizers_of(strategy: Any) -> dict[str, str]:
-    """Classes, groups and schedules of a strategy's optimizers."""
+    """Describe a strategy's optimizers: classes, groups and schedules."""
     facts: dict[str, Any] = {"optimizers": len(strategy.optimizers)}
     for i, optimizer in enumerate(strategy.optimizers):
         facts[f"optimizer {i}"] = type(optimizer)
@@ -157,16 +155,16 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
 
     Raises:
         ValueError: on every rank, naming ranks, names and values.
-        Exception: of `read`, where it raised the same on all ranks.
+        Exception: from `read`, if it raised the same on all ranks.
     """
     facts, error = {}, None
     try:
         facts = read(*args)
-    except Exception as raised:  # the other ranks, who wait to compare, have to know
+    except Exception as raised:  # inform the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     peers = Peers(dist.get_rank(), dist.get_world_size())
     digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
-    if len(set(peers.gather(digest))) == 1:  # so that many ranks send few bytes
+    if len(set(peers.gather(digest))) == 1:  # digests first, so that many ranks send few bytes
         if error is not None:
             raise error
         return
@@ -181,10 +179,10 @@ def compare_settings(read: Callable[..., dict[str, str]], *args: Any) -> None:
 def compare_loader(
     loader: Any, shard: Callable[[], Any], trainer: Any, stage: str, sizes: MeshSizes, shards_parameters: bool
 ) -> tuple[Any, str | None]:
-    """Shard a loader and compare it over all ranks of the job, also where `shard` fails on this one.
+    """Shard a loader and compare it over all ranks of the job, even if `shard` fails on this rank.
 
     Returns:
-        The sharded loader, and why losses cannot be added over ranks in each step of the stage; None where they can.
+        (the sharded loader, the reason why losses cannot be added over ranks in each step of the stage, or None).
 
     Raises:
         ValueError: on every rank, as `compare_loaders` and `unlike_batches`; on a rank where `shard` raised, its error.
@@ -192,19 +190,19 @@ def compare_loader(
     sharded, facts, error = loader, {}, None
     try:
         facts, sharded = loader_facts(loader), shard()
-    except Exception as raised:  # the other ranks, who wait to compare, have to know
+    except Exception as raised:  # inform the other ranks, which wait to compare
         facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
     try:
         batches = compare_loaders(facts, number_of_batches(sharded, trainer, stage), sizes)
     except ValueError as differs:
         raise (error or differs) from None
-    # how many batches several training loaders make together shows at the first step
+    # `compare_training` counts the batches of several training loaders at the first step
     compared = stage != "train" or 0 in batches
     return sharded, unlike_batches(batches, stage, sizes, shards_parameters) if compared else None
 
 
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
-    """The numbers of batches of all ranks of the job, once their facts are compared; `facts` may hold an "error".
+    """Compare the facts of all ranks' loaders, and return the ranks' numbers of batches; `facts` may hold an "error".
 
     Raises:
         ValueError: on every rank of the job, naming the ranks of a sequence that read different data, or the rank in error.
@@ -228,7 +226,7 @@ def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes
 
 
 def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
-    """How many batches of a loader a Trainer takes in a stage; None where the loader has no length."""
+    """Return the number of batches that a Trainer takes from a loader in a stage; None if it has no length."""
     batches, limit = sized_len(loader), getattr(trainer, f"limit_{stage}_batches", None)
     if batches is None or limit is None:
         return batches
@@ -236,11 +234,11 @@ def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
 
 
 def unlike_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
-    """Why losses cannot be added over all ranks in each step of a stage, as some have fewer batches; None if they can.
+    """Return the reason why losses cannot be added over ranks in each step, if numbers of batches differ, else None.
 
     Raises:
-        ValueError: where all ranks meet in each step: in training, and with sharded parameters in every stage; and where
-            some have no batch of an evaluation: Lightning would leave them out where the others reduce metrics.
+        ValueError: for different numbers if all ranks meet in each step: in training, and with sharded parameters in every
+            stage. Also if some ranks have no batch in an evaluation: Lightning would skip them when metrics are reduced.
     """
     if len(set(batches)) == 1:
         return None
@@ -262,7 +260,7 @@ def unlike_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_para
 
 
 def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) -> None:
-    """Compare numbers of training batches at the first step: those of all loaders together, up to the last step.
+    """Compare the numbers of training batches at the first step, over all loaders and up to the last step.
 
     Raises:
         ValueError: on every rank.
@@ -276,5 +274,5 @@ def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) ->
 
 
 def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:
-    """The batches of several loaders that come together, each as its own; that of one loader as it is."""
+    """List the batches of several loaders that are combined in `batch`."""
     return batches_in(batch, combined_loaders(trainer))

@@ -1,4 +1,4 @@
-"""Jobs whose number of ranks changes: nodes that the launcher started, and sequences of a step on any number of ranks."""
+"""Jobs with a changing number of ranks: nodes that the launcher started, and a fixed number of sequences a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_dilated.strategy.checks import number_of_batches
 
 
 def launched_nodes() -> int:
-    """Nodes of this job, as torchrun or SLURM started it; 1 without them.
+    """Return the number of nodes that torchrun or SLURM started for this job; 1 without them.
 
-    For `Trainer(num_nodes=...)` of a job whose number of nodes changes; on the command line `--trainer.num_nodes auto`.
+    Use it in `Trainer(num_nodes=...)` if the number of nodes changes; on the command line `--trainer.num_nodes auto`.
     """
     if dist.is_torchelastic_launched():
         return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
@@ -27,10 +27,10 @@ def launched_nodes() -> int:
 
 
 def check_launched(devices: int, nodes: int) -> None:
-    """Compare the Trainer's ranks with those that torchrun started.
+    """Compare the Trainer's ranks with the ranks that torchrun started.
 
     Raises:
-        ValueError: where they differ, and where nodes have different numbers of ranks.
+        ValueError: if they differ, or nodes have different numbers of ranks.
     """
     if not dist.is_torchelastic_launched():
         return
@@ -51,25 +51,25 @@ def check_launched(devices: int, nodes: int) -> None:
 
 
 class GlobalBatch:
-    """So many sequences a step of the optimizer: gradients accumulate over as many batches as that takes.
+    """Accumulates gradients over the batches that hold a fixed number of sequences.
 
-    Epochs end with a whole step: sequences that would not fill another are left out. Else an epoch would have another number
-    of steps on another number of ranks, and the gradient of its last one would be divided by batches that it does not have.
+    Epochs end with a whole step: sequences that do not fill a step are left out. Otherwise the number of steps would depend
+    on the number of ranks, and the last gradient would be divided by more batches than it has.
     """
 
     def __init__(self, sequences: int) -> None:
         self.sequences = sequences
-        self._set = 1  # what `accumulate_grad_batches` was set to here
-        self._limited: tuple[Any, Any] | None = None  # a Trainer, and its `limit_train_batches`
+        self._set = 1  # value that `accumulate_grad_batches` was set to here
+        self._limited: tuple[Any, Any] | None = None  # (Trainer, its `limit_train_batches`)
 
     def set_accumulation(self, trainer: Any, loader: Any, data_ranks: int) -> None:
-        """Set the Trainer's `accumulate_grad_batches` for a training loader, of which `data_ranks` take batches at a time.
+        """Set the Trainer's `accumulate_grad_batches` for a training loader that `data_ranks` data ranks share.
 
-        Until `restore`, its `limit_train_batches` lets epochs end with a whole step, where lengths are known and equal.
+        If the loader's length is known and constant, `limit_train_batches` ends epochs with a whole step until `restore`.
 
         Raises:
             ValueError: for a loader without a batch size or with less than a step, another accumulation, sizes that do not
-                divide the sequences, and a module that steps its optimizers by itself.
+                divide the sequences, and a module that steps its optimizers itself.
         """
         self.restore()
         self._refuse_others(trainer)
@@ -90,7 +90,7 @@ class GlobalBatch:
         self._end_epochs_with_a_step(trainer, loader)
 
     def _refuse_others(self, trainer: Any) -> None:
-        """Raise ValueError for what else decides how many batches a step takes."""
+        """Raise ValueError for other settings that decide how many batches a step takes."""
         other = None
         if trainer.accumulate_grad_batches not in (1, self._set):
             other = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): leave that at 1"
@@ -122,10 +122,10 @@ class GlobalBatch:
             )
 
     def check_first_step(self, trainer: Any) -> None:
-        """Before the first step of a fit: refuses several training loaders, and warns where a step's batches are incomplete.
+        """Check a fit before its first step; warn if the first step lacks batches after a resume.
 
         Raises:
-            ValueError: for several training loaders, whose batches a step takes together, and packed epochs below a step.
+            ValueError: for several training loaders, and epochs of packed rows with less than a step.
         """
         if not trainer.fast_dev_run:
             self._check_enough(trainer.num_training_batches)
@@ -142,21 +142,21 @@ class GlobalBatch:
             )
 
     def restore(self) -> None:
-        """Give the Trainer its own `limit_train_batches` back."""
+        """Restore the Trainer's `limit_train_batches`."""
         if self._limited is not None:
             trainer, trainer_limit = self._limited
             trainer.limit_train_batches, self._limited = trainer_limit, None
 
 
 def loaders_of(loaders: Any) -> list[Any]:
-    """The loaders of a collection, which may hold further ones."""
+    """List the loaders of a nested collection."""
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     return [x for part in loaders for x in loaders_of(part)] if isinstance(loaders, (list, tuple)) else [loaders]
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Sequences of a batch of a DataLoader; None where it does not say."""
+    """Return the number of sequences of a DataLoader's batch; None if unknown."""
     if not isinstance(loader, DataLoader):
         return None
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)

@@ -1,4 +1,4 @@
-"""ring_dilated_fsdp: every sequence on several ranks, and parameters, gradients and optimizer states sharded over all."""
+"""ring_dilated_fsdp: every sequence on several ranks; parameters, gradients and optimizer states sharded over all ranks."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ Layout = Literal["auto", "contiguous", "zigzag", "strided", "chunked"]
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
-    """Every sequence on several ranks, and the parameters, gradients and optimizer states sharded over all ranks (FSDP2).
+    """Every sequence on several ranks; parameters, gradients and optimizer states sharded over all ranks (FSDP2).
 
-    The layers in each `nn.ModuleList` of the module are sharded one by one, then the rest; a module that shards itself in
-    `configure_model` (with `self.device_mesh`) is left alone. Checkpoints are folders that any number of ranks can load.
+    Each layer in an `nn.ModuleList` is sharded as a unit, then the remaining parameters. A module that shards itself in
+    `configure_model` (with `self.device_mesh`) is not changed. Checkpoints are folders that any number of ranks can load.
 
     Args:
         sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
             links, global_batch, exchange_memory_gib: as in `RingDilatedStrategy`.
-        save_distributed_checkpoint: False assembles one file on rank 0; not with torchao's optimizers of 4 or 8 bits.
-        cpu_offload: True keeps each rank's shard of parameters, gradients and optimizer states in page-locked memory of the
-            host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
-            Before parameters are sharded, each rank makes the whole model on the host. Accumulated gradients are sharded
-            after every micro-batch, since they would otherwise wait whole on the GPU. A
-            `CPUOffloadPolicy(pin_memory=False)` does without page-locked memory.
-        regions, outer: only 1 and None: its checkpoints hold one sharded model, and regions have one each.
+        save_distributed_checkpoint: False gathers one file on rank 0; not with torchao's optimizers of 4 or 8 bits.
+        cpu_offload: True keeps each rank's shard of parameters, gradients and optimizer states in page-locked host memory,
+            and the optimizer runs on the host (use `AdamW(fused=True)` for speed); a GPU holds only the current layer.
+            Before parameters are sharded, each rank makes the whole model on the host. Gradients are sharded after every
+            micro-batch, because whole accumulated gradients would stay on the GPU.
+            `CPUOffloadPolicy(pin_memory=False)` does not use page-locked memory.
+        regions, outer: only 1 and None: a checkpoint holds one sharded model, and each region would have its own.
 
     Raises:
-        OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards;
-            with cpu_offload, as training begins, for optimizers that need a GPU, process groups without a backend for the
-            host, and modules that were sharded otherwise.
+        OSError, TypeError, ValueError: as in `RingDilatedStrategy`; also for precision 16-mixed, because its scaler does not
+            support shards. With cpu_offload, when training starts, for optimizers that need a GPU, process groups without a
+            host backend, and modules that were sharded without offload.
     """
 
     shards_parameters = True
-    _accumulates = False  # whether gradients wait for further micro-batches
+    _accumulates = False  # True while gradients wait for further micro-batches
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     def _start_process_group(self) -> None:
         existed = dist.is_initialized()
-        self._setup_distributed()  # Lightning's setup_environment would make a mesh of its own, (data, tensor)
+        self._setup_distributed()  # Lightning's setup_environment would make its own mesh (data, tensor)
         if self._offload is not None:
             join_host(self.root_device, existed)
 
@@ -125,7 +125,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Lightning's; with `cpu_offload` parameters stay where they are."""
+        """Move the model; with `cpu_offload` parameters stay on the host."""
         if self._offload is None:
             super().model_to_device()
         else:
@@ -133,14 +133,14 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; graphs that an optimizer compiles, as torchao's do, are not shared between ranks through files.
+        """Step without torch's file cache of compiled graphs, for optimizers that compile, such as torchao's.
 
-        torch's cache knows such a graph by the whole shape of a sharded parameter. Where the rows do not divide evenly, a
-        rank would be given the graph of another one with another number of rows, and raise while the others wait.
+        The cache identifies a graph by the whole shape of a sharded parameter. If the rows do not divide evenly, a rank
+        would get the graph of a rank with another number of rows, and raise while the others wait.
         """
         usual = uses_autograd_cache()
 
-        def closed() -> Any:  # forward and backward, whose parameters are whole
+        def closed() -> Any:  # forward and backward use whole parameters
             with use_autograd_cache(usual):
                 return closure()
 
@@ -149,19 +149,19 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the mixin's; with cpu_offload, what is on the host is reduced on the GPU, by NCCL and not gloo."""
+        """Reduce a tensor; with cpu_offload, tensors on the host are reduced on the GPU, by NCCL instead of gloo."""
         if self._offload is not None and isinstance(tensor, Tensor):
             tensor = tensor.to(self.root_device)
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A folder is read without running code that it names, whatever `weights_only` says; one file is read by Lightning.
+        """Load a folder without running code from it, for any `weights_only`, or a file of any strategy by Lightning.
 
-        One file may be of any strategy. Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies like this.
+        Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies of this kind.
         """
         peers = Peers(self.global_rank, self.world_size)
-        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it has to enter the checks, too
+        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that sees no folder has to enter the checks too
             return self._load_folder(checked(Path(checkpoint_path), peers))
         if peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
@@ -177,9 +177,9 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Lightning's, which replaces a file by a folder and a folder by a file.
+        """Save, and let a folder replace a file or a file a folder.
 
-        In Lightning every rank removes what lies there, and one that comes late fails, for which the others wait.
+        In Lightning every rank removes the old form, and a rank that comes late fails while the others wait for it.
         """
         path = Path(self.broadcast(filepath))
         if storage_options is None:  # Lightning refuses others
@@ -190,7 +190,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def _remove_other_form(self, path: Path) -> None:
         if self.local_rank != 0:
             return
-        with suppress(FileNotFoundError):  # another node may remove it, too
+        with suppress(FileNotFoundError):  # another node may have removed it
             if writes_one_file(self):
                 if (path / META).is_file():
                     shutil.rmtree(path)
@@ -198,21 +198,21 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 path.unlink()
 
     def _load_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Lightning's for the weights; it would mix up the optimizer states of files of other strategies."""
+        """Load weights by Lightning; it would mix up optimizer states in files of other strategies, so load these here."""
         check_input(path)
         optimizers, self.optimizers = self.optimizers, []
         try:
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         finally:
             self.optimizers = optimizers
-        if optimizers:  # to validate, test and predict weights suffice
+        if optimizers:  # validate, test and predict need only weights
             assert self.model is not None
             load_whole_states(self.model, optimizers, checkpoint.get("optimizer_states", []))
         return checkpoint
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As Lightning's; in one file parameters are numbered as torch's optimizers number them."""
+        """Return an optimizer's state; for one file, parameters are numbered as in torch's optimizers."""
         if not writes_one_file(self):
             return super().optimizer_state(optimizer)
         assert self.model is not None
@@ -224,17 +224,17 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def _load_folder(self, folder: Path) -> dict[str, Any]:
         module = self.lightning_module
         assert self.model is not None and module is not None  # Lightning loads after the set-up
-        if self.optimizers:  # to validate, test and predict weights suffice
+        if self.optimizers:  # validate, test and predict need only weights
             refuse_replicated_low_bit(read_metadata(folder).state_dict_metadata, folder)
-        with use_autograd_cache(False):  # torch makes an optimizer step so that there are states to load into
+        with use_autograd_cache(False):  # torch makes an optimizer step to create the states
             return self._of_this_region(load_sharded(folder, self.model, self.optimizers, module.strict_loading))
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients are not reduced while micro-batches accumulate; Lightning does this for DDP only.
+        """Do not reduce gradients while micro-batches accumulate; Lightning does this for DDP only.
 
-        With `cpu_offload` they are reduced at once, and go to the host.
+        With `cpu_offload` gradients are reduced after every micro-batch and moved to the host.
         """
         if self._offload is not None:
             yield
@@ -249,12 +249,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def _check_first_batch(self, batch: Any) -> None:
-        """As the mixin's; its gradients are reduced at once, also where those of the step wait for further micro-batches."""
+        """Check the first batch with gradients reduced at once, even while the step's gradients accumulate."""
         if self._checks_first_batch:
             self._reduces(True)
             super()._check_first_batch(batch)
             self._reduces(not self._accumulates)
 
     def _reduces(self, at_once: bool) -> None:
-        """Whether gradients are reduced as a backward ends, or wait for further micro-batches."""
+        """Reduce gradients at the end of each backward, or let them accumulate."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(at_once)

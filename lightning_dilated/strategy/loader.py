@@ -1,7 +1,7 @@
-"""Sharding along the data loader: each worker yields this rank's tokens only, in the loader's own order.
+"""Sharding of data loaders: each worker yields only this rank's tokens, in the loader's order.
 
-Datasets that can read ranges (`read_ranges`) read nothing else; samples of others are cut when a batch was collated, still
-in the worker, before it is pinned and copied.
+Datasets with `read_ranges` read only these tokens. Batches of other datasets are cut in the worker after they are collated,
+before they are pinned and copied.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from lightning_dilated.strategy.preemption import IgnoresSignals
 
 
 def keep_order(trainer: pl.Trainer) -> None:
-    """Have the samplers that Lightning puts into training loaders shuffle only where the loader did.
+    """Make Lightning's samplers shuffle only if the training loader itself shuffles.
 
-    With several processes Lightning passes shuffle=True for every training loader, also for one that was made with
-    shuffle=False or with a sampler of its own.
+    With several processes Lightning passes shuffle=True for every training loader, also for a loader that was made with
+    shuffle=False or with its own sampler.
     """
     replace_sampler_choice(trainer, lambda choose: functools.partial(_choose, choose))
 
 
 def _choose(choose: Callable[..., Any], dataloader: DataLoader, shuffle: bool, mode: RunningStage | None = None) -> Any:
-    wanted = shuffles(dataloader) if mode == RunningStage.TRAINING else shuffle
-    return choose(dataloader, shuffle=wanted, mode=mode)
+    shuffle = shuffles(dataloader) if mode == RunningStage.TRAINING else shuffle
+    return choose(dataloader, shuffle=shuffle, mode=mode)
 
 
 def shuffles(dataloader: DataLoader) -> bool:
-    """Whether a loader was made with shuffle=True, or an equal sampler.
+    """Return True if a loader was made with shuffle=True or a RandomSampler.
 
-    Samplers of other kinds have an order of their own, which is kept. A batch sampler without a `sampler` may have any
-    order: it counts as shuffling.
+    Other samplers keep their own order. A batch sampler without a `sampler` may have any order: it counts as shuffling.
     """
     if dataloader.batch_sampler is None:
         return isinstance(dataloader.sampler, RandomSampler)
@@ -50,34 +49,34 @@ def shuffles(dataloader: DataLoader) -> bool:
 
 @runtime_checkable
 class RangeDataset(Protocol):
-    """A map-style dataset of sequences of `seq_len` tokens that can read some positions of one."""
+    """A map-style dataset of sequences of `seq_len` tokens that can read selected positions of a sequence."""
 
     seq_len: int
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> Any:
-        """Sample `index` with its sequences at these positions only, in this order; labels already shifted."""
+        """Return sample `index` at these positions only, in this order; labels are already shifted."""
         ...
 
 
 @runtime_checkable
 class RaggedDataset(Protocol):
-    """A map-style dataset of sequences of unequal lengths that can read some positions of one.
+    """A map-style dataset of sequences of unequal lengths that can read selected positions of a sequence.
 
-    A rank requests positions of the longest sample of its batch: beyond a sample's own length they are padding, which
-    `read_ranges` fills in. So the samples of a batch are equally long on a rank.
+    A rank requests positions in the longest sample of its batch. `read_ranges` pads positions beyond a sample's own length,
+    so the samples of a batch are equally long on a rank.
     """
 
     def length_of(self, index: int) -> int:
-        """Tokens of sample `index`, without reading it."""
+        """Return the number of tokens of sample `index` without reading it."""
         ...
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> Any:
-        """As that of `RangeDataset`."""
+        """Return sample `index` at these positions only, as in `RangeDataset`."""
         ...
 
 
 class RankDataset(Dataset):
-    """A RangeDataset or RaggedDataset as one rank sees it. Everything but the samples is the dataset's own."""
+    """A RangeDataset or RaggedDataset with one rank's part of each sample; other attributes are the dataset's."""
 
     def __init__(self, dataset: RangeDataset | RaggedDataset, place: Place) -> None:
         self.dataset, self.place = dataset, place
@@ -89,7 +88,7 @@ class RankDataset(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """The samples of a batch, which torch's loaders ask for at once where a dataset offers that."""
+        """Return the samples of a batch: torch's loaders call this once a batch if it exists."""
         if isinstance(self.dataset, RaggedDataset):
             seq_len = max(self.dataset.length_of(index) for index in indices)
         else:
@@ -98,13 +97,13 @@ class RankDataset(Dataset):
         return [sendable(self.dataset.read_ranges(index, ranges)) for index in indices]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "__setstate__"):  # not there yet while being unpickled
+        if name in ("dataset", "__setstate__"):  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 class RankCollate:
-    """A collate function, and then the cut to one rank."""
+    """A collate function that then cuts the batch to one rank's part."""
 
     def __init__(self, collate: Callable[[Any], Any], spec: SequenceSpec, place: Place) -> None:
         self.collate, self.spec, self.place = collate, spec, place
@@ -114,7 +113,7 @@ class RankCollate:
 
 
 class RankIterable:
-    """Any other iterable of batches, cut as they come."""
+    """Any other iterable of batches, each cut to one rank's part."""
 
     def __init__(self, batches: Any, spec: SequenceSpec, place: Place) -> None:
         self.batches, self.spec, self.place = batches, spec, place
@@ -127,21 +126,21 @@ class RankIterable:
 
 
 class Loaders:
-    """Shards the loaders of a run, and restores them at its end."""
+    """Shards the loaders of a run and restores them at its end."""
 
     def __init__(self, place: Place, data_rank: int) -> None:
         self.place, self.data_rank = place, data_rank
         self._before: list[tuple[DataLoader, dict[str, Any]]] = []
 
     def shard(self, loader: Any, spec: SequenceSpec | None) -> Any:
-        """The loader (the same object, for a DataLoader), which now yields this rank's part.
+        """Make a loader yield this rank's part, and return it; a DataLoader is changed in place.
 
         Raises:
-            ValueError: if it is not known which entries are sequences.
+            ValueError: if it is unknown which entries are sequences.
         """
         if isinstance(loader, DataLoader):
             return self._shard_loader(loader, spec)
-        if isinstance(loader, list) and not loader:  # no loader: Lightning's way to leave out validation
+        if isinstance(loader, list) and not loader:  # Lightning leaves out validation by an empty list
             return loader
         if isinstance(loader, RankIterable):
             loader = loader.batches
@@ -152,7 +151,7 @@ class Loaders:
             names = ("dataset", "collate_fn", "worker_init_fn")
             self._before.append((loader, {name: vars(loader)[name] for name in names}))
         else:
-            self._restore(loader)  # the same loader again, in fit and then in validate
+            self._restore(loader)  # the same loader again, for example in validate after fit
         if isinstance(loader.dataset, (RangeDataset, RaggedDataset)) and not isinstance(
             loader.dataset, IterableDataset
         ):
@@ -160,7 +159,7 @@ class Loaders:
         else:
             loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
-            # Lightning would seed by the global rank: one sequence's ranks would then augment it differently
+            # Lightning would seed by the global rank, and the ranks of a sequence would augment it differently
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
         loader.worker_init_fn = IgnoresSignals(loader.worker_init_fn)
         return loader
@@ -171,7 +170,7 @@ class Loaders:
                 vars(loader).update(before)
 
     def restore(self) -> None:
-        """Undo everything: outside of the strategy a loader yields whole sequences again."""
+        """Undo all changes: loaders yield whole sequences again."""
         for loader, before in self._before:
             vars(loader).update(before)
         self._before.clear()

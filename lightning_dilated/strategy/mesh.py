@@ -1,6 +1,4 @@
-"""Ranks of a job: sizes of the mesh (region, data, ring, head), how processes find each other under torchrun, seeds of each
-step.
-"""
+"""Ranks of a job: sizes of the mesh (region, data, ring, head), rendezvous under torchrun, seeds of each step."""
 
 from __future__ import annotations
 
@@ -28,21 +26,21 @@ from lightning_dilated.sequence.consensus import connections, forget_connections
 from lightning_dilated.sequence.shard import check_head_size
 
 AXES = ("data", "ring", "head")
-#: ranks that share a sequence, as users give them
+#: values of the option `sequence_size`, the number of ranks that share a sequence
 SequenceSize: TypeAlias = int | Literal["auto"] | list[int]
-#: of these, ranks that exchange tokens for heads
+#: values of the option `head_size`, the number of these ranks that exchange tokens for heads
 HeadSize: TypeAlias = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each axis: world = regions x data x ring x head; a region and a sequence lie on neighbouring ranks.
+    """Ranks along each axis: world = regions x data x ring x head; the ranks of a region or a sequence are consecutive.
 
     Args:
-        world: ranks in all.
-        sequence_size: ranks that share one sequence; "auto": all of a region; of several numbers the largest that divides
-            these.
-        head_size: of these, ranks that exchange tokens for heads. "auto": each call has its own, so the mesh has 1.
+        world: number of all ranks.
+        sequence_size: ranks that share a sequence; "auto": all ranks of a region; for a list, its largest number that
+            divides the ranks of a region.
+        head_size: ranks of a sequence that exchange tokens for heads; "auto" is chosen by each call, so the mesh has 1.
         regions: parts of the job that train apart between outer steps.
 
     Raises:
@@ -92,36 +90,36 @@ class MeshSizes:
 
     @property
     def _ranks(self) -> str:
-        """The ranks that sequences are distributed over, in words."""
+        """Words for the ranks that sequences are distributed over."""
         if self.regions == 1:
             return f"{self.world} ranks (devices x nodes)"
         return f"{self.region_size} ranks of each of {self.regions} regions (devices x nodes / regions)"
 
     @property
     def region_size(self) -> int:
-        """Ranks of a region."""
+        """Number of ranks of a region."""
         return self.world // self.regions
 
     @property
     def data(self) -> int:
-        """Sequences at a time, over all regions."""
+        """Number of sequences at a time, over all regions."""
         return self.world // self.sequence_size
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(data, ring, head) of a region."""
+        """Sizes (data, ring, head) of a region."""
         return self.data // self.regions, self.sequence_size // self.head_size, self.head_size
 
     def make(self, device_type: str) -> DeviceMesh:
-        """The mesh (data, ring, head) of this rank's region; every rank has to call."""
+        """Make the mesh (data, ring, head) of this rank's region; every rank has to call."""
         if self.regions == 1:
             return init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
         return init_device_mesh(device_type, (self.regions, *self.shape), mesh_dim_names=("region", *AXES))[AXES]
 
     def sequence_group(self, mesh: DeviceMesh, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """The process group of this rank's sequence; every rank has to call.
+        """Return the process group of this rank's sequence; every rank has to call.
 
-        A sequence that is the region has a group of its own, too, so that its rows do not queue behind gradients.
+        A sequence over a whole region also gets a new group, so that its rows do not queue behind gradients.
         """
         if self.shape[0] == 1 and self.region_size > 1:
             return self.new_group("region", timeout)
@@ -134,18 +132,18 @@ class MeshSizes:
         backend: str | None = None,
         options: Any = None,
     ) -> dist.ProcessGroup:
-        """A new process group of this rank's region, or of the ranks at its place in all regions; every rank has to call."""
+        """Make a process group of this rank's region, or of its peers in all regions; every rank has to call."""
         regions = [list(range(first, first + self.region_size)) for first in range(0, self.world, self.region_size)]
         ranks = regions if kind == "region" else [list(peers) for peers in zip(*regions, strict=True)]
         return dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, pg_options=options)[0]
 
 
 class RunGroups:
-    """Process groups that a strategy made for a run, and connections between hosts, which all end with the run.
+    """Process groups that a strategy made for a run, and connections between hosts; all end with the run.
 
-    A group ends when all of its ranks have arrived at the end of the run: one that left earlier might break what another
-    still reads. After an exception ranks may have stopped in different calls, and a group in which one waits for another
-    would end after its timeout only: such a group is left to the end of the process.
+    A group ends after all its ranks have reached the end of the run, because a rank that left earlier could break another
+    rank's reads. After an exception ranks may have stopped in different calls, and ending a group would wait for its
+    timeout: such a group is left until the process ends.
     """
 
     def __init__(self) -> None:
@@ -154,7 +152,7 @@ class RunGroups:
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Let process groups that this process makes within the context end with the run."""
+        """Add process groups that this process makes within the context."""
         before = process_groups()
         try:
             yield
@@ -162,29 +160,29 @@ class RunGroups:
             self.groups += [group for group in process_groups() if group not in before]
 
     def add(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Let these end with the run, too."""
+        """Add groups, to end with the run."""
         self.groups += groups
 
     def hold(self, names: set[str]) -> bool:
-        """Return whether a group of the run has one of these names; all groups then last, but not the connections."""
+        """Return True if a group of the run has one of these names; then only connections end, and all groups remain."""
         if not any(group.group_name in names for group in self.groups):
             return False
         _left.append(forget_connections(self._before, ()))
         return True
 
     def end_now(self) -> None:
-        """End the groups that lasted."""
+        """End the groups that `hold` left."""
         for group in set(self.groups) & set(process_groups()):
             dist.destroy_process_group(group)
         self.groups.clear()
 
     def end(self, run: int, patience: timedelta, failed: bool) -> None:
-        """End all; every rank calls.
+        """End groups and connections; every rank calls.
 
         Args:
-            run: a number, equal on all ranks and another in each run.
-            patience: for which to wait for the other ranks.
-            failed: whether an exception ended the run on this rank.
+            run: the run's number, equal on all ranks.
+            patience: time to wait for the other ranks.
+            failed: True if an exception ended the run on this rank.
         """
         known = process_groups()  # a user may have ended some
         groups, self.groups = [x for x in self.groups if x in known], []
@@ -202,14 +200,14 @@ class RunGroups:
             connection.close()
 
 
-#: for which a rank waits for the others as a run ends, also after an exception, where they may hang
+#: time that a rank waits for the other ranks at the end of a run; after an exception they may hang
 AFTER_RUN, AFTER_FAILURE = timedelta(seconds=60), timedelta(seconds=2)
 #: groups in which a call may wait for other ranks
 _left: list[Any] = []
 
 
 def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, int]) -> bool:
-    """Whether all ranks ended a run within `patience`, and, after an exception, each group after equally many calls."""
+    """Return True if all ranks ended a run within `patience`; after an exception, also with equal counts of calls."""
     if dist.get_world_size() == 1:
         return True
     try:
@@ -218,20 +216,20 @@ def _all_arrived(run: int, patience: timedelta, failed: bool, begun: dict[str, i
         ranks = [str(rank) for rank in range(dist.get_world_size())]
         store.wait(ranks, patience)
         ends = [json.loads(store.get(rank)) for rank in ranks]
-    except RuntimeError:  # a rank did not come, or the store is gone
+    except RuntimeError:  # a rank did not arrive, or the store is gone
         return False
     if not any(has_failed for has_failed, _ in ends):
         return True
     return all(len({counts[name] for _, counts in ends if name in counts}) == 1 for name in begun)
 
 
-#: thread blocks of a communicator that works during the backward: while it waits for a slower rank, its kernels keep these
-#: multiprocessors from the backward's own
+#: thread blocks of a communicator that works during the backward: while its kernels wait for a slower rank, they hold
+#: multiprocessors that the backward needs
 BLOCKS = 4
 
 
 def nccl_options(overlapped: bool) -> dist.ProcessGroupNCCL.Options:
-    """Of a group over NCCL; one that works during the backward gets few thread blocks."""
+    """Options of a group over NCCL; with `overlapped` it works during the backward and gets few thread blocks."""
     options = dist.ProcessGroupNCCL.Options()
     if overlapped:
         options.config.max_ctas = BLOCKS
@@ -244,7 +242,7 @@ def divisors(n: int) -> list[int]:
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
 def run_seed(strategy: Any) -> int:
-    """The run's seed, equal on all ranks; without `seed_everything`, that of rank 0."""
+    """Return the run's seed, equal on all ranks; without `seed_everything`, rank 0's."""
     if "PL_GLOBAL_SEED" in os.environ:
         return int(os.environ["PL_GLOBAL_SEED"])
     seed = strategy.broadcast(torch.initial_seed() % 2**32)
@@ -256,17 +254,17 @@ def run_seed(strategy: Any) -> int:
 
 
 def seed_of(*values: object) -> int:
-    """A 63-bit seed from values."""
+    """Hash values to a 63-bit seed."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, device: torch.device) -> Iterator[None]:
-    """Within, generators start from the seeds of one step and rank of a sequence; afterwards the CPU's goes on as before.
+    """Seed the generators for one step and rank of a sequence; restore the CPU generator afterwards.
 
-    Hidden dropout has to differ between the ranks of a sequence, which hold different tokens; what is decided once for the
-    sequence has to be equal. So outside of steps all generators are equal, and within steps on a GPU the CPU's is.
-    Attention dropout takes one seed a sequence, from its first rank.
+    Hidden dropout has to differ between the ranks of a sequence, because they hold different tokens. Decisions for the whole
+    sequence have to be equal. So outside of steps all generators are equal on these ranks, and within steps on a GPU the
+    CPU generators are. Attention dropout takes one seed for each sequence, from its first rank.
     """
     values = (seed, stage, step, data_rank)
     before = torch.get_rng_state()
@@ -282,25 +280,25 @@ def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, devi
 
 
 # -- processes find each other -----------------------------------------------------------------------------------------
-#: seconds between two looks of rank 0 for ranks that arrived
+#: seconds between rank 0's checks for ranks that arrived
 PAUSE = 0.05
 #: torch's agents remember the address of a store that died with its node
 SHARED = (
     "If the first node was lost: the others go on only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for every agent."
 )
-#: how much longer the other ranks wait than rank 0, which reports the missing ranks
+#: extra time that the other ranks wait, so that rank 0 can report the missing ranks
 MARGIN = timedelta(seconds=10)
 
 
 def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) -> None:
-    """Make the world's process group under torchrun; without effect under other launchers, or where there is a group.
+    """Make the world's process group under torchrun; do nothing under other launchers or if the group exists.
 
-    torchrun's store may outlive its workers, with the addresses of the dead: under torch's usual keys, ranks of a later
-    attempt read those. No environment variable tells attempts apart: each node's agent counts its own restarts, and a node
+    torchrun's store may outlive its workers and keep the addresses of dead ones, and a later attempt would read these under
+    torch's usual keys. No environment variable identifies an attempt: each node's agent counts its own restarts, and a node
     that joins later counts from 0. So the ranks of an attempt agree on a token, and use keys that begin with it.
 
     Raises:
-        RuntimeError: where ranks do not arrive within `timeout`, naming them.
+        RuntimeError: naming ranks that do not arrive within `timeout`.
     """
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
@@ -315,11 +313,11 @@ def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) 
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cuda":
-        atexit.register(_leave)  # NCCL warns of groups that exist at the end of the process
+        atexit.register(_leave)  # NCCL warns about groups that still exist when the process ends
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
-    """The store of the job: the agent's, else rank 0's own. `dist.rendezvous` would wait for ranks without naming them."""
+    """The job's store: the agent's or rank 0's. `dist.rendezvous` would wait for ranks without naming them."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -333,30 +331,30 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
 
 
 def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A new string that is the same on all ranks that call this together.
+    """Return a new string that is the same on all ranks that call this together.
 
-    Rank 0 sends it to every other rank under a key that this rank made up, so nobody reads an answer of an earlier attempt.
+    Rank 0 sends it to every other rank under a key that the other rank chose, so no rank reads an earlier attempt's answer.
 
     Args:
         store: shared by the ranks; it may hold keys of earlier attempts.
-        rank: of this process, of `world` ranks.
-        timeout: for which rank 0 waits for the others, and the others for rank 0.
+        rank: this process among `world` ranks.
+        timeout: time that rank 0 and the other ranks wait for each other.
 
     Raises:
-        RuntimeError: on every rank that arrived, naming those that did not.
+        RuntimeError: on every rank that arrived, naming the missing ranks.
     """
     store = dist.PrefixStore(f"lightning-dilated/token/{world}", store)
     return _send_token(store, world, timeout) if rank == 0 else _receive_token(store, rank, timeout)
 
 
 def _send_token(store: dist.Store, world: int, timeout: timedelta) -> str:
-    """Rank 0's part: answers every hello until all ranks have the token, then reports which are missing."""
+    """Rank 0's part: answer every request until all ranks have the token, then report the missing ranks."""
     token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     missing = list(range(1, world))
     while missing:
         missing = [rank for rank in missing if not store.check([f"taken/{token}/{rank}"])]
         for rank in missing:
-            if store.check([f"hello/{rank}"]):  # it may be of an earlier attempt, until this one's replaces it
+            if store.check([f"hello/{rank}"]):  # may be from an earlier attempt until this attempt's replaces it
                 store.set(f"answer/{store.get(f'hello/{rank}').decode()}", token)
         if missing and time.monotonic() > end:
             break
@@ -379,7 +377,6 @@ def _receive_token(store: dist.Store, rank: int, timeout: timedelta) -> str:
 
 
 def _receive(store: dist.Store, key: str, rank: int, timeout: timedelta, margin: timedelta = timedelta(0)) -> bytes:
-    """A value that rank 0 sets."""
     try:
         store.wait([key], timeout + margin)
         return store.get(key)
@@ -389,8 +386,8 @@ def _receive(store: dist.Store, key: str, rank: int, timeout: timedelta, margin:
 
 def _never_came(rank: int, missing: list[int], timeout: timedelta) -> str:
     return (
-        f"rank {rank} of the job waited {timeout.total_seconds():g} seconds in vain for ranks {missing} of the job to say "
-        "hello. They did not start, died, or are slower than the strategy's timeout: look at the output of their nodes for "
+        f"rank {rank} of the job waited {timeout.total_seconds():g} seconds in vain for ranks {missing} of the job to join. "
+        "They did not start, died, or are slower than the strategy's timeout: look at the output of their nodes for "
         f"an earlier error, or give the strategy a longer timeout. {SHARED}"
     )
 

@@ -1,4 +1,4 @@
-"""SequenceOptions: what strategies of either kind take, checked once."""
+"""SequenceOptions: the checked options of both strategies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_dilated.strategy.regions import Regions, check_regions
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """Options of a strategy; `RingDilatedStrategy` says what each means, and what is raised.
+    """Options of a strategy; see `RingDilatedStrategy` for their meaning and errors.
 
     Attributes:
-        speeds: of the file `links`, else this machine's.
+        speeds: from the file `links`, else this machine's.
     """
 
     sequence_size: SequenceSize
@@ -55,17 +55,17 @@ class SequenceOptions:
 
     @property
     def rank_timeout(self) -> timedelta:
-        """The time after which a rank that waits in vain gives up."""
+        """The time that a rank waits for others before it raises."""
         return timedelta(seconds=self.timeout)
 
     @property
     def exchange_settings(self) -> dict[str, Any]:
-        """The settings of a `SequenceGroup`, without the speeds of links."""
+        """The settings of a `SequenceGroup`, except the speeds of links."""
         return {x: getattr(self, x) for x in ("exchange", "layout", "head_size", "exchange_memory_gib")}
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings that have to be equal on all ranks; each call of attention compares the speeds of links."""
+        """The settings that have to be equal on all ranks; the speeds of links are compared in each attention call."""
         names = "outer", "global_batch", "check_first_batch", "check_replicas"
         sizes = [self.regions, self.sequence_size, self.head_size]
         return {"sizes": sizes, **{x: getattr(self, x) for x in names}, **self.exchange_settings}

@@ -1,4 +1,4 @@
-"""OuterSteps: how regions that train apart keep one model (DiLoCo, Streaming DiLoCo). `ext/regions` computes the steps."""
+"""OuterSteps: settings of outer optimizer steps over regions (DiLoCo, Streaming DiLoCo), computed in `ext/regions`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from lightning_dilated._validation import flag, integer, real
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """How regions that train apart keep one model; for `RingDilatedStrategy(regions=2, outer=OuterSteps(...))`.
+    """Keeps one model over regions that train apart; for `RingDilatedStrategy(regions=2, outer=OuterSteps(...))`.
 
-    Each region trains on its own samples with its own optimizer, the inner one. After every `every` steps of it the regions
-    average how far their parameters moved since the last outer step, and take that for the gradient of an outer optimizer:
-    SGD with Nesterov momentum, over the parameters that all regions share. So regions send 4 bytes a parameter every `every`
-    steps, where data parallel ranks do at each. It is another optimizer than that of one region, with other results.
+    Each region trains on its own samples with its own inner optimizer. Every `every` inner steps the regions average the
+    changes of their parameters since the last outer step. The mean is the gradient of an outer optimizer, SGD with Nesterov
+    momentum, over the parameters that all regions share. So regions send 4 bytes a parameter every `every` steps; data
+    parallel ranks send them in each step. Results differ from training as one region: the optimizer is another one.
 
-    With `fragments` the parameters are synchronised in turn, a part of the blocks at a time, evenly spread over `every`
-    steps. With `delay` training goes on for so many steps while a fragment is under way. With `warmup` regions take the mean
-    of all their parameters after each of the first steps, where a model changes too fast to be trained apart.
+    With `fragments` groups of blocks are synchronized one after another, spread evenly over `every` steps. With `delay`
+    training continues for `delay` steps while a fragment is sent. With `warmup` regions average all their parameters after
+    each of the first steps, because a model changes too fast at first to be trained apart.
 
     Args:
         every: inner steps between two outer steps of a parameter.
         lr: the outer optimizer's learning rate.
-        momentum: its Nesterov momentum, in [0, 1).
-        fragments: parts of the model that are synchronised in turn; blocks i, i + fragments, ... are together.
-        delay: inner steps from when a fragment is sent to when its outer step is applied, fewer than `every`.
-        mix: weight, in [0, 1), of the region's own parameters where an outer step is applied; the rest is the shared ones'.
-        warmup: inner steps, from the first one on, after each of which regions take the mean of their parameters; `lr`,
-            `momentum`, `fragments`, `delay` and `mix` count for those after them.
-        offload: keep shared parameters and momentum (4 bytes each a parameter, 8 where parameters are float64) in host
-            memory.
+        momentum: the outer optimizer's Nesterov momentum, in [0, 1).
+        fragments: number of groups that are synchronized one after another; blocks i, i + fragments, ... form a group.
+        delay: inner steps between sending a fragment and applying its outer step, fewer than `every`.
+        mix: weight, in [0, 1), of the region's own parameters when an outer step is applied; the shared parameters have
+            weight 1 - mix.
+        warmup: number of first inner steps after which regions average their parameters; the other arguments apply to later
+            steps.
+        offload: keep shared parameters and momentum in host memory (4 bytes a parameter for each; 8 in float64).
 
     Raises:
         TypeError, ValueError: naming the argument.
 
     Source:
-        DiLoCo (arXiv 2311.08105), whose regions begin with a model that was trained without them; Streaming DiLoCo (arXiv
+        DiLoCo (arXiv 2311.08105), where regions start from a model that was trained as one; Streaming DiLoCo (arXiv
         2501.18512) for `fragments`, `delay` and `mix`.
     """
 
@@ -68,5 +68,5 @@ class OuterSteps:
             )
 
     def start(self, fragment: int) -> int:
-        """The step, modulo `every`, after which a fragment is sent."""
+        """Return the step, modulo `every`, after which a fragment is sent."""
         return fragment * self.every // self.fragments

@@ -1,4 +1,4 @@
-"""The order in which a run is set up, for both strategies: `parallelize` names every step, and what follows defines them."""
+"""The set-up of a run for both strategies: `parallelize` lists the steps in order; the functions below define them."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ Hook = Literal["setup_environment", "setup", "configure_ddp", "process_dataloade
 def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[..., Any], *args: Any) -> Any:
     """Set up a run: the steps of each of Lightning's hooks, in the order in which a fit calls the hooks.
 
-    Sizes were checked in `Trainer(...)`, before further processes started (`SequenceStrategy._configure_launcher`).
+    `Trainer(...)` has checked sizes before further processes started (`SequenceStrategy._configure_launcher`).
 
     Args:
         strategy: RingDilatedStrategy (DDP) or RingDilatedFSDPStrategy.
-        hook: the hook of the strategy that calls this.
-        lightning: the same hook of the class that the strategy inherits from.
-        args: what Lightning passes to the hook.
+        hook: the strategy's hook that calls this function.
+        lightning: the same hook of Lightning's base class.
+        args: Lightning's arguments of the hook.
 
     Returns:
-        What the hook returns.
+        The result of the hook.
     """
     module, fsdp = strategy.lightning_module, strategy.shards_parameters
     trainer = module.trainer
     match hook, args:
         case "setup_environment", ():  # in every fit, validate, test and predict; the module has no layers yet
             refuse_callbacks(trainer, type(strategy).__name__, strategy.sizes, fsdp)
-            lightning()  # processes find each other; with cpu_offload, also over gloo (`join_host`)
+            lightning()  # processes join the group; with cpu_offload, also over gloo (`join_host`)
             compare_settings(settings_of, module, {"class": type(strategy), **strategy._options.compared})
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head), the sequence group, and groups over regions
@@ -89,16 +89,16 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             strategy._loaders = Loaders(strategy.sequence.place, strategy.data_rank)
             strategy._why_unshared = {}
 
-        # Lightning calls `configure_model` here: the module builds its layers, and `compile_blocks` compiles each when it
-        # is first run. Recomputation and offload of activations are set after "setup" (`ActivationRecompute.on_fit_start`):
-        # they act within a layer's forward, and so inside of what FSDP gathers and DDP sees.
+        # Lightning calls `configure_model` here: the module builds its layers, and `compile_blocks` compiles each on its
+        # first run. Recomputation and offload of activations are set after "setup" (`ActivationRecompute.on_fit_start`):
+        # they act in a layer's forward, inside FSDP's gathering and DDP's hooks.
 
         case "setup", (_,):
             if strategy.sequence.ranks > 1:
                 refuse_mixing(module, tuple(strategy._options.allow or ()))
             compare_settings(parameters_of, module)
             if not fsdp:
-                lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers
+                lightning(trainer)  # moves the module, wraps it (next case), makes the optimizers
                 compare_settings(optimizers_of, strategy)
                 if strategy._regions is not None:
                     strategy._regions.start()
@@ -108,25 +108,25 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
                 shard_parameters(module, strategy.device_mesh, policy_for(strategy._offload, strategy.root_device))
             place_parameters(module, strategy.root_device, strategy._offload is not None)
             with counts_as_configured(module):
-                lightning(trainer)  # moves what is not sharded, makes the optimizers
+                lightning(trainer)  # moves unsharded tensors, makes the optimizers
             compare_settings(optimizers_of, strategy)
             check_optimizers(strategy)
 
         case "configure_ddp", ():  # in a fit
             if strategy._regions is not None:
                 strategy._regions.copy_first_region(module)
-            # without another rank to average with, no wrapper, and no second copy of the gradients
+            # a single rank needs no wrapper, and no second copy of the gradients
             if strategy.sizes.region_size == 1:
                 return None
             with strategy.run_groups.making():
                 set_gradient_options(strategy)
             lightning()  # wraps the module in DDP
-            # else DDP would send all that it is called with to the GPU, also a stream's tokens, which wait on the host
+            # otherwise DDP would move all inputs to the GPU, including a stream's tokens that wait on the host
             strategy.model.device_ids = None
 
-        # Lightning loads a checkpoint: of DDP before `setup`, of FSDP here
+        # Lightning loads a checkpoint: for DDP before `setup`, for FSDP here
 
-        case "process_dataloader", (dataloader,):  # the sampler has the numbers of `distributed_sampler_kwargs`
+        case "process_dataloader", (dataloader,):  # the sampler has been made with `distributed_sampler_kwargs`
             return shard_loader(strategy, lightning(dataloader))
 
         case "training_step", (batch,):  # before the first step of a fit
@@ -134,15 +134,15 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
                 strategy._global_batch.check_first_step(trainer)
             strategy._check_first_batch(batch)
             compare_training(trainer, strategy.sizes, fsdp)
-            leave_room(strategy.root_device)  # of what NCCL's communicators have left
+            leave_room(strategy.root_device)  # after NCCL's communicators have taken their memory
     return None
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
 def make_groups(strategy: SequenceStrategy) -> None:
-    """The mesh and the sequence group of a run; the module gets the mesh.
+    """Make the mesh and the sequence group of a run; the module gets the mesh.
 
-    The mesh is an earlier run's where parameters are still sharded over it.
+    If parameters are still sharded over an earlier run's mesh, that mesh is used.
     """
     sizes, timeout = strategy.sizes, strategy._options.rank_timeout
     per_node = strategy._options.ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
@@ -192,10 +192,10 @@ def chunks_of(trainer: pl.Trainer) -> list[int]:
 
 
 def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
-    """The tokens of a chunk that ranks share in the chunked layout; None in others.
+    """Return the tokens of a chunk that ranks share in the chunked layout; None for other layouts.
 
     Raises:
-        ValueError: where no callback says how long chunks are.
+        ValueError: if no callback sets the length of chunks.
     """
     if layout != "chunked":
         return None
@@ -209,7 +209,7 @@ def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
 
 
 def with_host(backend: str, device: torch.device) -> str:
-    """The backend, and gloo for tensors on the host, such as the norms of gradients that clipping adds up over ranks."""
+    """Add gloo to a backend for tensors on the host, such as gradient norms that clipping sums over ranks."""
     return f"cpu:gloo,{device.type}:{backend}" if backend == "nccl" else backend
 
 
@@ -217,11 +217,11 @@ def join_host(device: torch.device, existed: bool) -> None:
     """Check the process group and the threads of a run with cpu_offload.
 
     Args:
-        device: of this rank.
-        existed: whether the process group was there before the strategy's set-up.
+        device: this rank's.
+        existed: True if the process group existed before the strategy's set-up.
 
     Raises:
-        ValueError: for one that cannot add up tensors on the host.
+        ValueError: for a group that cannot sum tensors on the host.
     """
     backend = dist.get_backend_config()
     if "cpu:" not in backend:
@@ -246,16 +246,16 @@ ONE_BUCKET = 2**20
 
 
 def lasting_groups(module: nn.Module) -> set[str]:
-    """Names of the process groups that parameters stay sharded over."""
+    """Return the names of the process groups that parameters stay sharded over."""
     meshes = {p.device_mesh for p in module.parameters() if isinstance(p, DTensor)}
     return {group.group_name for mesh in meshes for group in mesh.get_all_groups()}
 
 
 def set_gradient_options(strategy: Any) -> None:
-    """Have DDP sum gradients within a region; on GPUs, give it a communicator of its own, and on one node a single bucket.
+    """Let DDP sum gradients within a region; on GPUs with a separate communicator, and on one node in a single bucket.
 
-    Sums that overlap with the backward wait for the slowest rank again and again, in kernels that take multiprocessors from
-    the backward (benchmarks/results/2026-11-22_h200_scaling.md).
+    Each sum that overlaps with the backward waits for the slowest rank, and its kernels take multiprocessors from the
+    backward (benchmarks/results/2026-11-22_h200_scaling.md).
     """
     options = ddp_options(strategy)
     if process_group_backend(strategy) != "nccl":
@@ -269,13 +269,13 @@ def set_gradient_options(strategy: Any) -> None:
 
 
 def forget_gradient_options(strategy: Any) -> None:
-    """Leave the group of a run's gradients to that run."""
+    """Remove the process group of gradients, which belongs to the run that ends."""
     if not strategy.shards_parameters:
         ddp_options(strategy).pop("process_group", None)
 
 
 def gradient_group(strategy: Any, overlapped: bool) -> dist.ProcessGroup:
-    """All ranks of this one's region, over NCCL; every rank has to call."""
+    """Make an NCCL group of all ranks of this rank's region; every rank has to call."""
     return strategy.sizes.new_group("region", strategy._options.rank_timeout, "nccl", nccl_options(overlapped))
 
 
@@ -293,16 +293,16 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUOffloadPolicy | None = None) -> None:
-    """Shard the layers of every ModuleList, then the rest, over all ranks; a module that is sharded already is left alone.
+    """Shard the layers of every ModuleList, then the remaining parameters, over all ranks, unless already sharded.
 
     Args:
-        offload: keeps the shards on the host.
+        offload: policy that keeps the shards on the host.
 
     Raises:
-        ValueError: if the module sharded some of its parameters and not all: the others would drift apart silently.
+        ValueError: if only some parameters are sharded already: the others would silently differ between ranks.
     """
     if isinstance(module, FSDPModule):
-        module.reshard()  # evaluation leaves the root's parameters whole
+        module.reshard()  # evaluation leaves the root's parameters gathered
         return
     plain = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
     sharded = any(isinstance(p, DTensor) for p in module.parameters())
@@ -313,7 +313,7 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
         )
     if sharded:
         return
-    # not a part of `mesh`, which the module would hold, and with it the groups of a run
+    # a new mesh: the module holds it, and a part of `mesh` would keep the groups of a run alive
     ranks = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("fsdp",))
     options = {"mesh": ranks, "offload_policy": offload or OffloadPolicy()}
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
@@ -323,31 +323,31 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUO
                 fully_shard(decay, **options)
             fully_shard(layer, **options)
     fully_shard(module, **options)
-    for name in STEPS:  # Lightning calls these and not forward
+    for name in STEPS:  # Lightning calls these instead of forward
         register_fsdp_forward_method(module, name)
 
 
 def _wider(layer: nn.Module) -> list[nn.Module]:
-    """Modules that keep fp32 where the layer is in 16 bits: `fully_shard` takes parameters of one dtype."""
+    """Modules that stay in fp32 in a 16-bit layer: `fully_shard` needs parameters of one dtype."""
     dtypes = {p.dtype for p in layer.parameters()}
     return [m for m in layer.modules() if getattr(m, "keeps_fp32", False)] if len(dtypes) > 1 else []
 
 
 @contextmanager
 def counts_as_configured(module: pl.LightningModule) -> Iterator[None]:
-    """Within, a module without `configure_model` has one: ModelParallelStrategy asks for it, to shard parameters in."""
-    own = is_overridden("configure_model", module)
-    if not own:
-        module.configure_model = lambda: None  # type: ignore[method-assign]
+    """Give a module without `configure_model` one for a while: ModelParallelStrategy requires it."""
+    if is_overridden("configure_model", module):
+        yield
+        return
+    module.configure_model = lambda: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if not own:
-            del module.configure_model
+        del module.configure_model
 
 
 def check_optimizers(strategy: Any) -> None:
-    """Refuse optimizers whose states do not go with the strategy's options; with cpu_offload, states stay on the host."""
+    """Refuse optimizers that do not support the strategy's options; with cpu_offload, move states to the host."""
     if writes_one_file(strategy):
         refuse_one_file(strategy.optimizers, "save_distributed_checkpoint=False writes one file")
     if strategy._offload is not None:
@@ -355,12 +355,12 @@ def check_optimizers(strategy: Any) -> None:
 
 
 # -- cpu_offload -------------------------------------------------------------------------------------------------------
-#: packages whose optimizers are kernels for GPUs only
+#: packages with optimizers that run only on GPUs
 ON_GPUS = ("apex", "bitsandbytes", "transformer_engine")
 
 
 def check_offload(value: bool | CPUOffloadPolicy) -> CPUOffloadPolicy | None:
-    """torch's policy for a strategy's `cpu_offload`; None for False.
+    """Return torch's policy for a strategy's `cpu_offload`; None for False.
 
     Raises:
         TypeError: for anything but True, False and a policy.
@@ -375,13 +375,12 @@ def check_offload(value: bool | CPUOffloadPolicy) -> CPUOffloadPolicy | None:
 
 
 def policy_for(policy: CPUOffloadPolicy | None, device: torch.device) -> CPUOffloadPolicy | None:
-    """The policy for ranks on a device: on CPUs without page-locked memory, which only copies to a GPU gain from."""
+    """Return the policy for ranks on a device: on CPUs without page-locked memory, which only speeds up copies to GPUs."""
     return policy if policy is None or device.type != "cpu" else replace(policy, pin_memory=False)
 
 
 def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> None:
-    """Allocate sharded meta parameters on the host with `cpu_offload` (Lightning would take the GPU), and check that all
-    parameters are where they belong.
+    """With `offload`, allocate sharded meta parameters on the host (Lightning would use the GPU); check all devices.
 
     Raises:
         ValueError: naming parameters that were sharded with other settings.
@@ -407,16 +406,16 @@ def place_parameters(module: nn.Module, device: torch.device, offload: bool) -> 
 
 
 def rest_to_device(module: nn.Module, device: torch.device) -> None:
-    """Move everything but sharded parameters to a device, such as buffers and metrics; the module reports that device."""
+    """Move all but sharded parameters, such as buffers and metrics, to a device, which the module then reports."""
     set_module_device(module, device)
     map_tensors(module, lambda x: x if isinstance(x, DTensor) else x.to(device))
 
 
 def keep_optimizers(optimizers: Sequence[Any]) -> None:
-    """Move states back to the host; refuse optimizers that cannot step there.
+    """Move states to the host; refuse optimizers that cannot step there.
 
     Raises:
-        ValueError: naming the optimizer, and what to take instead.
+        ValueError: naming the optimizer and an alternative.
     """
     for optimizer in optimizers:
         name, package = type(optimizer).__name__, type(optimizer).__module__.split(".")[0]
@@ -432,11 +431,11 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
 
 # -- loaders -----------------------------------------------------------------------------------------------------------
 def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:
-    """The loader with this rank's tokens only, after all ranks compared what they read.
+    """Make a loader yield only this rank's tokens, after all ranks have compared their loaders.
 
     Raises:
-        ValueError: on every rank, if the ranks of a sequence read different data, or ranks have different numbers of batches
-            where each step takes all of them.
+        ValueError: on every rank, if the ranks of a sequence read different data, or ranks have different numbers of
+            batches although each step needs all ranks.
         RuntimeError: outside of a run.
     """
     stage, trainer = strategy._stage(), strategy.lightning_module.trainer

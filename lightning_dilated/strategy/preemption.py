@@ -1,11 +1,9 @@
-"""How jobs end early: a signal to any rank ends a fit on all ranks before the same batch, and where a rank is lost, the
-errors of the others name it.
+"""Early ends of jobs: a signal to any rank ends a fit on all ranks before the same batch; errors name lost ranks.
 
-Lightning 2.6 has every rank read a number from its GPU before each batch, so that hosts wait for their GPUs between steps;
-its signal handlers broadcast that number, or save a checkpoint, whatever the rank is doing, which another rank may take for
-a collective of a step; and a fit that a signal ended exits with status 0. Here a handler only records the signal, and hosts
-exchange what they recorded before each batch: those of a region, where there are several; the next outer step tells the
-others.
+In Lightning 2.6 every rank reads a number from its GPU before each batch, so hosts wait for their GPUs between steps. Its
+signal handlers broadcast that number or save a checkpoint at any moment, and another rank may take this for a collective of
+a step. A fit that a signal ended exits with status 0. Here a handler only records the signal, and hosts exchange their
+records before each batch: all hosts, or with several regions the hosts of a region; the next outer step informs the others.
 """
 
 from __future__ import annotations
@@ -45,16 +43,16 @@ _log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Whether some rank of the job was sent a signal to end; replaces Lightning's handling.
+    """Ends a Trainer's fits after a signal to any rank of the job; replaces Lightning's signal handling.
 
     Args:
-        trainer: whose fits end; before it registers its signal handlers.
-        timeout: for which a rank waits for the others before a batch.
-        region: the ranks of this one's region, which alone meet before each batch; None: all ranks do.
+        trainer: has not registered its signal handlers yet.
+        timeout: time that a rank waits for the others before a batch.
+        region: the ranks of this rank's region, which exchange records before each batch; None: all ranks do.
 
     Attributes:
-        is_region_signalled: whether some rank of the region recorded a signal, before the latest batch.
-        all_meet: set where all regions know that one of them is; then all ranks meet before the next batch.
+        is_region_signalled: whether a rank of the region had recorded a signal before the latest batch.
+        all_meet: set once all regions know that a region is signalled; then all ranks meet before the next batch.
     """
 
     def __init__(self, trainer: Any, timeout: timedelta, region: dist.ProcessGroup | None = None) -> None:
@@ -75,18 +73,18 @@ class Preemption:
 
     @property
     def recorded(self) -> bool:
-        """Whether this rank was sent a signal."""
+        """True if this rank received a signal."""
         return bool(self._recorded)
 
     def close(self) -> None:
-        """Give the Trainer its own functions back."""
+        """Restore the Trainer's functions."""
         self._hooks.restore()
         self._second.close()
         self._quiet = self._region = None
 
-    # -- signal handlers: they only record, as they may run anywhere ---------------------------------------------------
+    # -- signal handlers: they only record, because they may run at any moment -----------------------------------------
     def _register_signal_handlers(self) -> None:
-        """Lightning's handlers, which it removes at the end; in a fit one for SIGINT too, unless the user has their own."""
+        """Register Lightning's handlers, which it removes at the end; in a fit also SIGINT's, unless the user has one."""
         self._hooks.register()
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if usual and self._fitting and threading.current_thread() is threading.main_thread():
@@ -94,13 +92,13 @@ class Preemption:
             self._second.watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the channels to other ranks, which belong to this process."""
+        """Leave out the channels to other ranks: they belong to this process."""
         return {**self.__dict__, "_quiet": None, "_region": None}
 
     def record(self, signum: int, frame: Any) -> None:
-        """SIGTERM: pass it on to the processes that this one started, as Lightning's handler does.
+        """Record SIGTERM, and pass it on to the processes that this process started, as Lightning's handler does.
 
-        In a fit an optimizer step or a validation under way is finished, so that all ranks end after it.
+        In a fit the current optimizer step or validation is finished, so that all ranks end after it.
         """
         if os.getpid() != self._process:  # a fork, such as a loader's worker
             return
@@ -111,16 +109,16 @@ class Preemption:
             set_received_sigterm(self._trainer)
 
     def interrupt(self, signum: int, frame: Any) -> None:
-        """SIGINT: the first is recorded; the second ends the process at once.
+        """Record the first SIGINT; the second ends the process at once.
 
-        It is not passed on: a terminal sends it to all processes, which would take it for their second.
+        SIGINT is not passed on: a terminal sends it to all processes, and they would count it as their second.
         """
         if os.getpid() == self._process:
             self._recorded = signum
             _log.warning("interrupted: all ranks end after this step; interrupt again to end at once")
 
     def record_requeue(self, signum: int, frame: Any) -> None:
-        """SLURM's signal that time is nearly up; outside of a fit, Lightning's handler runs."""
+        """Record SLURM's signal that the time limit is near; outside of a fit, Lightning's handler runs."""
         if os.getpid() != self._process:
             return
         if not self._fitting:
@@ -129,7 +127,7 @@ class Preemption:
         self._recorded, self._requeue_requested = self._recorded or signum, True
 
     def _kill_at_once(self) -> None:
-        """Without waiting for anything, also for ranks that this process started, which may wait for it."""
+        """Kill this process and the ranks that it started, without waiting."""
         if self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signal.SIGKILL)
         os._exit(128 + signal.SIGINT)
@@ -147,13 +145,13 @@ class Preemption:
         self._hooks.advance(*args)
 
     def end_if_signalled(self) -> None:
-        """Before each batch of training, before a validation, and at the end; outside of fits nothing.
+        """End a fit if a rank received a signal; called before each batch, before a validation and at the end.
 
-        Gradients that wait for further batches would be lost: all ranks go on until the optimizer's step.
+        While gradients accumulate, all ranks continue to the optimizer's step, so that no gradient is lost.
 
         Raises:
-            SIGTERMException: on every rank, if one was sent a signal; its code is 128 and the signal's number.
-            RuntimeError: where the others do not come.
+            SIGTERMException: on every rank, if a rank received a signal; its code is 128 plus the signal's number.
+            RuntimeError: if the other ranks do not arrive.
         """
         if not self._fitting or self.signal is not None:
             return
@@ -169,43 +167,42 @@ class Preemption:
         name, step = signal.Signals(self.signal).name, self._trainer.global_step
         _log.warning("ranks %s were told to end (%s): all do, after step %d", sorted(sent), name, step)
         set_received_sigterm(self._trainer)
-        # processes that this one started end with a status other than 0; their observer would kill this one, which may still
-        # have to wait for a logger or for SLURM
+        # processes that this one started end with a nonzero status; Lightning's observer would then kill this process, which
+        # may still have to wait for a logger or for SLURM
         forget_launched_processes(self._trainer.strategy.launcher)
         raise SIGTERMException(128 + self.signal)
 
     def _gather(self, ranks: ControlGroup | None) -> list[tuple[int, bool]]:
-        """What each of the ranks recorded: (signal or 0, whether it was SLURM's to requeue)."""
+        """The records of all ranks: (signal or 0, True for SLURM's requeue signal)."""
         if ranks is None:
             return [(self._recorded, self._requeue_requested)]
         try:
             recorded = ranks.gather(torch.tensor([self._recorded, int(self._requeue_requested)], device="cpu"))
         except RuntimeError as error:
             rank = dist.get_rank()
-            others = [r for r in dist.get_process_group_ranks(ranks.group) if r != rank]
+            peers = [r for r in dist.get_process_group_ranks(ranks.group) if r != rank]
             raise RuntimeError(
-                f"rank {rank} of the job waited in vain for the others, ranks {others} of the job, before a batch. One of "
+                f"rank {rank} of the job waited in vain for the others, ranks {peers} of the job, before a batch. One of "
                 "them died, raised, or had fewer batches."
             ) from error
         return [(int(x[0]), bool(x[1])) for x in recorded]
 
     def _save_by_lightning(self, signum: int) -> None:
-        """Lightning's own requeue, once and by all ranks at the same batch: it saves `hpc_ckpt_1.ckpt`, and training goes on
-        until SLURM ends the job."""
+        """Requeue by Lightning, once, on all ranks at the same batch: it saves `hpc_ckpt_1.ckpt`, and training continues."""
         self._recorded, self._requeue_requested = 0, False
         if not self._requeued:
             self._requeued = True
             self._hooks.requeue(signum, None)
 
 
-#: in place of a signal's number: ends the thread
+#: ends the thread; takes the place of a signal's number
 _END = 0
 
 
 class OnSecondInterrupt:
-    """Calls `act` at the second SIGINT, in a thread: while the main thread waits in a collective, no handler runs.
+    """Calls `act` at the second SIGINT, in a thread, because no handler runs while the main thread waits in a collective.
 
-    The interpreter writes the numbers of signals into a pipe as they come.
+    The interpreter writes the number of each signal into a pipe when it arrives.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
@@ -213,11 +210,11 @@ class OnSecondInterrupt:
         self._thread: threading.Thread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """Leave out the pipe and the thread, which belong to this process."""
         return {"_act": self._act, "_pipe": (-1, -1), "_thread": None}
 
     def watch(self) -> None:
-        """Begin, in the main thread; without effect where another reader has the pipe, as asyncio does."""
+        """Start, in the main thread; do nothing if another reader, such as asyncio, has the pipe."""
         if os.name != "posix" or self._pipe[0] >= 0:
             return
         read, write = os.pipe()
@@ -234,10 +231,10 @@ class OnSecondInterrupt:
         self._thread.start()
 
     def _count(self, read: int) -> None:
-        seen = 0
+        interrupts = 0
         while _END not in (signals := os.read(read, 64)):
-            seen += signals.count(signal.SIGINT)
-            if seen > 1:
+            interrupts += signals.count(signal.SIGINT)
+            if interrupts > 1:
                 self._act()
 
     def close(self) -> None:
@@ -248,7 +245,7 @@ class OnSecondInterrupt:
         _watched.discard(write)
         signal.set_wakeup_fd(-1)
         os.set_blocking(write, True)
-        os.write(write, bytes([_END]))  # a fork, such as a loader's worker, may hold the pipe open
+        os.write(write, bytes([_END]))  # a close would not end the read: a fork may hold the pipe open
         self._thread.join()
         os.close(read)
         os.close(write)
@@ -259,7 +256,7 @@ _watched: set[int] = set()
 
 
 def _forget_in_fork() -> None:
-    if _watched:  # or a fork's signals would count as ours
+    if _watched:  # otherwise a fork's signals would count as this process's
         _watched.clear()
         signal.set_wakeup_fd(-1)
 
@@ -269,35 +266,35 @@ if hasattr(os, "register_at_fork"):
 
 
 class EndsOnSignal:
-    """A mixin for a strategy, before Lightning's: also ends a fit before a validation and at its end."""
+    """A strategy mixin, placed before Lightning's class: also checks for signals before a validation and after a fit."""
 
     _preemption: Preemption | None = None
 
     @property
     def preemption(self) -> Preemption | None:
-        """What ends the fits of this strategy's Trainer; None before it runs."""
+        """The `Preemption` of this strategy's Trainer; None before the Trainer runs."""
         return self._preemption
 
     def on_validation_start(self) -> None:
-        """For a signal that came in the batch before it."""
+        """End the fit first if a signal arrived during the last batch."""
         if self._preemption is not None:
             self._preemption.end_if_signalled()
         super().on_validation_start()
 
     def on_train_end(self) -> None:
-        """For a signal that came in the last batch; after callbacks have saved."""
+        """End the fit if a signal arrived during the last batch, after callbacks have saved."""
         super().on_train_end()
         if self._preemption is not None:
             self._preemption.end_if_signalled()
 
     def on_exception(self, exception: BaseException) -> None:
-        """A validation, test or prediction that SIGTERM ends exits with that status, too."""
+        """Set SIGTERM's exit status for a validation, test or prediction too."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Lightning's; restores the Trainer's signal handling."""
+        """Restore the Trainer's signal handling."""
         if self._preemption is not None:
             self._preemption.close()
             self._preemption = None
@@ -305,10 +302,10 @@ class EndsOnSignal:
 
 
 def requeue_job() -> None:
-    """Requeue this SLURM job (of an array: this task); one rank calls.
+    """Requeue this SLURM job, or this task of an array; one rank calls.
 
     Raises:
-        RuntimeError: where there is no job, or SLURM refuses.
+        RuntimeError: if there is no job, or SLURM refuses.
     """
     job = os.environ.get("SLURM_JOB_ID", "")
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
@@ -325,10 +322,10 @@ def requeue_job() -> None:
 
 # -- workers of loaders ------------------------------------------------------------------------------------------------
 class IgnoresSignals:
-    """A loader's `worker_init_fn` that first makes the worker ignore signals, but for SIGTERM of its parent process.
+    """A loader's `worker_init_fn` that first makes the worker ignore signals, except SIGTERM from its parent process.
 
-    Schedulers and terminals signal whole groups of processes. A worker that ended by such a signal would fail the fit in the
-    batch that was to be finished. A program that a worker starts inherits the blocked SIGTERM: end it with `Popen.kill`.
+    Schedulers and terminals signal whole groups of processes. If such a signal ended a worker, the fit would fail before its
+    last batch is finished. A program that a worker starts inherits the blocked SIGTERM: end it with `Popen.kill`.
     """
 
     def __init__(self, inner: Callable[[int], Any] | None) -> None:
@@ -336,7 +333,7 @@ class IgnoresSignals:
 
     def __call__(self, worker: int) -> None:
         for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
-            if hasattr(signal, name):  # a function, as programs that the worker starts would inherit SIG_IGN
+            if hasattr(signal, name):  # a function: programs that the worker starts would inherit SIG_IGN
                 signal.signal(getattr(signal, name), _nothing)
         if hasattr(signal, "sigwaitinfo"):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -353,34 +350,34 @@ def _end_by_parent() -> None:
 
 
 def _nothing(*args: Any) -> None:
-    """Handles signals that are meant for another process."""
+    """Ignore a signal."""
 
 
 # -- lost ranks --------------------------------------------------------------------------------------------------------
-#: seconds to wait for the reasons of other ranks, whose connections break at about the same time
+#: seconds to wait for the reasons of other ranks; their connections break at about the same time
 PATIENCE = 5.0
-#: the same, once this rank got a signal to end
+#: the same, after this rank got a signal to end
 ENDING = 1.0
-#: numbers of the runs of this process, which are the same on all ranks
+#: numbers of this process's runs, the same on all ranks
 _runs = itertools.count()
 
 
 class ReportsLostRanks:
-    """A mixin for a strategy, before Lightning's: after a collective failed, the error says which ranks ended and why.
+    """A strategy mixin, placed before Lightning's class: after a collective failed, the error names lost ranks and reasons.
 
-    gloo says "Connection reset by peer", and names only a port. So every rank that ends with an error leaves its reason in
-    the job's store, and a rank whose connection broke reads what the others left.
+    gloo says "Connection reset by peer" and names only a port. So every rank that ends with an error stores its reason in
+    the job's store, and a rank with a broken connection reads the reasons of the others.
     """
 
     _run = -1
     sizes: MeshSizes
 
     def _count_run(self) -> None:
-        """As a run begins, on every rank: reasons of an earlier run, after which a script went on, have another number."""
+        """Number a new run, on every rank: a script may continue after a failed run, which left reasons."""
         self._run = next(_runs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's; leaves this rank's reason, and adds to the message of a broken connection which rank is lost."""
+        """Store this rank's reason; add the lost ranks to the message of a broken connection."""
         super().on_exception(exception)  # type: ignore[misc]
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
@@ -388,27 +385,26 @@ class ReportsLostRanks:
         try:
             reasons = dist.PrefixStore(f"lightning-dilated/reasons/{self._run}", default_store())
             reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
-            size = self.sizes.region_size
-            of_rank = reasons, dist.get_rank(), dist.get_world_size(), size
-            words = report_lost_ranks(*of_rank, is_ending=self._is_ending) if broken else ""
+            job = reasons, dist.get_rank(), dist.get_world_size(), self.sizes.region_size
+            words = report_lost_ranks(*job, is_ending=self._is_ending) if broken else ""
         except RuntimeError:
             words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
         if broken:
             exception.args = (f"{words}\n{exception}", *exception.args[1:])
 
     def _is_ending(self) -> bool:
-        """Whether this rank was sent a signal to end, as torchrun's agents do once a rank has died."""
+        """True if this rank received a signal to end, which torchrun's agents send after a rank has died."""
         preemption = getattr(self, "_preemption", None)
         return preemption is not None and preemption.recorded
 
 
 def connection_broke(error: BaseException | None) -> bool:
-    """Whether an error, or the one behind it, is that of a collective that lost another rank."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    """Return True if an error or one of its causes comes from a collective that lost another rank."""
+    checked: set[int] = set()
+    while error is not None and id(error) not in checked:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
             return True
-        seen.add(id(error))
+        checked.add(id(error))
         error = error.__cause__
     return False
 
@@ -421,18 +417,18 @@ def report_lost_ranks(
     patience: float = PATIENCE,
     is_ending: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
+    """Describe in one line the ranks that raised, and the ranks that gave no sign within `patience` seconds.
 
     Args:
-        reasons: a store in which each rank that ended left its reason under its number, "" for a broken connection.
-        rank: of this process, of `world` ranks of the job.
-        region_size: ranks of a region; None: there is one.
+        reasons: a store with the reason of each rank that ended under its number, "" for a broken connection.
+        rank: this process among `world` ranks of the job.
+        region_size: ranks of a region; None: one region.
         patience: seconds to wait for the other ranks.
-        is_ending: whether this rank got a signal to end, and waits for `ENDING` seconds only: a launcher that knows of the
-            loss waits for it, to start the ranks again.
+        is_ending: returns True if this rank got a signal to end; then it waits only `ENDING` seconds, because the launcher
+            waits for it before it starts the ranks again.
 
     Raises:
-        RuntimeError: where the store is gone.
+        RuntimeError: if the store is gone.
     """
     silent, begin = [x for x in range(world) if x != rank], time.monotonic()
     ended: list[int] = []
@@ -452,14 +448,14 @@ def report_lost_ranks(
             "and whether the system ended them for memory), or hang."
         )
     sentences += lost_regions([*raised, *silent], world, region_size or world)
-    others = [x for x in range(world) if x != rank]
+    peers = [x for x in range(world) if x != rank]
     if not sentences:
-        sentences.append(f"Ranks {others} of the job lost a connection, too: look at the network between their nodes.")
+        sentences.append(f"Ranks {peers} of the job lost a connection, too: look at the network between their nodes.")
     return f"Rank {rank} of the job lost the connection to another rank. {' '.join(sentences)}"
 
 
 def lost_regions(lost: list[int], world: int, region_size: int) -> list[str]:
-    """A sentence on each region with lost ranks, where there are several regions."""
+    """Return a sentence about each region with lost ranks; none for a single region."""
     sentences = []
     for region, first in enumerate(range(0, world, region_size) if region_size < world else ()):
         ranks = range(first, first + region_size)

@@ -1,4 +1,4 @@
-"""Refusals of callbacks and modules that would go wrong on shards."""
+"""Refusals of callbacks and modules that would be wrong on shards."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_dilated.strategy.mesh import MeshSizes
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, shards_parameters: bool) -> None:
-    """Raise for a callback that would wait for other ranks, copy shards of parameters, or count a sequence once a rank.
+    """Raise for a callback that would wait for other ranks, copy shards of parameters, or count a sequence on every rank.
 
     Args:
         strategy: its name, for the message.
-        shards_parameters: whether each rank holds a shard of the parameters only.
+        shards_parameters: whether each rank holds only a shard of the parameters.
 
     Raises:
-        ValueError: naming the callback, and what to take instead.
+        ValueError: naming the callback and an alternative.
     """
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         reason = _callback_reason(callback, sizes.world, sizes.sequence_size, shards_parameters)
         reason = reason or (_region_reason(callback) if sizes.regions > 1 else None)
         if reason:
-            trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # or the error would set it off
+            trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # otherwise it would handle this error
             raise ValueError(f"the callback {type(callback).__name__} does not go with {strategy} here: {reason}")
 
 
@@ -99,10 +99,10 @@ def _mixing_reason(module: nn.Module) -> tuple[str, str] | None:
 
 
 def refuse_mixing(root: nn.Module, allow: tuple[str, ...]) -> None:
-    """Raise for modules below `root` that would silently compute something else on a part of the sequence.
+    """Raise for modules below `root` that would silently compute wrong values on a part of a sequence.
 
     Args:
-        allow: names of modules (with everything below them) that see no tokens of a sharded sequence.
+        allow: names of modules to accept, together with their submodules.
 
     Raises:
         ValueError: naming every such module.

@@ -1,4 +1,4 @@
-"""Training in regions: a mixin of a Lightning strategy, which asks `ext/regions` in the hooks that outer steps concern."""
+"""Training in regions: a strategy mixin that calls `ext/regions` from the hooks that outer steps need."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.outer import OuterSteps
 from lightning_dilated.strategy.preemption import Preemption
 
-#: regions, as users give them
+#: values of the option `regions`
 Regions: TypeAlias = int | Literal["auto"]
 
 
 def check_regions(regions: Any, outer: Any) -> None:
-    """Raise for regions without outer steps, and for what is no number of regions and no OuterSteps.
+    """Check the options `regions` and `outer`: several regions need outer steps.
 
     Raises:
-        TypeError, ValueError: naming the option, with what to set.
+        TypeError, ValueError: naming the option and a remedy.
     """
     if isinstance(regions, str) and regions != "auto":
         raise ValueError(f'regions must be "auto" (each node is one) or a number, got {regions!r}.')
@@ -36,14 +36,14 @@ def check_regions(regions: Any, outer: Any) -> None:
 
 
 class TrainsInRegions:
-    """A mixin for a strategy, before Lightning's: regions train apart, and outer steps keep them one model.
+    """A strategy mixin, placed before Lightning's class: regions train apart, and outer steps keep them one model.
 
-    Within a fit the module holds the region's own parameters. In validations, in checkpoints and after the fit it holds the
-    mean over regions, which after an outer step without `delay` and `mix` are the shared parameters themselves.
+    During a fit the module holds the region's own parameters. In validations, in checkpoints and after the fit it holds the
+    mean over regions. After an outer step without `delay` and `mix` the two are equal.
     """
 
     _options: Any  # SequenceOptions
-    _regions: Any = None  # a `RegionTraining` of `ext/regions`, from a run with outer steps on
+    _regions: Any = None  # a `RegionTraining` of `ext/regions` in a run with outer steps
     _preemption: Preemption | None
     sizes: MeshSizes
     lightning_module: Any
@@ -57,7 +57,7 @@ class TrainsInRegions:
 
     @property
     def between_outer_steps(self) -> bool:
-        """Return whether the latest step ended without an outer step: nothing may then wait for other regions."""
+        """Return True if the latest step ended without an outer step: no rank may then wait for other regions."""
         return self._regions is not None and self._regions.apart
 
     @property
@@ -67,11 +67,11 @@ class TrainsInRegions:
 
     @property
     def _region_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this region; None where there is one."""
+        """The ranks of this region; None if there is one region."""
         return None if self._regions is None else self._regions.group
 
     def _check_precision(self) -> None:
-        """Raise ValueError, in `Trainer(...)`, where regions would differ in what checkpoints hold once."""
+        """Raise ValueError in `Trainer(...)` for 16-mixed: a checkpoint holds one scaler, and each region has its own."""
         precision = getattr(self.precision_plugin, "precision", None)  # type: ignore[attr-defined]
         if self._options.regions != 1 and precision == "16-mixed":
             raise ValueError(
@@ -80,14 +80,14 @@ class TrainsInRegions:
             )
 
     def _make_regions(self) -> None:
-        """Begin a run: process groups of this region and over regions; every rank calls."""
+        """Make the process groups of this region and over regions for a run; every rank calls."""
         self._regions = None if self._options.outer is None else hook("training in regions")(self)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, and the outer steps that are due after it.
+        """Make Lightning's step, and the outer steps that are due after it.
 
         Raises:
-            RuntimeError: for parameters that are trained and were not when the fit began.
+            RuntimeError: for parameters that were frozen when the fit began and are trained now.
         """
         output = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
         if self._regions is not None:
@@ -95,49 +95,45 @@ class TrainsInRegions:
         return output
 
     def on_validation_start(self) -> None:
-        """Lightning's; validates the mean of the regions."""
+        """Put the mean of the regions into the module."""
         super().on_validation_start()  # type: ignore[misc]
         if self._regions is not None and self._fitting:
             self._regions.show_mean()
 
     def on_validation_end(self) -> None:
-        """Lightning's; training continues with the region's own parameters."""
+        """Put the region's own parameters back."""
         super().on_validation_end()  # type: ignore[misc]
         if self._regions is not None and self._fitting:
             self._regions.show_local()
 
     def on_train_end(self) -> None:
-        """Lightning's; the module is left with the mean of the regions."""
+        """Leave the mean of the regions in the module."""
         if self._regions is not None:
             self._regions.show_mean(on_host=True)
         super().on_train_end()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Lightning's, of the mean over regions; every rank calls."""
+        """Return the state dict of the mean over regions; every rank calls."""
         state = super().lightning_module_state_dict()  # type: ignore[misc]
         return state if self._regions is None else self._regions.mean_of(state)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Lightning's, of this region's own parameters."""
+        """Return the state dict of this region's own parameters."""
         state = super().lightning_module_state_dict()  # type: ignore[misc]
         return state if self._regions is None else self._regions.local_of(state)
 
     def outer_state(self) -> dict[str, Any] | None:
-        """The state of outer steps in a checkpoint, equal in all regions; None without."""
+        """Return the state of outer steps for a checkpoint, equal in all regions; None without outer steps."""
         return None if self._regions is None else self._regions.state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Lightning's; with outer steps the file holds their state, and the own parameters and optimizer of each region."""
+        """Save; with outer steps the file also holds their state and each region's parameters and optimizer."""
         if self._regions is not None:
             self._regions.add_to(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _of_this_region(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The state of this region in a loaded checkpoint.
-
-        Raises:
-            ValueError: for a checkpoint that lacks this region's state.
-        """
+        """This region's state in a loaded checkpoint; ValueError if the checkpoint lacks it."""
         if self._regions is not None:
             return self._regions.of_this_region(checkpoint)
         if "outer_steps" in checkpoint and self._fitting:

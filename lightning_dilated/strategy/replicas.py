@@ -1,4 +1,4 @@
-"""Replicas: ranks compare the bits of the parameters that all of them hold."""
+"""Replicas: ranks compare the bits of the parameters that they all hold."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lightning_dilated.checkpoint.state import bits, plain_tensors, unlike_repli
 
 
 class Replicas:
-    """Compares the bits of parameters of which every rank holds the whole; the host waits for no GPU.
+    """Compares the bits of parameters that every rank holds whole; the host does not wait for the GPU.
 
-    Ranks that train alike hold the same bits. They no longer do where something differs between them that no setting says:
-    a callback that changes a learning rate, a package's version, memory that fails. Sharded parameters and buffers, of which
-    each rank may have its own, are not compared.
+    Ranks that train alike hold the same bits, unless they differ in something that no setting shows: a callback that changes
+    a learning rate, the version of a package, faulty memory. Sharded parameters are not compared, nor buffers, because each
+    rank may have its own.
 
     Args:
-        module: with the parameters.
-        every: optimizer steps between two comparisons; None: only where a checkpoint is made.
+        module: the module with the parameters.
+        every: optimizer steps between two comparisons; None: only before a checkpoint.
         group: the ranks that hold the same parameters.
     """
 
     def __init__(self, module: nn.Module, every: int | None, group: dist.ProcessGroup) -> None:
         self.module, self.every, self.group = module, every, group
         self._steps = 0
-        #: names, this rank's bits, the largest and smallest of all ranks, and what a GPU signals once these are there
+        #: names, this rank's bits, largest and inverted smallest bits of all ranks, event for when a GPU has these
         self._posted: tuple[list[str], Tensor, Tensor, torch.cuda.Event | None] | None = None
 
     def step(self) -> None:
-        """After each optimizer step, on every rank.
+        """Count an optimizer step, and compare if due; every rank calls.
 
         Raises:
-            RuntimeError: on every rank, for what was sent `every` steps before; on CPUs for what is sent now.
+            RuntimeError: on every rank, if parameters differ: on a GPU those sent `every` steps before, on CPUs the present.
         """
         self._steps += 1
         if self.every is not None and self._steps % self.every == 0:
@@ -45,48 +45,44 @@ class Replicas:
                 self.settle()
 
     def compare(self) -> None:
-        """Compare at once, on every rank, as before a checkpoint; raises as `step`."""
+        """Compare at once, before a checkpoint; every rank calls. Raises as `step`."""
         self.settle()
         self._post()
         self.settle()
 
     def settle(self) -> None:
-        """Read what was sent last, on every rank; raises as `step`."""
+        """Read the last comparison; every rank calls. Raises as `step`."""
         if self._posted is None:
             return
-        (names, own, both, event), self._posted = self._posted, None
+        (names, local, extremes, event), self._posted = self._posted, None
         if event is not None:
             event.synchronize()
-        largest, smallest = both.chunk(2)
-        if not torch.equal(largest, ~smallest):
-            raise RuntimeError(self._difference(dict(zip(names, own.tolist(), strict=True))))
+        largest, inverted_smallest = extremes.chunk(2)
+        if not torch.equal(largest, ~inverted_smallest):
+            raise RuntimeError(self._difference(dict(zip(names, local.tolist(), strict=True))))
 
     def _named(self) -> dict[str, Tensor]:
         ignored = own_parameters(self.module)
         return plain_tensors((name, p) for name, p in self.module.named_parameters() if name not in ignored)
 
     def _post(self) -> None:
-        """Send the bits of all parameters: the largest and the smallest of a parameter are those of equal ranks."""
+        """Send the bits of all parameters; the largest equals the smallest over ranks if and only if ranks agree."""
         named = self._named()
         if not named:
             return
-        own = torch.stack([bits(p) for p in named.values()])
-        both = torch.cat([own, ~own])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)  # on a GPU its stream waits, and not the host
-        if both.device.type != "cuda":
-            self._posted = [*named], own, both, None
+        local = torch.stack([bits(p) for p in named.values()])
+        extremes = torch.cat([local, ~local])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)  # on a GPU the stream waits, not the host
+        if extremes.device.type != "cuda":
+            self._posted = [*named], local, extremes, None
             return
-        host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+        host = torch.empty(extremes.shape, dtype=extremes.dtype, pin_memory=True).copy_(extremes, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._posted = [*named], own, host, event
+        self._posted = [*named], local, host, event
 
-    def _difference(self, own: dict[str, int]) -> str:
-        """Which ranks held other values of which parameters, in words; a collective call.
-
-        Args:
-            own: this rank's bits as they were sent: later steps may have changed the parameters.
-        """
-        every: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, own, group=self.group)
-        return unlike_replicas(every, dist.get_process_group_ranks(self.group))
+    def _difference(self, local: dict[str, int]) -> str:
+        """Describe the ranks and parameters that differ, by the bits at the time of sending; a collective call."""
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, local, group=self.group)
+        return unlike_replicas(gathered, dist.get_process_group_ranks(self.group))

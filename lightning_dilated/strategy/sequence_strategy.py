@@ -1,6 +1,6 @@
-"""The mixin that makes a Lightning strategy hold one sequence on many ranks: mesh, loaders, active sequence, loss, RNG.
+"""The mixin that lets a Lightning strategy shard a sequence over ranks: mesh, loaders, active sequence, loss, RNG.
 
-`parallelize` has the steps of set-up in order; the hooks of steps are here. One rank runs the same code as many.
+`parallelize` lists the set-up in order; this file has the hooks of steps. A single rank runs the same code.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from lightning_dilated.strategy.replicas import Replicas
 
 
 class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
-    """A mixin for a Lightning strategy of many processes; it comes before that strategy among the bases."""
+    """A mixin for a Lightning strategy with many processes; it precedes that strategy in the list of bases."""
 
-    #: whether each rank holds a shard of the parameters only, so that all ranks meet in every step of every stage
+    #: whether each rank holds only a shard of the parameters, so that all ranks meet in every step of every stage
     shards_parameters = False
 
     def _configure_sequence(self, options: SequenceOptions) -> None:
@@ -56,7 +56,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
-        self._why_unshared: dict[str, str] = {}  # {stage: why losses cannot be added over ranks there}
+        self._why_unshared: dict[str, str] = {}  # {stage: reason why its losses cannot be added over ranks}
         self._first_step, self._shares, self._seed = True, 0, 0
         self._run_groups: RunGroups | None = None
         self._checks_first_batch = options.check_first_batch
@@ -99,17 +99,17 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's sequence, of those that are trained on at a time."""
+        """The number of this rank's sequence among the sequences of a step."""
         return self.global_rank // self.sizes.sequence_size
 
     @property
     def takes_whole_steps(self) -> bool:
-        """Whether epochs end with a step of as many batches as every other."""
+        """True if every epoch ends with a whole step, because `global_batch` is set."""
         return self._global_batch is not None
 
     @property
     def is_first_of_sequence(self) -> bool:
-        """Whether this rank is the first of its sequence: the one to write what its ranks have in common."""
+        """True on the first rank of a sequence, which writes data that the sequence's ranks have in common."""
         return self.global_rank % self.sizes.sequence_size == 0
 
     @override
@@ -122,7 +122,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @property
     def run_groups(self) -> RunGroups:
-        """Process groups that end with the run; others, of callbacks, may be made within `run_groups.making()`.
+        """Process groups that end with the run; a callback adds its own by making them in `run_groups.making()`.
 
         Raises:
             RuntimeError: outside of a run.
@@ -133,7 +133,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @override
     def setup_environment(self) -> None:
-        """Process groups, mesh and sequence group; see `parallelize`."""
+        """Make process groups, mesh and sequence group; see `parallelize`."""
         self._count_run()
         self._first_step = True
         parallelize(self, "setup_environment", self._join_processes)
@@ -146,24 +146,24 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         self._run_groups = self._run_groups or RunGroups()
 
     def _start_process_group(self) -> None:
-        """By Lightning, where torchrun did not start the processes."""
+        """Let Lightning make the group, unless torchrun started the processes."""
         super().setup_environment()
 
     @override
     def setup(self, trainer: Any) -> None:
-        """Parameters and optimizers; see `parallelize`."""
+        """Set up parameters and optimizers; see `parallelize`."""
         parallelize(self, "setup", super().setup, trainer)
 
     @override
     def teardown(self) -> None:
-        """Restores the loaders, and frees device memory of the sequence's routes."""
+        """Restore the loaders, and free device memory of the sequence's routes."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._global_batch is not None:
             self._global_batch.restore()
         self._replicas = None
         if self._sequence is not None:
-            self._sequence.was_active = False  # a recomputation from now on belongs to another strategy
+            self._sequence.was_active = False  # later recomputation belongs to another strategy
             self._sequence.forget()
         super().teardown()
         trainer = None if self.lightning_module is None else attached_trainer(self.lightning_module)
@@ -171,9 +171,9 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             self.end_run(failed=trainer.state.status == TrainerStatus.INTERRUPTED)
 
     def end_run(self, failed: bool = False) -> None:
-        """After the last hook of a run: process groups, their threads and connections end.
+        """End process groups, their threads and connections, after the last hook of a run.
 
-        Groups that parameters stay sharded over (`fully_shard`) end when the module is no longer used.
+        If parameters stay sharded (`fully_shard`), their groups end when the module is no longer used.
         """
         if self._run_groups is None:
             return
@@ -192,11 +192,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
             groups.end(self._run, min(self._options.rank_timeout, AFTER_FAILURE if failed else AFTER_RUN), failed)
 
     def _stage(self) -> str:
-        """The stage of the run: train, val, test or predict.
-
-        Raises:
-            RuntimeError: outside of a run.
-        """
+        """The run's stage: train, val, test or predict; RuntimeError outside of a run."""
         stage = self.lightning_module.trainer.state.stage
         if stage is None or self._loaders is None:
             raise RuntimeError(
@@ -207,7 +203,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         return stage.dataloader_prefix
 
     def __getstate__(self) -> dict[str, Any]:
-        """Lightning's, without what belongs to this process: process groups and sharded loaders."""
+        """Leave out process groups and sharded loaders, which belong to this process."""
         local = ("_mesh", "_sequence", "_loaders", "_replicas", "_preemption", "_regions", "_run_groups")
         state = {**super().__getstate__(), **dict.fromkeys(local)}
         if "_ddp_kwargs" in state:
@@ -218,23 +214,23 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of one sequence are one replica of the sampler."""
+        """Arguments of samplers: the ranks of a sequence are one replica."""
         return {"num_replicas": self.sizes.data, "rank": self.data_rank}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """The loader with this rank's tokens only; see `parallelize`.
+        """Make a loader yield only this rank's tokens; see `parallelize`.
 
         Raises:
             ValueError: on every rank, if the ranks of a sequence read different data, or ranks have different numbers of
-                batches where each step takes all of them.
+                batches although each step needs all ranks.
             RuntimeError: outside of a run.
         """
         return parallelize(self, "process_dataloader", super().process_dataloader, dataloader)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; before, on the CPU, compares the entries of which every rank of a sequence has the whole.
+        """Compare the entries that every rank of a sequence holds whole, on the CPU, and move the batch.
 
         Raises:
             ValueError: on every rank of the sequence, naming the entry that differs.
@@ -247,7 +243,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         return super().batch_to_device(batch, *args, **kwargs)
 
     def _spec(self) -> SequenceSpec | None:
-        """The `sequence_spec` of the DataModule, else of the LightningModule."""
+        """The `sequence_spec` of the DataModule, or else of the LightningModule."""
         datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
         specs = (getattr(owner, "sequence_spec", None) for owner in (datamodule, self.lightning_module))
         return next((spec for spec in specs if spec), None)
@@ -255,7 +251,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
     # -- steps -------------------------------------------------------------------------------------------------------
     @contextmanager
     def _within(self, stage: str, batch_idx: int) -> Iterator[None]:
-        """The sequence is active, and random numbers are those of (seed, stage, step, this rank)."""
+        """Activate the sequence, and seed the generators for (seed, stage, step, this rank)."""
         trainer, why_unshared = self.lightning_module.trainer, self._why_unshared.get(self._stage())
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
         seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
@@ -268,7 +264,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, within the active sequence and with the seeds of the step."""
+        """Call the module's training_step, with the sequence active and the step's seeds."""
         first, self._first_step = self._first_step, False
         batch = kwargs.get("batch", args[0] if args else None)
         if first:
@@ -283,12 +279,12 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
         return output
 
     def _trusting(self) -> AbstractContextManager[None]:
-        """Calls are compared after a backward only if no other sequence and no optimizer gets anything of it before."""
+        """Defer the comparison of calls to the end of the backward, if nothing uses the gradients before."""
         module = self.lightning_module
         return self.sequence.trusting() if self.sizes.shape[0] == 1 and module.automatic_optimization else nullcontext()
 
     def _check_first_batch(self, batch: Any) -> None:
-        """One rank against many, where that is requested and was not done yet."""
+        """Compare one rank with many, once, if requested."""
         if self._checks_first_batch:
             self._checks_first_batch = False
             with self.precision_plugin.train_step_context():
@@ -298,25 +294,25 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
+        """Call the module's validation_step as in `training_step`."""
         with self._within("validation", _batch_idx(args, kwargs)):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
+        """Call the module's test_step as in `training_step`."""
         with self._within("test", _batch_idx(args, kwargs)):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
+        """Call the module's predict_step as in `training_step`."""
         with self._within("predict", _batch_idx(args, kwargs)):
             return super().predict_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradient of the loss that the ranks' shares sum to; refuses a loss that is no share."""
+        """Compute the gradient of the sum of the ranks' shares; refuse a loss that is not a share."""
         if self.sequence.shares == self._shares:
             raise RuntimeError(
                 f"the loss of {type(self.lightning_module).__name__}.training_step was not made by loss_share, so it is not "
@@ -332,7 +328,7 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, and outer steps; every so many steps the ranks' parameters are compared."""
+        """Step, and compare the ranks' parameters every `check_replicas` steps."""
         output = super().optimizer_step(*args, **kwargs)
         if self._replicas is not None:
             self._replicas.step()
@@ -340,29 +336,28 @@ class SequenceStrategy(TrainsInRegions, EndsOnSignal, ReportsLostRanks):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Lightning's; refuses a mixture of ranks that trained apart."""
+        """Save after comparing the ranks' parameters: a checkpoint must not mix ranks that differ."""
         if self._replicas is not None:
             self._replicas.compare()
         super().save_checkpoint(*args, **kwargs)
 
     @override
     def on_train_end(self) -> None:
-        """Lightning's; the last comparison of parameters is read."""
+        """Read the last comparison of parameters."""
         if self._replicas is not None:
             self._replicas.settle()
         super().on_train_end()
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's; means of integers are taken in float64."""
+        """Reduce as Lightning does, but take means of integers in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
-            # else the mean of counts, which Lightning weighs logged values by, is rounded down
+            # Lightning weights logged values by mean counts; an integer mean would round them down
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
 
 def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The number of the batch among the arguments of a step; a step that takes none is numbered 0."""
     number = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
     return number if isinstance(number, int) else 0

@@ -233,12 +233,12 @@ def test_a_disk_that_is_too_small(text, tmp_path):
 
 
 @pytest.mark.parametrize("options, says", [
-    ({"keep": 0}, "keep must be more than 0, got 0"),
-    ({"keep": None}, "keep must be a number, got None"),
-    ({"every_n_train_steps": 2.5}, "every_n_train_steps must be a number or None, got 2.5"),
-    ({"every_n_train_steps": True}, "every_n_train_steps must be a number or None, got True"),
-    ({"every_n_minutes": -1}, "every_n_minutes must be more than 0, got -1"),
-    ({"resume": True}, 'resume must be one of "never", "auto", "must"; got True'),
+    ({"keep": 0}, "keep must be at least 1, got 0"),
+    ({"keep": None}, "keep must be an integer, got None"),
+    ({"every_n_train_steps": 2.5}, "every_n_train_steps must be an integer, got 2.5 of type float. Or None."),
+    ({"every_n_train_steps": True}, "every_n_train_steps must be an integer, got the bool True"),
+    ({"every_n_minutes": -1}, r"every_n_minutes must be a number in \(0, inf\), got -1"),
+    ({"resume": True}, "resume must be one of never, auto, must; got True"),
     ({"every_n_train_steps": None, "at_end": False}, "nothing would be saved"),
 ])  # fmt: skip
 def test_options(options, says):

@@ -16,6 +16,8 @@ import torch
 from lightning_dilated import LongNetLM
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.folder import read_whole
+from lightning_dilated.checkpoint.reader import read_metadata
+from lightning_dilated.checkpoint.state import flatten_low_bit, unflatten_low_bit
 
 from ..distributed.pool import Pool
 from .checkpoint_runs import run, with_options, write_text
@@ -91,6 +93,18 @@ def test_what_an_earlier_folder_holds(name):
     assert {s["exp_avg"].shape for s in states["state"].values()} == shapes
     kinds = {type(s["exp_avg"]).__name__ for s in states["state"].values()}
     assert ("OptimState8bit" in kinds) == (name == "eightbit")
+
+
+def test_low_bit_attributes_are_read_from_the_old_key():
+    """The golden folder has the key `told`; states are written with `attributes`."""
+    pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
+    folder = GOLDEN / "eightbit" / "step-00000002"
+    assert any(key.endswith(".OptimState8bit.told") for key in read_metadata(folder).state_dict_metadata)
+    (states,) = read_whole(folder)["optimizer_states"]
+    state = next(s["exp_avg"] for s in states["state"].values() if type(s["exp_avg"]).__name__ == "OptimState8bit")
+    flat = flatten_low_bit({"exp_avg": state})
+    assert flat["exp_avg"]["OptimState8bit"].keys() == {"codes", "scale", "qmap", "attributes"}
+    assert torch.equal(unflatten_low_bit(flat)["exp_avg"].dequantize(), state.dequantize())
 
 
 def record(folder):

@@ -1,4 +1,4 @@
-"""The keys of a model's or a data's class, as `--help` and `--model.help` print them."""
+"""Help pages with the keys of a class of models or data, for `--help` and `--model.help`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.parsing.settings import chosen_classes, options
 from lightning_dilated.models import DilatedModule
 
-#: section of a recipe: (base of its classes, modules whose classes go by their name alone)
+#: section of a recipe: (base of its classes, modules with classes that need no dotted path)
 SECTIONS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "model": (DilatedModule, (lightning_dilated, models)),
     "data": (pl.LightningDataModule, (data,)),
@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[type, tuple[Any, ...]]] = {
 
 
 def names(section: str) -> list[str]:
-    """The classes of a section that go by their name alone."""
+    """List the classes of a section that need no dotted path."""
     base, modules = SECTIONS[section]
     listed = modules[0]
     public = [name for name in getattr(listed, "__all__", dir(listed)) if not name.startswith("_")]
@@ -36,12 +36,12 @@ def names(section: str) -> list[str]:
 
 
 def is_class(value: Any, base: type) -> bool:
-    """Whether a value is a subclass of `base`."""
+    """Return True if a value is a subclass of `base`."""
     return isinstance(value, type) and issubclass(value, base)
 
 
 def subclass(base: type, name: str) -> type | None:
-    """The subclass of `base` with this name among the imported ones; None without one."""
+    """Return the imported subclass of `base` with this name, or None."""
     todo = [base]
     while todo:
         cls = todo.pop()
@@ -52,10 +52,10 @@ def subclass(base: type, name: str) -> type | None:
 
 
 def resolve(section: str, name: str) -> type:
-    """The class of a name or dotted path.
+    """Return the class of a name or dotted path.
 
     Raises:
-        ValueError: for another kind of class, or none; naming those that there are.
+        ValueError: for another kind of class, or none; it lists the classes.
     """
     base, modules = SECTIONS[section]
     value = next((getattr(module, name) for module in modules if hasattr(module, name)), None)
@@ -76,31 +76,31 @@ def resolve(section: str, name: str) -> type:
 
 
 def keys(cls: type) -> list[str]:
-    """The arguments of a class, of its bases too where it hands them on."""
+    """List the arguments of a class, including arguments that it passes on to its bases."""
     built = {"params"} if issubclass(cls, Optimizer) else {"optimizer"} if issubclass(cls, LRScheduler) else set()
     added = ArgumentParser().add_class_arguments(cls, "of", skip=built, fail_untyped=False)
     return [key.partition(".")[2] for key in added]
 
 
 def help_of(section: str, cls: type) -> str:
-    """The keys of a class, each with its meaning, type and default."""
+    """Return a page with the keys of a class, each with its meaning, type and default."""
     parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_class_arguments(cls, section, fail_untyped=False)
     lines, shown = parser.format_help().strip("\n").split("\n"), True
     page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
     for line in lines:
         if not line.startswith("   "):  # the first line of an option
-            # nested helps are options of this parser only, and a file of the class's arguments is seldom used
+            # leave out options of nested help, which only this parser has, and the option for a file of arguments
             shown = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
         page += [line] if shown else []
     return "\n".join(page)
 
 
 def pages(argv: Sequence[str]) -> list[str]:
-    """What --model.help and --data.help ask for; of the class that is chosen elsewhere where they name none.
+    """Return the pages for --model.help and --data.help; without a class they mean the chosen class.
 
     Raises:
-        ValueError: for no class, or none of that name.
+        ValueError: if no class is chosen, or none has the name.
     """
     texts = []
     for option in options(argv):
@@ -118,7 +118,7 @@ def pages(argv: Sequence[str]) -> list[str]:
 
 
 def footer(argv: Sequence[str]) -> str:
-    """What `--help` says of the classes: the keys of those that are chosen, and how to see others."""
+    """Return the part of `--help` about classes: the keys of the chosen classes, and how to list others."""
     texts = [help_of(section, resolve(section, name)) for section, name in chosen_classes(argv).items() if name]
     for section in SECTIONS:
         texts.append(

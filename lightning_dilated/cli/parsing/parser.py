@@ -1,4 +1,4 @@
-"""A parser whose errors are short: what is wrong, what was meant, and the command that lists the keys."""
+"""A parser with short errors: the problem, a suggestion, and the command that lists the keys."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.pretrained import VALUES
 
-#: options of every command of Lightning's besides `trainer`
+#: options of all commands of Lightning's, without `trainer`
 OPTIONS = ("config", "ckpt_path", "seed_everything", "print_config", "model", "data")
-#: of a class with so few keys an error lists all
+#: errors list all keys of a class that has at most this number
 FEW = 12
-#: bases of the classes whose keys a command line sets
+#: base classes for the keys of a command line
 BASES = (DilatedModule, pl.LightningDataModule, Optimizer, LRScheduler)
 
 
-#: types that a parser reads without looking for a class, a function or another file, as are subclasses of Enum and PurePath
+#: types that a parser reads without looking for a class, a function or another file; so are subclasses of Enum and PurePath
 PLAIN = {
     *(Any, str, int, float, bool, complex, type(None), list, tuple, set, frozenset, dict, Mapping, Sequence, Iterable)
 }
 
 
 def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], where: str) -> None:
-    """Refuse texts of a file where a parser takes texts for classes, functions or other files.
+    """Refuse a file's texts in arguments for which a parser reads texts as classes, functions or other files.
 
     Args:
         arguments: checked values of the file (`file_arguments`).
@@ -48,13 +48,13 @@ def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], wh
         where: the file, for messages.
 
     Raises:
-        ValueError: naming the argument, the text and what to do.
+        ValueError: naming the argument, the text and a remedy.
     """
     for name, value in arguments.items():
         leaves = {leaf for hint in types.get(name, ()) for leaf in _leaves(hint)}
-        others = {x for x in leaves - PLAIN if not (isinstance(x, type) and issubclass(x, (Enum, PurePath)))}
-        ours = all(x in VALUES.values() or is_dataclass(x) or is_typeddict(x) for x in others)
-        text = next(_texts(value, within=not ours), None) if others else None
+        classes = {x for x in leaves - PLAIN if not (isinstance(x, type) and issubclass(x, (Enum, PurePath)))}
+        known = all(x in VALUES.values() or is_dataclass(x) or is_typeddict(x) for x in classes)
+        text = next(_texts(value, within=not known), None) if classes else None
         if text is not None:
             raise ValueError(
                 f"{where} has {name}={text!r:.80}, which may be the name of a class, a function or another file, and a file "
@@ -63,13 +63,12 @@ def check_texts(arguments: Mapping[str, Any], types: Mapping[str, list[Any]], wh
 
 
 def _leaves(hint: Any) -> set[Any]:
-    """The types that an annotation consists of."""
     if get_origin(hint) is Literal:
         return {str}
     if hint not in VALUES.values() and (is_dataclass(hint) or is_typeddict(hint)):
         try:
             return {hint}.union(*map(_leaves, get_type_hints(hint).values()))
-        except NameError:  # of a type that only type checkers import
+        except NameError:  # a type that only type checkers import
             return {hint, object}
     if get_origin(hint) in (Callable, type) or not (inner := [x for x in get_args(hint) if x is not Ellipsis]):
         return {hint}
@@ -77,7 +76,7 @@ def _leaves(hint: Any) -> set[Any]:
 
 
 def _texts(value: Any, within: bool) -> Iterator[str]:
-    """The texts of a value; those within mappings, too, if `within`."""
+    """The texts in a value; with `within`, also in mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)) or (within and isinstance(value, Mapping)):
@@ -86,7 +85,7 @@ def _texts(value: Any, within: bool) -> Iterator[str]:
 
 
 def with_public_names(value: Any) -> Any:
-    """Return a configuration in which every `class_path` is the public name of the class."""
+    """Return a configuration with the public name of the class in every `class_path`."""
     if isinstance(value, (Namespace, dict)):
         values = {key: with_public_names(x) for key, x in (value if isinstance(value, dict) else vars(value)).items()}
         if isinstance(path := values.get("class_path"), str):
@@ -96,10 +95,10 @@ def with_public_names(value: Any) -> Any:
 
 
 class Parser(LightningArgumentParser):
-    """A parser with short errors: what is wrong, without the list of options."""
+    """A parser with short errors that do not list all options."""
 
     def dump(self, cfg: Namespace, *args: Any, **options: Any) -> str:
-        """Write a configuration as text, classes by their public names."""
+        """Write a configuration as text, with public names of classes."""
         return super().dump(with_public_names(cfg), *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -109,7 +108,7 @@ class Parser(LightningArgumentParser):
 
 
 def advice(message: str, argv: list[str]) -> Iterator[str]:
-    """Suggestions for the keys, classes and words of a command line that an error names, in any wording."""
+    """Yield suggestions for the keys, classes and words of a command line that occur in an error message."""
     classes: dict[Key, type | None] = {("trainer",): pl.Trainer}
     if not dict(settings(argv)).get(("data",)):
         classes["data",] = ByteDataModule
@@ -139,7 +138,7 @@ def advice(message: str, argv: list[str]) -> Iterator[str]:
 
 
 def unknown_key(name: str, cls: type | None, dashes: str = "") -> Iterator[str]:
-    """Suggestions for a key that the class does not have."""
+    """Yield suggestions for a key that the class does not have."""
     known = keys(cls) if cls else [name]
     if name not in known:
         yield from did_you_mean(name, known, dashes)
@@ -148,16 +147,16 @@ def unknown_key(name: str, cls: type | None, dashes: str = "") -> Iterator[str]:
 
 
 def did_you_mean(word: str, known: list[str], dashes: str = "") -> Iterator[str]:
-    """The nearest of the known words, as a question."""
+    """Yield the nearest of the known words, as a question."""
     yield from (f"Did you mean '{dashes}{close}'?" for close in difflib.get_close_matches(word, known, 1))
 
 
 def where_listed(argv: list[str]) -> str:
-    """Which commands list the keys."""
+    """Return a sentence with the commands that list the keys."""
     command, listed = f"{PROG} {' '.join(argv[:1])}", ""
     for section, path in chosen_classes(argv).items():
         short = path.rpartition(".")[2] if isinstance(path, str) else ""
-        others = path if any(subclass(base, short) for base in BASES) else "CLASS"
-        name = short if short in names(section) else others
+        dotted = path if any(subclass(base, short) for base in BASES) else "CLASS"
+        name = short if short in names(section) else dotted
         listed += f"`{command} --{section}.help {name}` lists the keys of {name}, "
     return f"{listed}`{command} --help` all others."

@@ -1,3 +1,3 @@
-"""Bytes, tokens, and two versions of a text."""
+"""Data of bytes and tokens."""
 
 __all__: list[str] = []

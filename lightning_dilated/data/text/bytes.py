@@ -1,4 +1,4 @@
-"""ByteDataModule: any files as one stream of bytes cut into sequences, and the bigram model that is their baseline.
+"""ByteDataModule: any files as one stream of bytes cut into sequences, and a bigram model as baseline.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
@@ -23,7 +23,7 @@ class ByteSequences(Dataset):
         stream: the bytes.
         start, stop: the range of the stream, in bytes.
         seq_len: N, tokens of a sequence.
-        limit: use at most this many sequences.
+        limit: the most sequences.
     """
 
     def __init__(self, stream: ByteStream, start: int, stop: int, seq_len: int, limit: int | None = None) -> None:
@@ -37,19 +37,19 @@ class ByteSequences(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Depends on names, sizes and some blocks of the files, and on the range."""
+        """Return a digest of names, sizes and some blocks of the files, with the range."""
         return (
             f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
         )
 
     def place_of(self, index: int) -> tuple[str, int]:
-        """(file, position in the file) of a sequence's first token."""
+        """Return (file, position in the file) of a sequence's first token."""
         return self.stream.where(self.start + index * self.seq_len)
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.
 
-        Positions run from 0 to N, as the label of the last token is the byte at position N. No other byte is read.
+        Positions are 0 to N: the byte at position N is the label of the last token. No other byte is read.
 
         Raises: IndexError if there is no such sequence or position.
         """
@@ -61,11 +61,11 @@ class ByteSequences(Dataset):
         return torch.from_numpy(self.stream.read(begin + start, begin + stop)).long()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"tokens": (N,) int64, "labels": (N,) int64 the byte after each token, "index": the sequence's number}."""
+        """Return {"tokens": (N,) int64, "labels": (N,) int64 the byte after each, "index": the sequence's number}."""
         return self.read_ranges(index, (range(self.seq_len),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only: of each range its bytes are read, and one more for the last label."""
+        """Return the sample at some positions only; each range reads its bytes, and one more for the last label."""
         values = [self.read(index, x.start, x[-1] + 2) for x in ranges if x]
         parts = [(v[:-1][:: x.step], v[1:][:: x.step]) for v, x in zip(values, (x for x in ranges if x), strict=True)]
         tokens, labels = (
@@ -78,32 +78,32 @@ class ByteDataModule(SequenceDataModule):
     """Text or binary files as one byte stream: the first part for training, then validation, then test.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
-    `vocab_size` is 256. Labels never leave the split. Training order depends on `seed` and the epoch alone and is
-    continued exactly from a checkpoint; validation and test come in file order.
+    `vocab_size` is 256. Labels are from the same split. Training order depends only on `seed` and the epoch, and continues
+    exactly from a checkpoint; validation and test come in file order.
 
     Args:
         paths: files, directories (read recursively) or globs, or URLs of them; null reads Python's standard library.
         seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
-        test_fraction: share of the bytes for test, likewise.
-        val_limit: use at most this many sequences of the validation split; null for all.
-        seed: fixes the training order.
+        test_fraction: share of the bytes for test, from 0 to below 1.
+        val_limit: the most sequences of the validation split; null for all.
+        seed: seed of the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
-        suffixes: which files of a directory to take, such as ['.txt']; null for all.
-        pack_tokens: the most bytes of a batch on each device. Samples are then files, longer ones in pieces of N bytes, in
-            place of sequences that reach over the ends of files; as many as fit are packed into one row, {"tokens": (1, n),
-            "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D samples begin and end, "index": (D,)}. A
-            file's last byte has the label -100. null does not pack.
-        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
-            and the most GiB that it takes, see `Opener`.
+        suffixes: file endings to take from a directory, such as ['.txt']; null for all.
+        pack_tokens: the most bytes of a batch on each device. Samples are then files, longer ones in pieces of N bytes,
+            instead of sequences across files. A batch is one row of D packed samples, {"tokens": (1, n), "labels": (1, n),
+            "cu_seqlens": (D + 1,) int32 bounds of the samples on the CPU, "index": (D,)}. A file's last byte has the label
+            -100. null does not pack.
+        cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
+            limit in GiB, see `Opener`.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     vocab_size: int = 256
-    #: bytes of text that a token stands for
+    #: bytes of text in a token
     bytes_per_token: float = 1.0
 
     def __init__(
@@ -133,9 +133,9 @@ class ByteDataModule(SequenceDataModule):
         self._bigram: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Look up all files and sizes and check that each requested split has at least one sequence.
+        """Look up all files and sizes, and check that each requested split has at least one sequence.
 
-        Raises: FileNotFoundError, PermissionError or ValueError, saying what was found and what to change.
+        Raises: FileNotFoundError, PermissionError or ValueError, with the problem and a remedy.
         """
         if self._stream is not None:
             return
@@ -150,7 +150,7 @@ class ByteDataModule(SequenceDataModule):
 
     @property
     def stream(self) -> ByteStream:
-        """The bytes of all files; looks them up on first use."""
+        """The bytes of all files, looked up on first use."""
         self.check()
         assert self._stream is not None
         return self._stream
@@ -160,7 +160,7 @@ class ByteDataModule(SequenceDataModule):
         return self._sequences(self.stream, split)
 
     def bigram_bits_per_byte(self, split: str = "val") -> float:
-        """Bits per byte of an add-one bigram model of the training bytes on the pairs that the split's loader serves.
+        """Return bits per byte, on the split's pairs of bytes, of an add-one bigram model of the training bytes.
 
         Raises: ValueError for an unknown split or one without sequences.
         """
@@ -174,13 +174,13 @@ class ByteDataModule(SequenceDataModule):
                 samples = zip(dataset.begins, np.minimum(dataset.begins + self.seq_len + 1, dataset.ends), strict=True)
                 counts = (bigram_counts(self.stream, int(start), int(stop)) for start, stop in samples)
                 pairs = sum(counts, np.zeros((256, 256), dtype=np.int64))
-            else:  # windows lie end to end, so their pairs are those of one range
+            else:  # windows are consecutive, so their pairs are the pairs of one range
                 pairs = bigram_counts(self.stream, dataset.start, dataset.start + len(dataset) * self.seq_len + 1)
             self._bigram[split] = bits_per_byte(self._bigram["counts"], pairs)
         return self._bigram[split]
 
     def describe(self) -> str:
-        """One line: number of files, bytes, and sequences of each split."""
+        """Return a line with the numbers of files, bytes, and sequences of each split."""
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
         return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; {self.kind}: {counts}"
 
@@ -204,10 +204,7 @@ _CHUNK = 1 << 22
 
 
 def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
-    """Count neighbouring byte pairs of stream[start:stop): (256, 256) int64, row = byte, column = next byte.
-
-    Memory is bounded by `chunk` bytes at a time.
-    """
+    """Count neighbouring byte pairs of stream[start:stop) in chunks: (256, 256) int64, row = byte, column = next byte."""
     counts = np.zeros(256 * 256, dtype=np.int64)
     for piece in stream.chunks(start, stop, chunk):
         pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
@@ -216,7 +213,7 @@ def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK
 
 
 def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
-    """Mean of -log2 p(next byte | byte) over the pairs counted in `evaluated`, p from `train` with one added to each.
+    """Return the mean of -log2 p(next byte | byte) over the pairs in `evaluated`, with p from `train` plus one each.
 
     Args:
         train, evaluated: (256, 256) pair counts.

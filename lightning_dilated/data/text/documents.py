@@ -1,4 +1,4 @@
-"""RangedSamples, read by ranges of positions, and Documents of a stream of bytes or tokens, long ones in pieces."""
+"""RangedSamples, read by ranges of positions; Documents of a stream of bytes or tokens, with long ones in pieces."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 
 class RangedSamples(Dataset):
-    """Samples of unequal length, of n tokens and n labels; a subclass defines `piece`."""
+    """Samples of unequal length, each with n tokens and n labels; a subclass defines `piece`."""
 
-    #: tokens of each sample, (samples,) int64
+    #: number of tokens of each sample, (samples,) int64
     lengths: np.ndarray
-    #: the name of a sample in errors
+    #: word for a sample in errors
     what: str
 
     def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, labels) of the positions [start, stop) of a sample, int64; reads these and one token more."""
+        """Return (tokens, labels) at positions [start, stop) of a sample, int64; it reads one token more."""
         raise TypeError(f"{type(self).__name__} must define piece(index, start, stop).")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def length_of(self, index: int) -> int:
-        """Tokens of a sample; nothing is read. Raises: IndexError if there is none."""
+        """Return the number of tokens of a sample without reading it. Raises: IndexError if there is no such sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.what} {index} was asked for, but there are {len(self)}")
         return int(self.lengths[index])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """{"tokens": (n,) int64, "labels": (n,) int64 the next token or -100, "index": the sample's number}."""
+        """Return {"tokens": (n,) int64, "labels": (n,) int64 the next token or -100, "index": the sample's number}."""
         return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only: of each range its tokens are read, and one more for the last label."""
+        """Return the sample at some positions only; each range reads its tokens, and one more for the last label."""
         length = self.length_of(index)
         tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         for x in filter(None, ranges):
@@ -53,14 +53,14 @@ class RangedSamples(Dataset):
 
 
 class Documents(RangedSamples):
-    """Documents of a stream, as samples of unequal length; one of more than `seq_len` tokens is cut into pieces of so many.
+    """Documents of a stream as samples of unequal length, longer ones in pieces of `seq_len` tokens.
 
-    A piece's last label is the next token of its document; a document's last token has the label -100. A document of one
-    token, and a last piece of one, would have no label and are left out.
+    A piece's last label is the next token of its document; a document's last token has the label -100. Documents and last
+    pieces of one token are left out, because they have no label.
 
     Args:
         stream: the bytes or tokens.
-        bounds: (documents + 1,) where documents begin and end in the stream, rising.
+        bounds: (documents + 1,) bounds of documents in the stream, increasing.
         seq_len: the most tokens of a sample.
         limit: use at most this many samples.
     """
@@ -75,20 +75,20 @@ class Documents(RangedSamples):
         pieces = np.maximum(0, -(-(ends - starts - 1) // seq_len))
         number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         self.begins = (np.repeat(starts, pieces) + number * seq_len)[:limit]
-        self.ends = np.repeat(ends, pieces)[:limit]  # of the document
+        self.ends = np.repeat(ends, pieces)[:limit]  # end of each sample's document
         self.lengths = np.minimum(seq_len, self.ends - self.begins)
 
     def fingerprint(self) -> str:
-        """Depends on names, sizes and some blocks of the files, and on where the samples lie."""
+        """Return a digest of names, sizes and some blocks of the files, and of the bounds of samples."""
         places = hashlib.blake2b(self.begins.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
         return f"{self.stream.fingerprint()}, {len(self)} documents {places}{MARK}{self.stream.content()}"
 
     def place_of(self, index: int) -> tuple[str, int]:
-        """(file, position in the file) of a sample's first token."""
+        """Return (file, position in the file) of a sample's first token."""
         return self.stream.where(int(self.begins[index]))
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Tokens [start, stop) of the stream, int64."""
+        """Read tokens [start, stop) of the stream, int64."""
         return torch.from_numpy(self.stream.read(start, stop)).long()
 
     def piece(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

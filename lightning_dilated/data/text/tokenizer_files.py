@@ -1,4 +1,4 @@
-"""The files of a tokenizer as texts by name, which checkpoints and folders of models keep."""
+"""The files of a tokenizer as texts by name, as checkpoints and folders of models store them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MAIN = "tokenizer.json"
-#: files of transformers that are a tokenizer's; templates besides the first lie in a folder
+#: file names of tokenizers in transformers; templates after the first are in a folder
 NAMES = (
     MAIN,
     "tokenizer_config.json",
@@ -20,19 +20,19 @@ NAMES = (
     "merges.txt",
 )
 _TEMPLATE = re.compile(r"additional_chat_templates/\w[\w.-]*\.jinja")
-#: as huggingface_hub selects files
+#: the same as patterns for huggingface_hub
 PATTERNS = (*NAMES, "additional_chat_templates/*.jinja")
 
 
 def is_known(name: object) -> bool:
-    """Whether a name is that of a tokenizer's file; others are neither read nor written."""
+    """Return True for the name of a tokenizer's file; other files are neither read nor written."""
     return isinstance(name, str) and (name in NAMES or _TEMPLATE.fullmatch(name) is not None)
 
 
 def checked_files(files: Any, where: str) -> dict[str, str] | None:
-    """The files that `where` holds; None without.
+    """Check a tokenizer's files from `where`, and return them; None for None.
 
-    Raises: ValueError for anything but texts by the names of a tokenizer's files, tokenizer.json among them.
+    Raises: ValueError for anything but texts by names of tokenizer files, with tokenizer.json among them.
     """
     if files is None:
         return None
@@ -47,14 +47,14 @@ def checked_files(files: Any, where: str) -> dict[str, str] | None:
 
 
 def write_files(folder: Path, files: Mapping[str, str] | None) -> None:
-    """Write a tokenizer's files into a folder that exists."""
+    """Write a tokenizer's files into an existing folder."""
     for name, text in (files or {}).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
 
 
 def read_files(folder: Path) -> dict[str, str] | None:
-    """The tokenizer's files in a folder; None without tokenizer.json."""
+    """Read the tokenizer's files in a folder; None without tokenizer.json."""
     if not (folder / MAIN).is_file():
         return None
     paths = [folder / name for name in NAMES] + sorted((folder / "additional_chat_templates").glob("*.jinja"))

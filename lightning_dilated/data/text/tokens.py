@@ -1,4 +1,4 @@
-"""TokenDataModule: files of token ids (.npy or raw) as one stream cut into sequences, with documents if a token ends them.
+"""TokenDataModule: files of token ids (.npy or raw) as one stream cut into sequences, with documents by an end token.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`), D documents of a sequence.
 """
@@ -23,12 +23,12 @@ from lightning_dilated.data.opener import CACHE_GIB, Opener
 from lightning_dilated.data.text.bytes import ByteSequences
 from lightning_dilated.data.text.documents import Documents
 
-#: what tokens may be stored as
+#: dtypes of tokens in .npy files
 DTYPES = ("uint16", "uint32", "int32", "int64")
-#: and raw files also as bytes
+#: dtypes of tokens in raw files
 RAW_DTYPES = ("uint8", *DTYPES)
 SUFFIXES = [".npy", ".bin"]
-#: first bytes of files that are no raw tokens, with what to do about them
+#: first bytes of files that are not raw tokens, with a remedy
 _FOREIGN = {
     b"\x93NUMPY": "is a .npy file by its content: rename it to end in .npy",
     b"PK\x03\x04": "is a zip archive by its content (torch.save and .npz make such files): save the tokens by numpy.save",
@@ -36,13 +36,13 @@ _FOREIGN = {
     b"\x1f\x8b\x08\x08": "is compressed by gzip: decompress it first",
     b"LITPKDS": "begins with the 24-byte header of lit-gpt's packed data: set data.header to 24 and data.dtype to its dtype",
 }
-#: int32 magic, version and token count, then zeros up to byte 1024 (token width by magic)
+#: header of llm.c: int32 magic, version and token count, then zeros up to byte 1024; {magic: (dtype, bytes)}
 _LLMC = {20240520: ("uint16", 2), 20240801: ("uint32", 4)}
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Where the tokens of a file lie: `count` of `dtype` from byte `offset` on."""
+    """A file with `count` tokens of `dtype` from byte `offset` on."""
 
     path: str
     dtype: str
@@ -51,13 +51,13 @@ class TokenFile:
 
 
 def token_file(path: str, size: int, dtype: str | None, header: int, opener: Opener | None = None) -> TokenFile:
-    """Look at the beginning of a file of `size` bytes.
+    """Read the beginning of a file of `size` bytes, and locate its tokens.
 
     Args:
-        path: or a URL, which `opener` reads.
-        dtype, header: of raw (.bin) files: the type, uint16 where None, and bytes before the first token.
+        path: a path, or a URL for `opener`.
+        dtype, header: for raw (.bin) files: the dtype (None: uint16), and the number of bytes before the first token.
 
-    Raises: ValueError naming the file and what to change.
+    Raises: ValueError naming the file and a remedy.
     """
     if size == 0:
         raise ValueError(f"{path} is empty: write it again or leave it out of the paths")
@@ -104,7 +104,7 @@ def _npy_file(path: str, size: int, opener: Opener) -> TokenFile:
 
 
 def _check_header_length(file: BinaryIO, version: tuple[int, int], size: int) -> None:
-    """Raise ValueError for a header that would be longer than its file: numpy asks for that much memory first."""
+    """Raise ValueError for a header that is longer than its file: numpy would first allocate its memory."""
     begin = file.tell()
     length = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
     if begin + length > size:
@@ -118,8 +118,8 @@ def _raw_file(path: str, size: int, dtype: str | None, header: int, opener: Open
         first = file.read(4096)
     if header == 0:
         _refuse_foreign(path, size, first)
-    count, rest = divmod(size - header, kind.itemsize)
-    if rest or count < 1:
+    count, extra_bytes = divmod(size - header, kind.itemsize)
+    if extra_bytes or count < 1:
         raise ValueError(
             f"{path} has {size:,} bytes, which is not a whole number (at least one) of {kind} tokens of {kind.itemsize} "
             f"bytes after a header of {header}: it was cut off, or data.dtype or data.header is wrong"
@@ -143,7 +143,7 @@ def _refuse_foreign(path: str, size: int, first: bytes) -> None:
 
 
 def _refuse_wider(path: str, tokens: np.ndarray) -> None:
-    """If data.dtype is left out: halves of uint32 tokens show as small numbers in every second place."""
+    """Refuse a file that looks like uint32: read as uint16, every second number is small."""
     even, odd = tokens[0::2], tokens[1::2]
     if len(odd) >= 64 and int(odd.max()) * 64 < int(even.max()):
         raise ValueError(
@@ -153,9 +153,9 @@ def _refuse_wider(path: str, tokens: np.ndarray) -> None:
 
 
 class TokenStream:
-    """Tokens of many files in the given order with nothing between them; only what a range touches is read.
+    """Tokens of many files, concatenated in the given order; only the tokens of a range are read.
 
-    Can be pickled, as `ByteStream`, through which it reads.
+    It reads through a `ByteStream`, and can be pickled like it.
     """
 
     def __init__(self, files: Sequence[TokenFile], opener: Opener | None = None) -> None:
@@ -174,11 +174,11 @@ class TokenStream:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files that this copy of the object has read for tokens."""
+        """Number of bytes that this copy of the object has read."""
         return self._bytes.bytes_read
 
     def fingerprint(self) -> str:
-        """A digest of the names, sizes and types of the files."""
+        """Return a digest of the names and sizes of the files, with the types of tokens."""
         kinds = sorted({f"{file.dtype} from byte {file.offset}" for file in self.files})
         return f"{self._bytes.fingerprint()} of {', '.join(kinds)}"
 
@@ -186,12 +186,12 @@ class TokenStream:
         return self._bytes.content()
 
     def where(self, position: int) -> tuple[str, int]:
-        """(file, position in the file) of a token of the stream."""
+        """Return (file, position in the file) of a token of the stream."""
         index = int(np.searchsorted(self._ends, position, side="right"))
         return self.files[index].path, position - int(self._ends[index]) + self.files[index].count
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop): a new int64 array (stop - start,). Raises: IndexError outside the stream."""
+        """Read tokens [start, stop) into a new int64 array (stop - start,). Raises: IndexError outside the stream."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"token range [{start}, {stop}) lies outside the stream of {len(self)} tokens")
         out, done = np.empty(stop - start, dtype=np.int64), start
@@ -207,15 +207,15 @@ class TokenStream:
         return out
 
     def chunks(self, size: int = 1 << 22) -> Iterator[tuple[int, np.ndarray]]:
-        """(first position, tokens) of pieces of at most `size` tokens, end to end."""
+        """Yield (first position, tokens) of consecutive pieces of at most `size` tokens."""
         for begin in range(0, len(self), size):
             yield begin, self.read(begin, min(begin + size, len(self)))
 
 
 def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndarray:
-    """Look at every token once: the positions of `eos_token`, sorted int64 (empty for None).
+    """Check every token, and return the sorted int64 positions of `eos_token` (empty for None).
 
-    Raises: ValueError naming file and position of the first token outside [0, vocab_size), and the largest of all.
+    Raises: ValueError naming file and position of the first token outside [0, vocab_size), and the largest token.
     """
     ends, wrong, largest = [np.empty(0, dtype=np.int64)], None, 0
     for begin, tokens in stream.chunks():
@@ -230,16 +230,16 @@ def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndar
     return np.concatenate(ends)
 
 
-def out_of_range(token: int, path: str, position: int, vocab_size: int, more: str = "") -> str:
-    """The message about a token that the vocabulary does not have."""
+def out_of_range(token: int, path: str, position: int, vocab_size: int, note: str = "") -> str:
+    """Return the error for a token that the vocabulary does not have."""
     return (
         f"{path} holds token {token} at position {position:,} (counted from 0), but data.vocab_size = {vocab_size} allows 0 "
-        f"to {vocab_size - 1}{more}: set data.vocab_size to that of the tokenizer, or data.dtype to that of the file"
+        f"to {vocab_size - 1}{note}: set data.vocab_size to that of the tokenizer, or data.dtype to that of the file"
     )
 
 
 def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStream, begin: int) -> torch.Tensor:
-    """Tokens from position `begin` of a stream on; ValueError for one out of range, as in files that were not scanned."""
+    """Return tokens from position `begin` of a stream; ValueError for one out of range, as `scan: false` may leave."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
         offset = int(wrong[0])
@@ -248,7 +248,7 @@ def checked(tokens: torch.Tensor, vocab_size: int, stream: ByteStream | TokenStr
 
 
 class TokenDocuments(Documents):
-    """`Documents` of a stream of tokens; tokens of `vocab_size` or larger are an error."""
+    """`Documents` of a stream of tokens; tokens of at least `vocab_size` are an error."""
 
     def __init__(
         self, stream: TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None, vocab_size: int
@@ -265,8 +265,8 @@ class TokenSequences(ByteSequences):
 
     Args:
         stream, start, stop, seq_len, limit: as in `ByteSequences`, in tokens.
-        vocab_size: tokens of this size or larger are an error.
-        eos_token, ends: the token that ends a document, and its positions in the stream, sorted; None without documents.
+        vocab_size: tokens of at least this number are an error.
+        eos_token, ends: the token that ends a document, and its sorted positions in the stream; None without documents.
     """
 
     def __init__(
@@ -284,19 +284,19 @@ class TokenSequences(ByteSequences):
         self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
 
     def fingerprint(self) -> str:
-        """Depends on names, sizes and some blocks of the files, and on the token that ends documents."""
+        """Return a digest of names, sizes and some blocks of the files, with the range and the end token."""
         place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
         return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
-        """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""
+        """Read positions [start, stop) of sequence `index`, (stop - start,) int64; ValueError for a wrong token."""
         tokens, begin = super().read(index, start, stop), self.start + index * self.seq_len + start
         return checked(tokens, self.vocab_size, self.stream, begin)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only, and of documents the bounds in the whole sequence.
+        """Return the sample at some positions only; with documents, also their bounds in the whole sequence.
 
-        A document's last token, the one that ends it, has no next token: its label is -100.
+        The end token of a document has no next token: its label is -100.
         """
         sample = super().read_ranges(index, ranges)
         if self.eos_token is not None:
@@ -305,9 +305,9 @@ class TokenSequences(ByteSequences):
         return sample
 
     def cu_seqlens(self, index: int) -> torch.Tensor:
-        """(D + 1,) int32 from 0 to N: where the documents of a sequence begin and end; reads nothing.
+        """Return the bounds (D + 1,) int32, from 0 to N, of the documents of a sequence, without reading it.
 
-        A document that reaches over an end of the sequence is cut there.
+        Documents are cut at both ends of the sequence.
         """
         assert self.ends is not None
         begin = self.start + index * self.seq_len
@@ -318,7 +318,7 @@ class TokenSequences(ByteSequences):
 
 
 def collate_documents(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of one sample; `cu_seqlens` gets no batch dimension, as the attention takes it."""
+    """Make a batch of one sample; `cu_seqlens` gets no batch dimension."""
     (sample,) = samples
     row = {name: value for name, value in sample.items() if name != "cu_seqlens"}
     return {**torch.utils.data.default_collate([row]), "cu_seqlens": sample["cu_seqlens"]}
@@ -326,7 +326,7 @@ def collate_documents(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A split: tokens [start, stop) of a stream, and where documents end in the stream."""
+    """A split: tokens [start, stop) of a stream, and the ends of documents in the stream."""
 
     stream: TokenStream
     start: int
@@ -338,36 +338,36 @@ class TokenDataModule(SequenceDataModule):
     """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes them) as one stream cut into sequences.
 
     Batches are {"tokens": (B, N), "labels": (B, N) the next token, "index": (B,)}, all int64. With `eos_token`, B is 1,
-    and "cu_seqlens" (D + 1,) int32 on the CPU holds the bounds of the documents in the whole sequence, on every rank; a
-    document ends after its `eos_token`, whose label is -100. Labels never leave the split. A rank reads its slice of a
-    sequence; but `check` looks at every token once, in every process, to find those that the vocabulary does not have and
-    where documents end (about two seconds of a core for a gigabyte of uint16; `scan` false does without).
+    and "cu_seqlens" (D + 1,) int32 on the CPU holds the bounds of the documents in the whole sequence, on every rank. A
+    document ends after its `eos_token`, which has the label -100. Labels are from the same split. A rank reads its slice of
+    a sequence. Only `check` reads every token once, in every process, to find tokens outside of the vocabulary and the ends
+    of documents: about two seconds of a core for a gigabyte of uint16, or nothing with `scan: false`.
 
     Args:
         paths: files, directories (read recursively, .npy and .bin) or globs, or URLs of them. A .npy holds one row of
             uint16, uint32, int32 or int64; a .bin holds numbers of `dtype` after `header` bytes.
         seq_len: N, tokens of a sequence (each sample reads N + 1).
-        vocab_size: number of different tokens; the data is checked against it, and the model too.
+        vocab_size: number of different tokens; the data and the model are checked against it.
         batch_size: B, sequences of a batch on each device.
         val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the tokens of `paths`, the last ones; null is 0.05, or 0 if `val_paths` or
             `test_paths` is set.
-        dtype: of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null is uint16, refused where it looks like
-            uint32.
-        header: of .bin files: bytes before the first token (llm.c has 1024).
-        eos_token: the token that ends a document; null takes everything as one text.
-        val_limit: use at most this many sequences of the validation split; null for all.
-        scan: look at every token before training; false checks only what is served, and cannot find documents.
-        pack_tokens: the most tokens of a batch on each device. Samples are then whole documents (of `eos_token`), longer
-            ones in pieces of N tokens, in place of sequences that cut documents where they end; as many as fit are packed
-            into one row, and "index" is (D,), a number a sample. null does not pack.
+        dtype: dtype of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null: uint16, unless the file looks like
+            uint32, which is an error.
+        header: bytes before the first token of .bin files (llm.c has 1024).
+        eos_token: the token that ends a document; null: the data is one text.
+        val_limit: the most sequences of the validation split; null for all.
+        scan: check every token before training; false checks only the tokens of batches, and cannot find documents.
+        pack_tokens: the most tokens of a batch on each device. Samples are then whole documents (by `eos_token`), longer
+            ones in pieces of N tokens, instead of sequences that cut documents at their ends. A batch is one row of D packed
+            samples, and "index" is (D,). null does not pack.
         seed, num_workers, pin_memory: see `SplitDataModule`.
-        cache_dir, cache_gib: of URLs, the folder that keeps what was fetched (null is remote in the package's cache folder)
-            and the most GiB that it takes, see `Opener`. `scan` fetches all files once; set it to false for large ones.
-        tokenizer: the tokenizer.json that made the tokens, or a folder of transformers: checkpoints then keep it, for
-            `generate`; null keeps none.
+        cache_dir, cache_gib: for URLs, the folder for fetched blocks (null: remote in the package's cache folder) and its
+            limit in GiB, see `Opener`. `scan` fetches all files once; set it to false for large files.
+        tokenizer: the tokenizer.json that made the tokens, or a folder of transformers; checkpoints store it for
+            `generate`. null: no tokenizer.
 
-    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges; `check` reads the data on disk.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ class TokenDataModule(SequenceDataModule):
         self._parts: dict[str, _Part] | None = None
 
     def tokenizer_files(self) -> dict[str, str] | None:
-        """The files of `data.tokenizer` by name, which checkpoints keep; None without.
+        """Return the files of `data.tokenizer` by name, for checkpoints; None without a tokenizer.
 
         Raises: as `load_text_tokenizer`; ValueError for a tokenizer of more than `vocab_size` tokens.
         """
@@ -445,9 +445,9 @@ class TokenDataModule(SequenceDataModule):
             raise ValueError("data.eos_token needs data.scan: true, which finds where documents end")
 
     def check(self) -> None:
-        """Open all files, look at every token once, and check that each requested split has at least one sequence.
+        """Open all files, scan all tokens, and check that each requested split has at least one sequence.
 
-        Raises: OSError or ValueError, saying which file, what was found and what to change.
+        Raises: OSError or ValueError, with the file, the problem and a remedy.
         """
         if self._parts is not None:
             return
@@ -475,7 +475,7 @@ class TokenDataModule(SequenceDataModule):
         return self._sequences(self._parts[split], split)
 
     def describe(self) -> str:
-        """One line: files, tokens, and sequences of each split."""
+        """Return a line with the numbers of files, tokens, and sequences of each split."""
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
         streams = {id(part.stream): part.stream for part in (self._parts or {}).values()}.values()
         files, tokens = sum(len(x.files) for x in streams), sum(len(x) for x in streams)
@@ -491,10 +491,9 @@ class TokenDataModule(SequenceDataModule):
         return TokenStream(opened, self.opener)
 
     def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
-        """Where documents end in each stream, after a look at every token."""
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
-        # separate streams, so that `bytes_read` counts only what is served
+        # separate streams, so that `bytes_read` counts only tokens of batches
         ends = {
             name: scan(TokenStream(x.files, x.opener), self.vocab_size, self.eos_token) for name, x in streams.items()
         }
@@ -517,7 +516,6 @@ class TokenDataModule(SequenceDataModule):
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
-    """No file may serve two splits."""
     first_use: dict[str, str] = {}
     for name, paths in files.items():
         for path in paths:

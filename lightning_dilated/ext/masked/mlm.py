@@ -1,7 +1,7 @@
 """LongNetMLM, a bidirectional masked language model with dilated attention, and its masks.
 
-A mask is a hash of sample and global position. It does not depend on ranks, workers, devices or the order of calls, so every
-rank can compute its own part.
+A mask is a hash of sample number and global position. It does not depend on ranks, workers, devices or the order of calls,
+so every rank can compute its own part.
 
 Shape letters: B batch, L tokens of this rank, V vocabulary, N tokens (a rank's own, on many ranks), M masked tokens.
 """
@@ -36,7 +36,7 @@ _BEGIN, _CHOOSE, _TREAT, _REPLACE = range(4)
 
 
 def sample_numbers(index: object) -> Tensor:
-    """A batch's `index`, the samples' numbers, as a tensor. Raises TypeError unless they are integers."""
+    """Return a batch's `index`, the samples' numbers, as a tensor; TypeError unless they are integers."""
     numbers = torch.as_tensor(index)
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(
@@ -48,20 +48,20 @@ def sample_numbers(index: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Masking:
-    """BERT's masking (arXiv 1810.04805, section 3.1), of whole spans as in SpanBERT (arXiv 1907.10529).
+    """BERT's masking (arXiv 1810.04805, section 3.1) of whole spans, as in SpanBERT (arXiv 1907.10529).
 
     The sequence is divided into spans of geometric length, `span` tokens on average; each is chosen as a whole with
-    probability `fraction`. A chosen span stays as it is with probability `keep`, gets random tokens with probability
+    probability `fraction`. A chosen span is left unchanged with probability `keep`, gets random tokens with probability
     `random`, and `mask_token` otherwise. With span 1 every token is a span.
 
     Args:
         fraction: in (0, 1).
-        span: tokens, at least 1; masked runs are span / (1 - fraction) long on average, as chosen spans may be adjacent.
+        span: tokens, at least 1. Chosen spans may be adjacent: masked runs have span / (1 - fraction) tokens on average.
         keep, random: at least 0, at most 1 together.
         mask_token: its id.
-        vocab_size: V; random tokens are drawn from these except `never`.
+        vocab_size: V; random tokens are drawn from all tokens but `never`.
         never: tokens that are never chosen, such as a genome's N.
-        seed: of the hash.
+        seed: seed of the hash.
 
     Raises:
         ValueError: naming the model's argument.
@@ -77,13 +77,9 @@ class Masking:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, x in (
-            ("mask_fraction", self.fraction),
-            ("keep_fraction", self.keep),
-            ("random_fraction", self.random),
-        ):
-            real(x, name, least=0, most=1)
         real(self.fraction, "mask_fraction", above=0, below=1)
+        real(self.keep, "keep_fraction", least=0, most=1)
+        real(self.random, "random_fraction", least=0, most=1)
         if self.keep + self.random > 1:
             raise ValueError(
                 f"keep_fraction={self.keep} and random_fraction={self.random} add up to more than 1: they are shares of "
@@ -95,12 +91,12 @@ class Masking:
 
     @property
     def drawn(self) -> list[int]:
-        """The tokens that random ones are drawn from."""
+        """The candidates for random tokens."""
         return [x for x in range(self.vocab_size) if x not in self.never]
 
     @property
     def block(self) -> int:
-        """Every multiple of so many positions starts a span, so that a rank need not look further back for a start."""
+        """A span starts at every multiple of this number of positions, so ranks look no further back for its start."""
         return 1 << max(10, math.ceil(math.log2(1024 * self.span)))
 
     def apply(
@@ -112,15 +108,15 @@ class Masking:
         lengths: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(the model's input, the tokens that it has to predict): (B, L) int64 and (B, L) bool.
+        """Return (the model's input, True for tokens to predict): (B, L) int64 and (B, L) bool.
 
         Args:
             tokens: (B, L) int64.
             stream: two numbers that distinguish uses of one sample, such as (1, training step).
             index: (B,) integers, the samples' numbers.
-            positions: (L,) int64, global; on the CPU, or finding their blocks waits for the device.
-            lengths: (B,) tokens of each sample; tokens beyond are padding and never chosen.
-            documents: of D samples packed into one row: `index` is (D,), and `positions` are those in each sample.
+            positions: (L,) int64, global; on the CPU, because finding their blocks would wait for a GPU.
+            lengths: (B,) tokens of each sample; later tokens are padding and never chosen.
+            documents: D samples packed into one row; then `index` is (D,), and `positions` count in each sample.
         """
         device = tokens.device
         index = send(index.to(torch.int64), device)
@@ -135,15 +131,15 @@ class Masking:
         if lengths is not None:
             chosen = chosen & (positions < send(torch.as_tensor(lengths), device)[:, None])
         treat = fold(row, _TREAT, begin)
-        kept = treat < round(self.keep * _HASHES)
-        random = ~kept & (treat < round((self.keep + self.random) * _HASHES))
+        unchanged = treat < round(self.keep * _HASHES)
+        random = ~unchanged & (treat < round((self.keep + self.random) * _HASHES))
         drawn = send(torch.tensor(self.drawn), device)
-        other = drawn[(fold(row, _REPLACE, positions) * len(drawn)) >> 32]
-        seen = torch.where(random, other, torch.full_like(tokens, self.mask_token))
-        return torch.where(chosen & ~kept, seen, tokens), chosen
+        random_tokens = drawn[(fold(row, _REPLACE, positions) * len(drawn)) >> 32]
+        replaced = torch.where(random, random_tokens, torch.full_like(tokens, self.mask_token))
+        return torch.where(chosen & ~unchanged, replaced, tokens), chosen
 
     def _span_starts(self, row: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
-        """(B, L): the first position of each token's span; of rows (B, 1), or of D documents (D, 1) in one row."""
+        """The first position (B, L) of each token's span, from hashes of rows (B, 1) or of documents in one row (D, 1)."""
         if self.span == 1:
             return send(positions, row.device).expand(len(row) if documents is None else 1, -1)
         if documents is not None:
@@ -156,7 +152,6 @@ class Masking:
         return torch.where(begins, at, -1).cummax(-1).values[:, which, within]
 
     def _packed_starts(self, row: Tensor, positions: Tensor, documents: Documents) -> Tensor:
-        """`_span_starts` of documents."""
         places = torch.stack([documents.number, positions // self.block])
         unique, which = torch.unique(places, dim=1, return_inverse=True)
         number, blocks, which, within = (send(x, row.device) for x in (*unique, which, positions % self.block))
@@ -170,25 +165,24 @@ class LongNetMLM(TokenModel):
     """Predicts masked tokens (bytes by default, or a genome's) from both sides.
 
     Batches are mappings with `tokens` (B, N) and `index` (B,), each sample's number; optionally `lengths` (B,) and
-    `cu_seqlens` as in `dilated_attention`, of documents that `index` (D,) may number as samples; `labels` are not used. The
+    `cu_seqlens`, see `dilated_attention`. With `index` (D,) each of the D documents is a sample. `labels` are not used. The
     masks are a hash of `mask_seed`, the sample's number, the token's position in the sample and, in training, the optimizer
     step: the same on any number of ranks and workers, new in every step, and fixed in validation and test. In predict they
     are a hash of `mask_seed` and the position alone, see `predict_step`.
 
     Args:
-        pattern, vocab_size: as of `TokenModel`.
-        mask_token: stands for a masked token: one of the V tokens; None embeds one more.
-        mask_fraction: share of the tokens that are masked and that the loss counts.
+        pattern, vocab_size: see `TokenModel`.
+        mask_token: the token that replaces masked tokens, one of the V tokens; None embeds one more.
+        mask_fraction: share of the tokens that are masked and counted by the loss.
         mask_span: mean length, in tokens, of the spans that are masked together; see `Masking`.
         keep_fraction: share of the masked tokens that the model sees unchanged.
         random_fraction: share of the masked tokens that the model sees as a random token.
         ignore_tokens: tokens that are never masked, such as a genome's N; `mask_token` never is.
-        mask_seed: of the masks.
-        strands: "both", for genomes: logits are the mean of those of the sequence and of its reverse complement, read
-            backwards and for the complementary bases. The logits of a reverse complement are then those of the sequence,
-            backwards and for the complementary bases, to the last bit where both are computed alike. Twice the work. Not
-            where ranks share a sequence.
-        options: others of `TokenModel`, but for `bytes_per_token`.
+        mask_seed: seed of the masks.
+        strands: "both", for genomes: the model also reads the reverse complement, maps its logits back to the sequence's
+            positions and bases, and averages. The logits of a reverse complement then equal the mapped logits of the
+            sequence, bit by bit if the same kernels compute both. Twice the work. Ranks cannot share a sequence.
+        options: other arguments of `TokenModel`, except `bytes_per_token`.
 
     Logged with the mean loss: bits per token, and in validation and test the accuracy over all masked tokens.
 
@@ -234,7 +228,7 @@ class LongNetMLM(TokenModel):
 
     @property
     def embedded_tokens(self) -> int:
-        """Rows of the embedding: V, and one more for a mask token outside of them."""
+        """Number of rows of the embedding: V, and one more for a mask token that is none of the V tokens."""
         return max(self.vocab_size, self.mask_token + 1)
 
     def forward(
@@ -246,16 +240,16 @@ class LongNetMLM(TokenModel):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, N, V) from tokens (B, N), in which `self.mask_token` stands for the tokens to predict.
+        """Return logits (B, N, V) from tokens (B, N), with `self.mask_token` in place of the tokens to predict.
 
-        With `at`, (B, N) bool, only those of the M tokens where it is true: (M, V).
+        With `at` (B, N) bool, only the logits of the M tokens where it is True: (M, V).
         """
         self.configure_model()
         x = self._read(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
         return self._logits(x if at is None else x[at])
 
     def _read(self, tokens: Tensor, **options: Any) -> Tensor:
-        """(B, N, E) hidden states before the last norm; with both strands (B, N, 2 E), the other's behind this one's."""
+        """Hidden states (B, N, E) before the last norm; (B, N, 2 E) with both strands, the other strand's second."""
         x = self._hidden(tokens, **options)
         if self._other_strand is None:
             return x
@@ -264,17 +258,17 @@ class LongNetMLM(TokenModel):
         return torch.cat([x, other.gather(1, places[:, :, None].expand_as(other))], -1)
 
     def _last_states(self, tokens: Tensor, **options: Any) -> Tensor:
-        """(B, N, E), normed; with both strands their mean."""
+        """Normed states (B, N, E); the mean with both strands."""
         parts = [self.final_norm(x) for x in self._read(tokens, **options).split(self.dim, -1)]
         return parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2
 
     def _logits(self, x: Tensor) -> Tensor:
         # the embedding may have one more row, the mask token's
         weight = self.head.weight[: self.vocab_size]
-        this, *others = (nn.functional.linear(self.final_norm(part), weight) for part in x.split(self.dim, -1))
+        logits = [nn.functional.linear(self.final_norm(part), weight) for part in x.split(self.dim, -1)]
         if self._other_strand is None:
-            return this
-        return (this + others[0][..., self._other_strand.complements]) / 2
+            return logits[0]
+        return (logits[0] + logits[1][..., self._other_strand.complements]) / 2
 
     def score(
         self,
@@ -285,27 +279,26 @@ class LongNetMLM(TokenModel):
         ignore_tokens: Sequence[int] | None = None,
         batch_size: int = 8,
     ) -> NamedTuple:
-        """The pseudo-log-likelihood of each of B sequences, in nats (arXiv 1910.14659): of every token by all the others.
+        """Return the pseudo-log-likelihood of each of B sequences, in nats (arXiv 1910.14659): each token given all others.
 
-        Each token is masked by itself, in as many passes of the model as the sequence has tokens. Nothing is drawn.
+        Each token is masked alone, in one pass of the model for each token of the sequence. Nothing is random.
 
         Args:
-            sequences, strands, batch_size: as of `LongNetLM.score`.
-            passes: of K passes, pass j masks tokens j, j + K, ... together: N / K times less work, for less context. None:
-                as many as tokens.
-            ignore_tokens: tokens that are not scored; None: those that are never masked, and of a genome N.
+            sequences, strands, batch_size: see `LongNetLM.score`.
+            passes: K; pass j masks tokens j, j + K, ... together: N / K times less work, with less context. None: N.
+            ignore_tokens: tokens that are not scored; None: tokens that are never masked, and N for a genome.
 
         Raises:
-            TypeError, ValueError: as `LongNetLM.score`.
+            TypeError, ValueError: as in `LongNetLM.score`.
         """
         if passes is not None:
             integer(passes, "passes", 1)
         return hook("score sequences")(self, sequences, strands, passes, ignore_tokens, batch_size)
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(the model's input, the tokens that it has to predict) for this rank's part of a batch: (B, N) int64 and bool.
+        """Return (the model's input, True for tokens to predict) for this rank's part of a batch: (B, N) int64 and bool.
 
-        In training mode the masks are those of the Trainer's step (0 without a Trainer), otherwise the fixed ones.
+        In training mode the masks depend on the Trainer's step (0 without a Trainer); otherwise they are fixed.
 
         Raises:
             ValueError: for tokens that are not (B, N), or a missing `index` (B,).
@@ -326,7 +319,7 @@ class LongNetMLM(TokenModel):
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"), documents)
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """(nats, at least fp32; whether the likeliest token is right; the sample's place in the batch), each (M,)."""
+        """Return (nats, at least fp32; True if the likeliest token is right; row of the sample), each (M,)."""
         x, chosen = self._states(batch)
         x = x[chosen]
         tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
@@ -338,42 +331,40 @@ class LongNetMLM(TokenModel):
         return terms[:, 0], terms[:, 1].detach() > 0, sample
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(1, M, 2): nats, and 1 where the likeliest token is right, from hidden states (1, M, E) and labels (1, M)."""
+        """(nats, 1 if the likeliest token is right) as (1, M, 2), from hidden states (1, M, E) and labels (1, M)."""
         logits, labels = self._logits(x[0]), labels[0]
         losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(sum of nats over the masked tokens, their number)."""
+        """Return (sum of nats over the masked tokens, number of masked tokens)."""
         if type(self).masked_terms is not _MASKED_TERMS or "masked_terms" in vars(self):
             losses, right, _ = self.masked_terms(batch)
             return losses.sum(), torch.full((), len(right), device=losses.device)
         x, chosen = self._states(batch)
         labels = batch["tokens"].masked_fill(~chosen, IGNORE)
-        if (
-            self.vocab_size > self.dim
-        ):  # otherwise logits of all tokens cost less than waiting for the number of masked ones
+        if self.vocab_size > self.dim:  # below, logits of all tokens cost less than waiting for the number of masks
             x, labels = x[chosen][None], labels[chosen][None]
         return self._losses(x, labels, summed=True), chosen.sum()
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(hidden states before the last norm (B, N, E), the tokens to predict (B, N) bool)."""
+        """(hidden states before the last norm (B, N, E), True for tokens to predict (B, N))."""
         self.configure_model()
-        seen, chosen = self.masked(batch)
-        return self._read(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
+        inputs, chosen = self.masked(batch)
+        return self._read(inputs, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
     def planning_copy(self, depth: int) -> LongNetMLM:
-        """DilatedModule's, with a loss of all tokens: which ones are masked follows from values."""
-        made = super().planning_copy(depth)
+        """Copy as DilatedModule, with a loss over all tokens: masks depend on values, which fake tensors do not have."""
+        model = super().planning_copy(depth)
 
         def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-            return made._losses(made._read(batch["tokens"]), batch["labels"], summed=True), batch["labels"].numel()
+            return model._losses(model._read(batch["tokens"]), batch["labels"], summed=True), batch["labels"].numel()
 
-        made.loss_terms = loss_terms  # type: ignore[method-assign]
-        return made
+        model.loss_terms = loss_terms  # type: ignore[method-assign]
+        return model
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per masked token, from a scalar loss."""
+        """Return bits per masked token, from a scalar loss."""
         return {"bits_per_token": loss / math.log(2)}
 
     def _evaluate(self, stage: str, batch: Any) -> None:
@@ -387,18 +378,19 @@ class LongNetMLM(TokenModel):
         self.accuracy[stage].reset()
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """How well the model predicts masked tokens of each sample: `index`, and of a genome `record`, `start`, `stop`,
-        `strand` and `region`, those that the batch has; `masked` (their number), `bits_per_token` and `accuracy`, each (B,),
-        the latter NaN where none is masked. Or `embedding` with `predict_embeddings`.
+        """Return `masked` (number of masked tokens), `bits_per_token` and `accuracy` of each sample, each (B,).
 
-        Every sample is masked at the same positions, so a sequence has the same numbers in any row, batch and number of
-        ranks, and sequences that differ in a few tokens are compared at the same positions. This is not a likelihood of the
-        sequence, nor a score of a variant: see `score` and `score_alleles`.
+        The last two are NaN without masked tokens. The batch's entries such as `index` are repeated. With
+        `predict_embeddings` the prediction is `embedding` instead.
+
+        Every sample is masked at the same positions: a sequence has the same numbers in any row, batch and number of ranks,
+        and sequences that differ in a few tokens can be compared. For a likelihood of a sequence or a score of a variant
+        see `score` and `score_alleles`.
         """
         if self.predict_embeddings:
             return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
         check_form(self, batch, tokens=("(B, N)", "tokens"))
-        # with the sample's number equal sequences would get different masks
+        # index 0 for all: with the sample's number, equal sequences would get different masks
         same_masks = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
         losses, right, sample = self.masked_terms(same_masks)
         terms = torch.stack([losses.double(), right.double(), torch.ones_like(losses, dtype=torch.float64)])
@@ -409,5 +401,5 @@ class LongNetMLM(TokenModel):
         return self._predicted(batch, values)
 
 
-#: the class's own method, to recognise one that a user has put in its place
+#: the class's own method, to recognise a user's replacement
 _MASKED_TERMS = LongNetMLM.masked_terms

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: tokens, sequences and batches a second, right where several ranks share a sequence."""
+"""ThroughputMonitor: tokens, sequences and batches a second, counted correctly if ranks share sequences."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.transformer import step_flops
 
-#: peak FLOP/s of dense products in 16 bits, where Lightning's table has none or that of sparse products
+#: peak FLOP/s of dense 16-bit products, for GPUs that Lightning's table lacks or lists with sparse products
 PEAKS = {"NVIDIA H200": 989.4e12}
 
 
 class ThroughputMonitor(callbacks.ThroughputMonitor):
-    """Logs `train/items_per_sec` (tokens), `train/samples_per_sec` (sequences) and `train/batches_per_sec`, also of the
-    other stages, and each as `device/...`: divided by the ranks.
+    """Logs `train/items_per_sec` (tokens), `train/samples_per_sec` (sequences) and `train/batches_per_sec`.
 
-    Tokens are those of whole sequences, padding included. Lightning's own multiplies what one rank sees by all ranks, and so
-    counts a sequence once for each rank that holds a part of it.
-
-    On a GPU, batches are timed by events, and the host waits only for a batch that is logged; Lightning's waits for each.
+    It logs the same for other stages, and each also divided by the number of ranks, as `device/...`. Tokens count whole
+    sequences, padding included. Lightning's monitor multiplies one rank's counts by all ranks, and so counts a sequence once
+    for each rank that shares it. On a GPU, events time the batches, and the host waits only for batches that are logged;
+    Lightning's monitor waits for every batch.
 
     With blocks of this package, and decoders in `HFCausalLM`, it also logs `device/flops_per_sec`, from counted pairs
-    (`models.transformer.step_flops`), and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. Attention of a
-    step of streams, or of a truncated chunk, to keys of earlier ones counts as well, without the gradients that these keys
-    do not get. A LightningModule may define `flops_per_batch`, as one has to that calls `model.stream` in a step of its own.
+    (`models.transformer.step_flops`), and on a GPU with a known peak `device/mfu`, the model FLOPs utilisation. Attention to
+    keys of earlier stream steps or truncated chunks counts without the gradients that these keys do not get. A
+    LightningModule may define `flops_per_batch`, and must do so if it calls `model.stream` in its own step.
 
     Args:
-        window_size: batches that an average runs over.
+        window_size: number of batches in an average.
 
     Raises:
         ValueError: when a run starts without a `sequence_spec` on the LightningModule or the LightningDataModule.
@@ -46,19 +45,19 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     def __init__(self, window_size: int = 10) -> None:
         super().__init__(batch_size_fn=self.samples_of, length_fn=self.tokens_of, window_size=window_size)
-        #: on a GPU: batches that have not ended there, and the end of the one before them, as an event and in seconds
+        #: on a GPU: unfinished batches, and the end of the batch before them as (event, seconds)
         self._under_way: deque[tuple[RunningStage, torch.cuda.Event, dict[str, Any]]] = deque()
         self._last: tuple[torch.cuda.Event, float] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: the group of ranks, and times of a GPU."""
+        """Leave out the group of ranks and GPU times, which belong to this process."""
         return {**self.__dict__, "_sequence": None, "_under_way": deque(), "_last": None}
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Lightning's, with a sequence counted once."""
+        """Set up meters that count a sequence once."""
         super().setup(trainer, pl_module, stage)
-        self._under_way.clear()  # of an earlier run, with another clock
+        self._under_way.clear()  # an earlier run had another clock
         specs = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
         spec = next((x for x in specs if x is not None), None)
         if spec is None:
@@ -80,7 +79,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     @override
     def _start(self, trainer: pl.Trainer) -> None:
-        """Lightning's, once all batches before have ended."""
+        """Start after all earlier batches have ended."""
         self._note(wait=True)
         super()._start(trainer)
         if trainer.strategy.root_device.type == "cuda":
@@ -89,7 +88,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     @override
     def _update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, iter_num: int) -> None:
-        """Lightning's, but for waiting, and with counted FLOPs."""
+        """Update as Lightning does, without waiting for the GPU, and with counted FLOPs."""
         stage = cast(RunningStage, trainer.state.stage)
         self._samples[stage] += self.samples_of(batch)
         self._lengths[stage] += self.tokens_of(batch)
@@ -108,12 +107,12 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """Lightning's, which takes the validation's time out of training's, once all of it is known."""
+        """Wait for all batches: Lightning subtracts the validation's time from training's."""
         self._note(wait=True)
         super().on_validation_end(trainer, *unused)
 
     def _note(self, wait: bool) -> None:
-        """Count the batches that have ended on the GPU, or all."""
+        """Count the batches that have ended on the GPU; with `wait`, all."""
         while self._under_way and (wait or self._under_way[0][1].query()):
             stage, end, counts = self._under_way.popleft()
             end.synchronize()
@@ -123,7 +122,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     def _flops(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int | None:
         if self._own_flops:
-            return pl_module.flops_per_batch  # type: ignore[return-value]  # the user's module says a number
+            return pl_module.flops_per_batch  # type: ignore[return-value]  # a number set by the user
         if not any(isinstance(m, (TransformerBlock, StackMemory)) for m in pl_module.modules()):
             return None
         tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING
@@ -150,30 +149,30 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         raise ValueError(f"ThroughputMonitor finds none of {list(self._dims)} in a batch with {list(entries)}.")
 
     def samples_of(self, batch: Any) -> int:
-        """Sequences of a batch."""
+        """Return the number of sequences of a batch."""
         x, dim = self._entry(batch)
         return x.shape[0] if dim else x.shape[1] if x.ndim > 1 else 1
 
     def tokens_of(self, batch: Any) -> int:
-        """Tokens of the whole sequences that a batch holds a part of."""
+        """Return the number of tokens in a batch's sequences, counted whole even if this rank holds a part."""
         x, dim = self._entry(batch)
         length = x.shape[dim]
         if self._sequence is not None and self._sequence.ranks > 1:
-            agreed = self._sequence.agreed  # of the step's last call: exact for ragged sequences, too
+            agreed = self._sequence.agreed  # from the step's last call, so exact for ragged sequences too
             fits = agreed is not None and agreed.lengths[self._sequence.rank] == length
             length = agreed.seq_len if fits else length * self._sequence.ranks
         return self.samples_of(batch) * length
 
 
 class _SequenceThroughput(Throughput):
-    """Counts of one data rank whose sequences `ranks` devices share."""
+    """Counts of one data rank; `ranks` devices share its sequences."""
 
     def __init__(self, ranks: int, **options: Any) -> None:
         super().__init__(**options)
         self.ranks = ranks
 
     def compute(self) -> dict[str, float]:
-        """Lightning's rates of all data ranks; those of a device are its part of the sequence's."""
+        """Return Lightning's rates, with device rates divided by the ranks of a sequence."""
         rates = super().compute()
         prefix = f"device{self.separator}"
         for name in [x for x in rates if x.startswith(prefix)]:
@@ -184,14 +183,14 @@ class _SequenceThroughput(Throughput):
 
 
 def _now() -> torch.cuda.Event:
-    """An event after everything that was launched on the GPU so far."""
+    """Record an event on the GPU's stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _peak(trainer: pl.Trainer) -> float | None:
-    """Peak FLOP/s of the device, where the run computes in 16 bits and Lightning's number is wrong."""
+    """Peak FLOP/s of the device, if the run computes in 16 bits and Lightning's number is wrong."""
     device, precision = trainer.strategy.root_device, str(getattr(trainer.precision_plugin, "precision", ""))
     narrow = device.type == "cuda" and precision.startswith(("bf16", "16"))
     return PEAKS.get(torch.cuda.get_device_name(device)) if narrow else None

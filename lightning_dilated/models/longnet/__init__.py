@@ -1,3 +1,3 @@
-"""Models over tokens: causal, masked, and classifiers."""
+"""Models over tokens: causal and masked."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""LongNetLM, a causal language model with dilated attention; TokenModel, its base over tokens.
+"""LongNetLM, a causal language model with dilated attention; TokenModel, the base of models over tokens.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from lightning_dilated.data import AlleleWindows
 
 Strands = Literal["forward", "reverse", "both"]
-#: entries of a batch that say where a sample comes from, which predictions repeat
+#: entries of a batch that identify a sample; predictions repeat them
 PLACE = ("index", "record", "start", "stop", "strand", "region")
-#: tokens of a call of `LongNetLM.stream` that are computed at a time
+#: tokens that `LongNetLM.stream` computes at a time
 CHUNK = 1 << 16
 
 
@@ -46,18 +46,18 @@ class TokenModel(WithTokenizer, TransformerModel):
         pattern: see `TransformerModel`.
         vocab_size: V.
         tie_embeddings: the output projection shares the embedding's weights.
-        bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
-        predict_embeddings: `predict` gives `embedding` (B, E), the mean of each sequence's last hidden states, in place of
-            likelihoods. Not kept in checkpoints.
+        bytes_per_token: mean number of bytes of a token, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        predict_embeddings: `predict` returns `embedding` (B, E), the mean of each sequence's last hidden states, instead of
+            likelihoods. Not stored in checkpoints.
         dim, depth, num_heads: see `TransformerModel`.
-        options: its others, but for `drop_path`.
+        options: other arguments of `TransformerModel`, except `drop_path`.
 
     Raises:
         ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
-    #: of a genome, which the model reads to compute one thing
+    #: strands of a genome that the model reads for each prediction
     strands: Strands = "forward"
     causal = True
     length_from_data = predicts_rows = True
@@ -91,11 +91,11 @@ class TokenModel(WithTokenizer, TransformerModel):
 
     @property
     def embedded_tokens(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return self.vocab_size
 
     def build(self) -> None:
-        """Embedding, blocks and output projection, with fresh weights."""
+        """Make the embedding, blocks and output projection, with fresh weights."""
         self.embedding = nn.Embedding(self.embedded_tokens, self.dim)
         self.transformer = self._transformer(self.depth)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
@@ -107,47 +107,47 @@ class TokenModel(WithTokenizer, TransformerModel):
             self.transformer.compile_blocks()
 
     def example_batch(self, tokens: int) -> dict[str, Any]:
-        """A random text."""
+        """Return a random text."""
         text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1), "index": torch.zeros(1, dtype=torch.int64)}
 
     def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
-        """Tokens (B, N)."""
+        """Return tokens (B, N)."""
         device = self.embedding.weight.device
         return {"tokens": torch.randint(0, self.vocab_size, (batch_size, length), device=device)}
 
     def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
-        """Logits (B, N, V)."""
+        """Return logits (B, N, V)."""
         return {"logits": self(inputs["tokens"])}
 
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
-        """(B, N, E) of tokens (B, N), before the last norm."""
+        """Hidden states (B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
         bounds, has_positions = options.get("cu_seqlens"), options.get("positions") is not None
         if bounds is not None and not has_positions and self.options.position_encoding != "none":
-            options["positions"] = Documents.of(bounds, x.shape[1]).position  # they begin anew with each document
+            options["positions"] = Documents.of(bounds, x.shape[1]).position  # restart in each document
         return self.transformer(x, normed=False, **options)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """(..., E), as the output projection reads them, of hidden states (..., E)."""
+        """Return the output projection's input (..., E) from hidden states (..., E)."""
         return self.transformer.norm(working(x, self.head.weight))
 
     def _logits(self, x: Tensor) -> Tensor:
-        """(..., V) of hidden states (..., E)."""
+        """Logits (..., V) from hidden states (..., E)."""
         return self.head(self.final_norm(x))
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100."""
+        """Nats (B, N) of labels from hidden states (B, N, E), at least fp32, 0 where the label is -100."""
         logits = self._logits(x).flatten(0, 1)
         return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
-        """`_nats`, or their sum, in tiles if the memory settings say so: logits of all tokens then never exist together."""
-        within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
-        # gradients of a sum are computed with it; in fp16 they would be too small, since a loss scale is applied later
+        """`_nats` or their sum; with tiles in the memory settings, logits of all tokens never exist together."""
+        inputs = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
+        # tiled_sum computes gradients in the forward; in fp16 they would be too small, as the loss is scaled afterwards
         if summed and torch.float16 not in (x.dtype, autocast(working(x[:, :0], self.head.weight))[0].dtype):
-            return tiled_sum(self._nats, *within)
-        losses = tiled(self._nats, *within)
+            return tiled_sum(self._nats, *inputs)
+        losses = tiled(self._nats, *inputs)
         return losses.sum() if summed else losses
 
     # -- sequences without a Trainer -----------------------------------------------------------------------------------
@@ -160,20 +160,20 @@ class TokenModel(WithTokenizer, TransformerModel):
         strands: Strands | None = None,
         batch_size: int = 8,
     ) -> Tensor:
-        """Hidden states of B sequences, without a gradient, at least fp32: (B, E), or (B, N, E) by position.
+        """Return hidden states of B sequences without gradients, at least fp32: (B, E), or (B, N, E) with pool="none".
 
         Args:
-            sequences: as of `score`.
-            pool: "mean" over the tokens of each sequence; "none" keeps them, padded on the right with 0.
-            layer: the states behind this block, as the next one reads them, -1 for the last; None: the last ones, normed, as
-                the output projection reads them.
-            strands: of a genome, which are read: "forward", "reverse", or "both" for the mean of both. Positions are those
-                of the sequence as given, so with "both" `embed(reverse_complement(x))` is `embed(x)` with positions
-                backwards. None: the model's own, "forward" unless it was made with strands="both".
-            batch_size: sequences that are computed at a time; those of similar length together.
+            sequences: see `score`.
+            pool: "mean" over the tokens of each sequence; "none" keeps the tokens, padded on the right with 0.
+            layer: number of a block; its output is returned, -1 for the last block's. None: the normed states that the
+                output projection reads.
+            strands: strands of a genome to read: "forward", "reverse", or "both" for their mean. Positions count along the
+                given sequence: with "both", `embed(reverse_complement(x))` is `embed(x)` with positions backwards. None:
+                the model's, "forward" unless it was made with strands="both".
+            batch_size: sequences computed at a time; a batch has sequences of similar length.
 
         Raises:
-            TypeError, ValueError: as `score`; for other words or a layer that is not there.
+            TypeError, ValueError: as in `score`; for another `pool`, `strands` or `layer`.
         """
         return hook("embed sequences")(
             self, sequences, pool, layer, self.strands if strands is None else strands, batch_size
@@ -182,23 +182,22 @@ class TokenModel(WithTokenizer, TransformerModel):
     def score_alleles(
         self, variants: Sequence[AlleleWindows], *, strands: Strands = "forward", flank: int = 8, batch_size: int = 8
     ) -> NamedTuple:
-        """Log-likelihoods of two alleles of each variant, in nats.
+        """Return the log-likelihoods of two alleles of each variant, in nats.
 
-        LongNetLM: of the whole windows, as `score`. LongNetMLM: of substitutions the alleles' log-probabilities at the sites
-        where they differ, all of these masked at once; of insertions and deletions those of each site masked by itself, from
-        `flank` tokens before the alleles to `flank` behind the longer one, in as many sites of both windows.
+        LongNetLM scores the whole windows, as in `score`. LongNetMLM scores masked sites: for a substitution all sites
+        where the alleles differ are masked at once; for an insertion or deletion each site is masked alone, from
+        `flank` tokens before the alleles to `flank` after the longer one, the same number of sites in both windows.
 
         Args:
-            variants: windows of both alleles, as `data.allele_windows` makes them.
-            strands: as of `score`.
-            flank: tokens, as above.
-            batch_size: as of `score`.
+            variants: windows of both alleles, from `data.allele_windows`.
+            flank: number of tokens, see above.
+            strands, batch_size: see `score`.
         """
         flank, size = integer(flank, "flank", 0), integer(batch_size, "batch_size", 1)
         return hook("score alleles")(self, variants, strands, flank, size)
 
     def _sample_embeddings(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E), on every rank: the mean of each sample's last hidden states; (D, E) of a row of D packed samples."""
+        """Means (B, E), on every rank, of each sample's last hidden states; (D, E) for a row of D packed samples."""
         self.configure_model()
         check_form(self, batch, tokens=("(B, N)", "tokens"))
         tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
@@ -212,19 +211,18 @@ class TokenModel(WithTokenizer, TransformerModel):
         return self.final_norm(self._hidden(tokens, **options))
 
     def _predicted(self, batch: Mapping[str, Any], values: dict[str, Tensor]) -> dict[str, Any]:
-        """A prediction: where each sample comes from, as the data says it, and then the values."""
+        """A prediction: the batch's entries in `PLACE`, and then the values."""
         return {**{name: batch[name] for name in PLACE if name in batch}, **values}
 
 
 class LongNetLM(TokenModel):
     """Causal language model over tokens (bytes by default).
 
-    Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
-    none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
-    Batches with `stream` (B,), numbers of endless sequences, and `starts` (B, N), go on after those before with the same
-    numbers, see `StreamDataModule`.
+    Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position or -100 for none, and
+    optionally `lengths` (B,) and `cu_seqlens`, see `dilated_attention`. In batches with `stream` (B,), numbers of endless
+    sequences, and `starts` (B, N), a sequence continues the earlier batch with its number, see `StreamDataModule`.
 
-    Logged with each mean loss: bits per byte and perplexity.
+    Logged with each mean loss: bits per byte and perplexity. Arguments: see `TokenModel`.
     """
 
     predicts_next_token = True
@@ -239,11 +237,11 @@ class LongNetLM(TokenModel):
 
     @property
     def made_for(self) -> int | None:
-        """Tokens of a sequence that the model is made for, if it says so."""
+        """Tokens of the longest sequence that the model is made for, or None."""
         return self.max_seq_len
 
     def setup(self, stage: str) -> None:
-        """As `TokenModel`; warn where `bytes_per_token` was left at 1 although more than 512 tokens cannot be bytes."""
+        """Check as `TokenModel`; warn if `bytes_per_token` is 1 and the data has more than 512 tokens, so not bytes."""
         super().setup(stage)
         tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > 512 and self.bytes_per_token == 1:
@@ -262,10 +260,11 @@ class LongNetLM(TokenModel):
         caches: list[Any] | None = None,
         last_only: bool | Tensor = False,
     ) -> Tensor:
-        """Logits (B, N, V) from tokens (B, N); with `last_only` the last token's (B, 1, V), or those of the tokens (B,) that
-        it names.
+        """Return logits (B, N, V) from tokens (B, N).
 
-        `caches` hold the tokens before these: `model.transformer.new_caches()`, which each call extends.
+        Args:
+            caches: earlier tokens, from `model.transformer.new_caches()`; each call extends them.
+            last_only: True returns the last token's logits, (B, 1, V); indices (B,) return one token's in each sequence.
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
@@ -276,11 +275,11 @@ class LongNetLM(TokenModel):
         return self._logits(x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        """Return nats (B, N) of each label, at least fp32, 0 where the label is -100."""
         return self._label_nats(batch)
 
     def _label_nats(self, batch: Mapping[str, Any]) -> Tensor:
-        """`token_losses`, whatever a subclass trains on: what likelihoods are made of."""
+        """`token_losses` of this class, even if a subclass redefines them: predictions are likelihoods."""
         self._checked(batch)
         if "stream" in batch:
             return self.streaming.nats(self, batch, per_token=True)
@@ -289,7 +288,6 @@ class LongNetLM(TokenModel):
         return self._losses(*self._states(batch))
 
     def _checked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(tokens, labels)."""
         tokens, labels = (batch.get(x) if isinstance(batch, Mapping) else None for x in ("tokens", "labels"))
         if (
             isinstance(tokens, Tensor)
@@ -310,7 +308,7 @@ class LongNetLM(TokenModel):
         return self._hidden(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), labels
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(sum of nats, number of labels that count)."""
+        """Return (sum of nats, number of labels other than -100)."""
         self._checked(batch)
         redefined = type(self).token_losses is not _TOKEN_LOSSES or "token_losses" in vars(self)
         if "stream" in batch:
@@ -329,21 +327,21 @@ class LongNetLM(TokenModel):
 
     @torch.no_grad()
     def _predictions(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(B, N) the likeliest token at each label of hidden states (B, N, E); -100 elsewhere, without logits."""
+        """The likeliest token (B, N) at each label, -100 elsewhere, from hidden states (B, N, E), in tiles of logits."""
         counted = labels != IGNORE
-        within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size)
-        likeliest = tiled(lambda at: self._logits(at).argmax(-1), *within, x[counted][None])
+        options = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size)
+        likeliest = tiled(lambda states: self._logits(states).argmax(-1), *options, x[counted][None])
         return torch.full_like(labels, IGNORE).masked_scatter_(counted, likeliest[0])
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte and perplexity of a token, from a scalar loss; of a genome, bits per base."""
+        """Return bits per byte (for a genome, per base) and perplexity of a token, from a scalar loss."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Any]:
-        """The batch's `index`, and of a genome `record`, `start`, `stop`, `strand` and `region`, those that it has; `tokens`
-        (B,) that have a label, and `bits_per_byte` (B,), NaN without labels; or `embedding` with `predict_embeddings`.
+        """Return the number of labelled `tokens` (B,) and `bits_per_byte` (B,), NaN without labels.
 
-        Where a row packs D samples, each with a number in `index` (D,): (D,), one a sample.
+        The batch's entries in `PLACE`, such as `index`, are repeated. With `predict_embeddings` the prediction is
+        `embedding` instead. For a row that packs D samples with numbers `index` (D,), the shapes are (D,).
         """
         if self.predict_embeddings:
             return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
@@ -365,25 +363,25 @@ class LongNetLM(TokenModel):
         ignore_tokens: Sequence[int] | None = None,
         batch_size: int = 8,
     ) -> NamedTuple:
-        """The log-likelihood of each of B sequences, in nats: of every token but the first, given those before it.
+        """Return the log-likelihood of each of B sequences, in nats: of every token but the first, given the earlier ones.
 
-        Nothing is in front of the first token, so the model gives it no probability.
+        The model gives the first token no probability, because it has no token before it.
 
         Args:
             sequences: strings of bases (for a model of a genome), tokens (N,) each, or a tensor (B, N).
-            strands: of a genome, which are read: "forward", "reverse", or "both" for the mean of both log-likelihoods.
-            ignore_tokens: tokens that are not scored; None: of a genome N, of others none.
-            batch_size: sequences that are computed at a time; those of similar length together.
+            strands: strands of a genome to read: "forward", "reverse", or "both" for the mean of both log-likelihoods.
+            ignore_tokens: tokens that are not scored; None: N for a genome, none otherwise.
+            batch_size: sequences computed at a time; a batch has sequences of similar length.
 
         Raises:
-            TypeError: for a single sequence in place of several.
-            ValueError: for a character that is no base, tokens that the model does not have, and strings or another strand
-                where the vocabulary is no genome's.
+            TypeError: for a single sequence instead of several.
+            ValueError: for a character that is not a base, tokens that the model does not have, and strings or another
+                strand if the vocabulary is not a genome's.
         """
         return hook("score sequences")(self, sequences, strands, None, ignore_tokens, batch_size)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
+        """Return tokens (B, N + new): the prompt (B, N >= 1) and `max_new_tokens` more, or fewer up to a stop token.
 
         Args:
             options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length; see the function
@@ -392,15 +390,15 @@ class LongNetLM(TokenModel):
         return hook("generate")(self, tokens, max_new_tokens, **options)
 
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
-        """The continuation as it is drawn, (B,) tokens a step; the same tokens and options as of `generate`."""
+        """Yield the new tokens of `generate` as they are drawn, (B,) a step; the options are the same."""
         return hook("generate stream")(self, tokens, max_new_tokens, **options)
 
     def free_generation_memory(self) -> None:
-        """Free the caches and CUDA graphs that earlier calls of `generate` left for later ones."""
+        """Free the caches and CUDA graphs that `generate` keeps for later calls."""
         hook("free generation memory")(self)
 
     def on_fit_start(self) -> None:
-        """As `DilatedModule`; training needs the memory of generation, and batches of streams are numbered anew."""
+        """Free the memory of generation, and forget the number of the last stream batch."""
         super().on_fit_start()
         self.free_generation_memory()
         self._tell_streams("finish_batch")
@@ -410,7 +408,7 @@ class LongNetLM(TokenModel):
 
     @property
     def streaming(self) -> Any:
-        """The object that computes sequences chunk by chunk and holds the states of endless ones."""
+        """The object that computes sequences chunk by chunk and holds the states of endless sequences."""
         if self._streaming is None:
             self._streaming = hook("streams of a model")()
         return self._streaming
@@ -434,36 +432,36 @@ class LongNetLM(TokenModel):
         starts: Tensor | None = None,
         per_token: bool = False,
     ) -> tuple[Tensor, StreamState]:
-        """Nats of the next tokens of endless sequences, and what the next call continues from.
+        """Return the nats of the next tokens of endless sequences, and a state for the next call.
 
-        Memory is that of a chunk and of the keys and values that later tokens read, whatever the number of calls; branches
-        over the whole sequence keep theirs. With gradients enabled this is truncated back-propagation through time:
-        gradients end at the bounds of chunks.
+        Memory holds a chunk and the keys and values that later tokens read, independent of the number of calls; branches
+        over the whole sequence keep all their keys and values. With gradients enabled this is truncated back-propagation
+        through time: gradients end at the bounds of chunks.
 
         Args:
-            tokens: (B, n) that follow those of earlier calls.
-            labels: (B, n), -100 where none counts. None: the tokens themselves, each predicted by those before it; without
-                gradients only.
-            state: from the call before; None: nothing came before.
-            chunk: tokens that are computed at a time.
-            starts: (B, n) bool, where a document begins, before which nothing is seen; None: nowhere. The first token of a
-                sequence always does.
-            per_token: return (B, n) nats without gradients, and not their sum.
+            tokens: (B, n) that follow the tokens of earlier calls.
+            labels: (B, n), -100 for tokens that do not count. None: the tokens themselves, each predicted from earlier
+                tokens; only without gradients.
+            state: from the previous call; None at the start of the sequences.
+            chunk: tokens computed at a time.
+            starts: (B, n) bool, True at the first token of a document, which sees no earlier document; None: no new
+                document. The first token of a sequence always starts one.
+            per_token: return nats (B, n) without gradients instead of their sum.
 
         Returns:
-            (sum of nats, or (B, n); the new state). The old state stays as it was.
+            (sum of nats, or nats (B, n); the new state). The old state is not changed.
 
         Raises:
-            ValueError: for shapes that do not fit, without labels where gradients are enabled, for a state of other
-                `head_chunks`, and where ranks share sequences.
+            ValueError: for shapes that do not fit, no labels with gradients enabled, a state with other `head_chunks`, and
+                ranks that share sequences.
         """
         return self.streaming.stream(self, tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
 
     def truncated_parts(self, batch: Any) -> list[range] | None:
-        """The tokens of the batch computed last, in the parts at whose bounds gradients end, as positions in their document.
+        """Return the last batch's tokens as ranges of positions in documents; gradients end at the bounds of ranges.
 
-        None where gradients reach whole documents: for a batch that is none of streams, unless the memory settings truncate.
-        Where ranks share chunks it is None as well, so that FLOPs of truncated training are counted too high there.
+        None if gradients reach whole documents: for a batch without streams, unless the memory settings truncate. Also None
+        if ranks share chunks; the FLOPs of truncated training are counted too high then.
         """
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return None
@@ -472,12 +470,12 @@ class LongNetLM(TokenModel):
         return self.streaming.truncated_parts(self, batch)
 
     def _longest(self, batch: Any) -> int:
-        """As `DilatedModule`; of documents in streams, which grow, a power of two that the longest one has reached."""
+        """As `DilatedModule`; documents in streams grow, so for them the longest length rounded down to a power of two."""
         parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
         return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """As `DilatedModule`; sequences that are computed chunk by chunk stay on the CPU, and each chunk is copied."""
+        """Move a batch as `DilatedModule`; sequences computed chunk by chunk stay on the CPU, and each chunk is copied."""
         if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys():
             self.configure_model()
             if self.transformer.memory.stream is not None and self.streaming.stays_on_host(self, batch):
@@ -485,23 +483,23 @@ class LongNetLM(TokenModel):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As `DilatedModule`; adds the states of training streams of all ranks, which therefore call it together."""
+        """Add the states of all ranks' training streams; a collective call."""
         super().on_save_checkpoint(checkpoint)
         self._tell_streams("save", self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As `DilatedModule`; restores the states of training streams, on any number of ranks."""
+        """Restore the states of training streams, on any number of ranks."""
         super().on_load_checkpoint(checkpoint)
         if self._streaming is not None or checkpoint.get("streams"):
             self.streaming.load(checkpoint)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """As `DilatedModule`; what streams had before the batch is freed."""
+        """Free the states that streams had before the batch."""
         super().on_train_batch_end(outputs, batch, batch_idx)
         self._tell_streams("finish_batch")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """As `DilatedModule`; states of streams follow the model to the host, as after a run, until they go on."""
+        """Move the streams' states to the host with the model, as after a run."""
         moved = super()._apply(*args, **kwargs)
         if self._built and self.head.weight.device.type == "cpu":
             self._tell_streams("to_host")
@@ -528,21 +526,22 @@ class LongNetLM(TokenModel):
         scale_embedding: bool = False,
         **options: Any,
     ) -> LongNetLM:
-        """The model of a torchscale LongNetDecoder (pre-norm, GELU, sub-layer norms or not, xPos or not).
+        """Make a model from a torchscale LongNetDecoder (pre-norm, GELU, sub-layer norms or not, xPos or not).
 
-        Sizes follow from the tensors. The model is in their dtype, and as a new model is in training mode.
+        Sizes follow from the tensors. The model has their dtype, and is in training mode like a new model. A warning names
+        unused tensors.
 
         Args:
-            source: a state dict, or a .pt file of one, alone or under "model".
-            segment_lengths, dilation_rates: of the decoder's configuration; offsets are "blocked", as there.
-            num_heads: of its configuration; with xPos it follows from the tensors.
-            scale_embedding: whether its configuration has no_scale_embedding=False: the embedding is multiplied by
-                sqrt(dim) when it is read, and is then not tied to the output projection.
-            options: further arguments of the class; torchscale's xpos_scale_base is 512, too.
+            source: a state dict, or a .pt file with a state dict, alone or under "model".
+            segment_lengths, dilation_rates: from the decoder's configuration; offsets are "blocked", as in torchscale.
+            num_heads: from the decoder's configuration; with xPos it follows from the tensors.
+            scale_embedding: True if its configuration has no_scale_embedding=False: the embedding is multiplied by
+                sqrt(dim), and is then not tied to the output projection.
+            options: further arguments of the class; xpos_scale_base is 512 in torchscale too.
 
         Raises:
             FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, parts that a LongNetLM does not
-                have, or sizes that do not fit. A warning names unused tensors.
+                have, or sizes that do not fit.
         """
         if options.get("recurrence") is not None:
             raise ValueError(
@@ -561,7 +560,7 @@ class LongNetLM(TokenModel):
         return model
 
 
-LongNetLM.loss_terms.streams = True  # type: ignore[attr-defined]  # one that a user puts in its place has no such mark
-LongNetLM.forward.decodes = True  # type: ignore[attr-defined]  # does the same for every token: it can be captured
-#: the class's own method, to recognise one that a user has put in its place
+LongNetLM.loss_terms.streams = True  # type: ignore[attr-defined]  # a user's own loss_terms lacks this mark
+LongNetLM.forward.decodes = True  # type: ignore[attr-defined]  # the same work for every token: a graph can capture it
+#: the class's own method, to recognise a user's replacement
 _TOKEN_LOSSES = LongNetLM.token_losses
