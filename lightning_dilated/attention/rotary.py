@@ -80,7 +80,6 @@ def _tables(joint: Tensor, *table: Tensor | None) -> list[Tensor | None]:
 
 
 def _halves(joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Allocate q and k."""
     batch, tokens, all_heads, dim = joint.shape
     return joint.new_empty(batch, tokens, heads, dim), joint.new_empty(batch, tokens, all_heads - heads, dim)
 

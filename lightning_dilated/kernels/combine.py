@@ -112,7 +112,6 @@ def _part_rows(
 
 @triton.jit
 def _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS: tl.constexpr):
-    """Return the addresses of a program's output rows."""
     out += sample.to(tl.int64) * out_sb + head.to(tl.int64) * out_sh + (first + origin).to(tl.int64) * out_sn
     return out + (tl.arange(0, TOKENS) * (step * out_sn))[:, None] + column[None, :]
 

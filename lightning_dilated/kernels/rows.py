@@ -1,7 +1,7 @@
 """Kernels over rows, one launch each: gather, add and merge rows by flat index, and rotate rows by position.
 
-Flat indices are those of a contiguous (B, L, J) tensor. The rotary kernel reads the joint tensor of q and k and writes
-two tensors; its backward reads two gradients and writes the joint gradient.
+Flat indices count the rows of a contiguous (B, L, J) tensor. The rotary kernel reads the joint tensor of q and k and
+writes two tensors; its backward reads two gradients and writes the joint gradient.
 Shape letters: B batch, L or N tokens, J heads, D head dim, H query heads, K kv heads.
 """
 
@@ -95,7 +95,6 @@ def _merge(
 
 
 def _sizes(dim: int) -> dict[str, int]:
-    """Return the sizes and warps of a program."""
     block = triton.next_power_of_2(dim)
     return {"DIM": dim, "BLOCK": block, "ROWS": max(1, ELEMENTS // block), "num_warps": WARPS}
 

@@ -26,7 +26,6 @@ def block_dim(dim: int) -> int:
 
 @triton.jit
 def _mix(x):
-    """Map 32-bit integers one to one."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

@@ -34,7 +34,6 @@ class _Branch:
         return self.heads is None or head in self.heads
 
     def _changed_fields(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
 

@@ -396,7 +396,6 @@ class DilatedPattern:
 
 
 def _first_global_layer(depth: int, every: int, first: int | None) -> int:
-    """Return `global_first` of `DilatedPattern.hybrid`, checked."""
     if first is None and every > depth:
         raise ValueError(
             f"global_every={every} leaves none of {depth} layers with a dense head: it must be at most depth."

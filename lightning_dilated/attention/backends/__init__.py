@@ -154,7 +154,6 @@ _seen: set[tuple] = set()
 
 
 def _log_choice(choice: Choice, request: Request) -> Choice:
-    """Log the choice once for each kind of call, and return it."""
     if torch.compiler.is_compiling():
         return choice
     kind = choice.name, request.dtype, request.device.type, request.head_dim

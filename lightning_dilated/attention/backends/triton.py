@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def _drop(dropout: PairDropout | None, device: torch.device) -> Drop | None:
-    """Return a block's dropout in the form that the kernels take."""
     if dropout is None:
         return None
     from lightning_dilated.kernels.dense import Drop

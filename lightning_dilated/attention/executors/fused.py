@@ -233,7 +233,6 @@ def _covered(spans: Sequence[Span], x: Tensor) -> bool:
 
 
 def _is_result(parts: Sequence[Tensor], index: int | None, out: Tensor) -> bool:
-    """Return whether part `index` and the result share memory."""
     return index is not None and parts[index].data_ptr() == out.data_ptr()
 
 
@@ -315,7 +314,6 @@ class Fused:
 def _merge(
     branch: int | None, span: Span, out: Tensor, lse: Tensor, chunk: Chunk, blocks: tuple[Block, ...], parts: list
 ) -> None:
-    """Merge parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import merge_parts
 
     length = chunk.stop - chunk.start
@@ -331,7 +329,6 @@ def _merge(
 def _sum(
     branch: int | None, span: Span, total: list[Tensor], add: bool, chunk: Chunk, blocks: tuple[Block, ...], parts: list
 ) -> None:
-    """Sum parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import sum_parts
 
     length, samples = chunk.stop - chunk.start, slice(span.batch, span.batch + span.batches)
@@ -347,7 +344,6 @@ def _sum(
 
 
 def _index(blocks: tuple[Block, ...], branch: int | None) -> int | None:
-    """Return the index of the branch's block."""
     return next((i for i, b in enumerate(blocks) if b.branch == branch), None)
 
 

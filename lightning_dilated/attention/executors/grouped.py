@@ -79,7 +79,6 @@ def _work_of(window: HeadWindow, causal: bool, document: int, part: tuple[int, i
 
 
 def _launches(spans: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
-    """Return the spans of each launch."""
     launches: list[list[Span]] = [[]]
     total = 0
     for span in spans:
@@ -102,7 +101,6 @@ def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...],
 
 
 def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
-    """Return a call's dropout in the form that the kernels take."""
     if call.mask is None:
         return None
     from lightning_dilated.kernels.grouped import GroupedDrop
@@ -130,7 +128,6 @@ def _wait(work: Work, device: torch.device) -> None:
 
 
 def _covered(works: Sequence[Work], q: Tensor) -> bool:
-    """Return whether the spans have every position of a (B, N, ...) tensor."""
     return sum(work.positions for work in works) == q.shape[0] * q.shape[1]
 
 

@@ -210,7 +210,6 @@ def _build(
 
 
 def _width(width: int | None) -> int:
-    """Return a window's width in the form that kernels read."""
     from lightning_dilated.kernels.grouped import ENDLESS
 
     return ENDLESS if width is None else min(width, ENDLESS)
@@ -298,7 +297,6 @@ def _packed_grid(jobs: Tensor, size: int, documents: int, to: functools.partial[
 
 
 def _packed_outputs(head: Tensor, heads: int, to: functools.partial[Tensor]) -> Outputs:
-    """Return the jobs of each output head."""
     from lightning_dilated.kernels.grouped import Outputs
 
     order = head.argsort(stable=True)
