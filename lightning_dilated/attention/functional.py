@@ -118,7 +118,7 @@ def dilated_attention(
             beyond 0..N count as 0 and N. Calls that these kernels do not serve, such as another engine's, copy
             `lengths` and `cu_seqlens` to the host, which waits for them and rejects such values.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
-        engine: "auto", "sdpa", or the name of an engine; `engines.choose` says what "auto" picks and why.
+        engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains the choice of "auto".
         sequence: the ranks that share the sequence. q, k and v then hold this rank's N tokens (0 on an empty shard);
             `lengths` and `cu_seqlens` stay global; every rank makes the same call. None means the `active` group, or
             one rank if no group is active.
@@ -226,7 +226,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
-    """Raise for tangents: without a formula for them, forward-mode derivatives would silently be zero."""
+    """Raise RuntimeError for tangents, because forward-mode derivatives would silently be zero."""
     if torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -237,7 +237,7 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def check_rows(q: Any, k: Any, v: Any) -> None:
-    """Raise unless these are rows (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
+    """Raise unless q, k and v are (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")

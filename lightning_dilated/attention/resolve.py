@@ -1,7 +1,7 @@
 """Turns a call's spec, shapes and documents into one frozen `Resolved`, which forward and backward share.
 
-Calls of one rank are resolved here, in caches. A call with a context (other ranks, a stream) is resolved by that
-context. Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
+Calls of one rank are resolved and cached here. A context (other ranks, a stream) resolves its own calls.
+Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_dilated.sequence.planner import Plan
     from lightning_dilated.sequence.requirements import Document
 
-#: a sequence with a length that is no multiple of it probably has another length in the next call
+#: sequences with lengths that are no multiple of this number are expected to change in length
 WHOLE = 64
 
 
@@ -42,7 +42,7 @@ class Resolved:
     Attributes:
         executor: computes forward and backward.
         plan: the choice of the exchange, with reasons; None on one rank.
-        planned: the rounds of the forward's and the backward's exchange; None without an exchange.
+        planned: the planned exchanges of forward and backward, for traffic logs; None without an exchange.
         number: the call's number, equal on all ranks; 0 on one rank.
     """
 

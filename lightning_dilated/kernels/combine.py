@@ -74,13 +74,13 @@ def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
     rows, rate, apart = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
     x, t = first - start, tl.arange(0, TOKENS)
     segment = tl.maximum(x, 0) // width
-    rest = x - segment * width
-    row = rest // rate
+    index = x - segment * width
+    row = index // rate
     more_segments, more_rows = t * 0, t * apart
     exists = t < 0
-    if (x >= 0) & (apart > 0) & (rest + step * (TOKENS - 1) < width):
+    if (x >= 0) & (apart > 0) & (index + step * (TOKENS - 1) < width):
         # if the rate does not divide the width, a class has rows in some segments only
-        if (segment < segments) & (row * rate == rest):
+        if (segment < segments) & (row * rate == index):
             exists = t < tl.minimum(inside, tl.cdiv(rows - row, apart))
     else:
         each_x = x + step * t
@@ -295,10 +295,10 @@ def _locate_in_document(job, first, live, step, document, begin, TOKENS: tl.cons
     index = tl.maximum(at - begin, 0) + shift
     segment = index // width
     exists = live & ((index - segment * width) % rate == tl.load(job + 2).to(tl.int32))
-    more = at // rate
+    more_rows = at // rate
     if numbers > 0:
-        more += begin // width + document * numbers + segment
-    return tl.load(job + 12), more, exists, tl.max(exists.to(tl.int32), 0) > 0
+        more_rows += begin // width + document * numbers + segment
+    return tl.load(job + 12), more_rows, exists, tl.max(exists.to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -315,30 +315,30 @@ def _locate_job(
     heads, t = tl.load(job + 6), tl.arange(0, TOKENS)
     x = first - start
     segment = tl.maximum(x, 0) // width
-    rest = tl.maximum(x, 0) - segment * width
-    row, apart = rest // rate, step // rate
-    more = t * apart
+    index = tl.maximum(x, 0) - segment * width
+    row, apart = index // rate, step // rate
+    more_rows = t * apart
     exists = inside
     any_can = True
-    if (x >= 0) & (apart * rate == step) & (rest + step * (TOKENS - 1) < width):
-        any_can = (row * rate == rest) & (segment < segments)
-        exists = inside & (row + more < rows)
+    if (x >= 0) & (apart * rate == step) & (index + step * (TOKENS - 1) < width):
+        any_can = (row * rate == index) & (segment < segments)
+        exists = inside & (row + more_rows < rows)
     else:
         each_x = x + step * t
         positive = tl.maximum(each_x, 0)
         each_segment = positive // width
         left = positive - each_segment * width
         each_row = left // rate
-        more = (each_segment - segment) * (heads.to(tl.int32) * rows) + each_row - row
+        more_rows = (each_segment - segment) * (heads.to(tl.int32) * rows) + each_row - row
         exists = inside & (each_x >= 0) & (each_segment < segments) & (each_row * rate == left) & (each_row < rows)
     group = (sample * segments + segment).to(tl.int64)
-    return tl.load(job + 12) + (group * heads + tl.load(at + 1)) * rows + row, more, exists, any_can
+    return tl.load(job + 12) + (group * heads + tl.load(at + 1)) * rows + row, more_rows, exists, any_can
 
 
 @triton.jit
-def _job_rows(parts, row, more, exists, column, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _job_rows(parts, row, more_rows, exists, column, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Return (TOKENS, BLOCK) fp32 rows of the buffer."""
-    at = parts + row * DIM + (more * DIM)[:, None] + column[None, :]
+    at = parts + row * DIM + (more_rows * DIM)[:, None] + column[None, :]
     if DIM == BLOCK:
         return tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32)
     return tl.load(at, mask=exists[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
@@ -357,12 +357,12 @@ def _grouped_merge(
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(
+        row, more_rows, exists, any_can = _locate_job(
             jobs, entries, e, sample, first, live, step, document, begin, BITS, TOKENS
         )
         if any_can:
-            part_lse = tl.load(weights + row + more, mask=exists, other=float("-inf"))
-            value = _job_rows(parts, row, more, exists, column, DIM, BLOCK)
+            part_lse = tl.load(weights + row + more_rows, mask=exists, other=float("-inf"))
+            value = _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
             acc, most, total = merge_part(acc, most, total, value, part_lse)
     known = total != 0  # NaN counts as known, so that it stays visible
     acc = acc / tl.where(known, total, 1.0)[:, None]
@@ -393,11 +393,11 @@ def _grouped_sum(
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(
+        row, more_rows, exists, any_can = _locate_job(
             jobs, entries, e, sample, first, live, step, document, begin, BITS, TOKENS
         )
         if any_can:
-            acc += _job_rows(parts, row, more, exists, column, DIM, BLOCK)
+            acc += _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 

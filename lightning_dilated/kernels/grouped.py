@@ -243,8 +243,8 @@ def _find(
     head, kv head, tokens of the sample or document).
 
     The rate has 32 bits unless rows are FAR apart, because its products with strides need registers in the inner loops.
-    With LENGTHS the tiles may have fewer rows or none; the tokens are 0 without LENGTHS. With BITS `lengths` are the
-    bounds of documents.
+    With LENGTHS there may be fewer rows than tiles have, or none; without LENGTHS the tokens are 0. With BITS `lengths`
+    are the bounds of documents.
     """
     if BITS:
         return _find_in_document(jobs, job_of, first_of, lengths, TILE, FAR, BITS)

@@ -67,7 +67,7 @@ def _band(first, size, count, lower, upper, STEP: tl.constexpr):
     """Return (begin, inner, whole, end) of the columns that rows first .. first + size - 1 see, of `count` columns.
 
     A row sees column c if lower <= c - row <= upper. All rows see the columns from `inner` to below `whole`. `begin`,
-    `inner` and `whole` are multiples of STEP."""
+    `inner` and `whole` are multiples of STEP, or equal to `end`."""
     begin = tl.minimum(tl.maximum(first + lower, 0), count) // STEP * STEP
     end = tl.maximum(begin, tl.minimum(count, first + size + upper))
     inner = tl.minimum(tl.cdiv(tl.maximum(first + size - 1 + lower, begin), STEP) * STEP, end)
@@ -168,9 +168,9 @@ def _key_gradients(
         weight = p
         if DROP:
             row_state = fold(hash_state, tl.load(queries + i, mask=i < n, other=0))
-            kept = fold(row_state[None, :], key_positions[:, None]) >= threshold
-            weight = tl.where(kept, p * keep, 0.0)
-            dp = tl.where(kept, dp * keep, 0.0)
+            keeps = fold(row_state[None, :], key_positions[:, None]) >= threshold
+            weight = tl.where(keeps, p * keep, 0.0)
+            dp = tl.where(keeps, dp * keep, 0.0)
         dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
@@ -233,8 +233,8 @@ def _query_gradient(
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         if DROP:
-            kept = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :]) >= threshold
-            dp = tl.where(kept, dp * keep, 0.0)
+            keeps = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :]) >= threshold
+            dp = tl.where(keeps, dp * keep, 0.0)
         ds = p * (dp - row_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
     return dq

@@ -1,6 +1,6 @@
 """The math engine: plain torch for any device and floating dtype, with exact dropout, in bounded memory.
 
-Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n where causal), D head dim.
+Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n if causal), D head dim.
 """
 
 from __future__ import annotations

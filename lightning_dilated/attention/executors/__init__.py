@@ -36,7 +36,7 @@ def choose(call: Call, spans: Sequence[Span], q: Layout) -> Executor:
 
 
 def _with_global_tokens(call: Call, spans: Sequence[Span], q: Layout) -> WithGlobalTokens | None:
-    """Return an executor that computes the branches without global tokens together; None if they need `Blockwise` too.
+    """Return an executor that computes global tokens apart; None if `Blockwise` must compute the other branches, too.
 
     Dropout depends on the index of a branch, so with dropout these branches must come first.
     """

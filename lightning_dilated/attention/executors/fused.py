@@ -131,7 +131,7 @@ def every_block(chunk: Chunk) -> list[Block]:
 HELD = 131072 * 12 * 64
 #: limit in the forward, which has one tensor in memory; the backward has three and the engine's workspace
 FORWARD = 4 * HELD
-#: limits in the backward: for the branches with most rows, and for all others, which are small calls of more segments
+#: limits in the backward: for branches with most rows, and for all others, where small calls gain by more segments
 DENSE, THIN = HELD, 2 * HELD
 #: a call up to this size is one chunk in the backward
 WHOLE = 2 * HELD
@@ -237,7 +237,7 @@ def _is_result(parts: Sequence[Tensor], index: int | None, out: Tensor) -> bool:
 
 
 def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callable, parts: list) -> None:
-    """Walk through a span's outermost chunk, which has its `parts`.
+    """Walk through a span's outermost chunk, given its `parts`.
 
     On a GPU the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
     concurrently with the products of the next. They write different rows, and free their memory on their stream.

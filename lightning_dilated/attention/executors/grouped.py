@@ -122,7 +122,7 @@ def _empty(covered: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _wait(work: Work, device: torch.device) -> None:
-    """Let this stream wait for the tables, which another stream may have sent; a CUDA graph records only after that."""
+    """Let this stream wait for the tables, which another stream may have sent; a CUDA graph never waits for them."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         work.wait()
 
