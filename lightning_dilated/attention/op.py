@@ -142,4 +142,4 @@ _OP = Op(
     arguments=_arguments,
     flops=(_forward_flops, _backward_flops),
 )
-ATTENTION, ATTENTION_BACKWARD = _OP.forward, _OP.backward
+ATTENTION = _OP.forward

@@ -19,8 +19,8 @@ from lightning_dilated.pattern.rows import Block
 class Span:
     """Documents of equal length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
 
-    On a shard the tokens may be a part of a document of `whole` tokens (None: all of it) that begins at `offset` in the
-    document; row 0 of the shard then has the global position `origin`.
+    On a shard the tokens may be a part, from `offset` on, of a document with `whole` tokens (None: `length`); row 0 of
+    the shard then has the global position `origin`.
     """
 
     batch: int

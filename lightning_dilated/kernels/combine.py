@@ -66,8 +66,8 @@ def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.con
 def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
     """Return an entry's (part, head in the part, segment, row, more segments, more rows, exists).
 
-    Segment and row are for the program's first row; each row adds more segments and more rows. In a single segment,
-    with a step that the rate divides, rows have a constant distance, which needs no division for each row.
+    Segment and row belong to the program's first row; the other two are differences to it, by row. In a single segment,
+    with a step that the rate divides, rows have a constant distance, and no row needs a division.
     """
     at = entries + e * 8
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
