@@ -118,7 +118,7 @@ def dilated_attention(
             beyond 0..N count as 0 and N. Calls that these kernels do not serve, such as another engine's, copy
             `lengths` and `cu_seqlens` to the host, which waits for them and rejects such values.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
-        engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains the choice of "auto".
+        engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.
         sequence: the ranks that share the sequence. q, k and v then hold this rank's N tokens (0 on an empty shard);
             `lengths` and `cu_seqlens` stay global; every rank makes the same call. None means the `active` group, or
             one rank if no group is active.
@@ -237,7 +237,7 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def check_rows(q: Any, k: Any, v: Any) -> None:
-    """Raise unless q, k and v are (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
+    """Raise unless q, k, v are (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")

@@ -279,6 +279,6 @@ def merge_factors(a, b):
 
 @triton.jit
 def merge_part(acc, most, total, part, part_lse):
-    """Add a part (rows, D) with log-sum-exp (rows,) to acc, the weighted sum of largest score `most` and sum `total`."""
+    """Add a part (rows, D) with log-sum-exp (rows,) to acc, a weighted sum with largest score `most` and sum `total`."""
     before, now, top = merge_factors(most, part_lse)
     return acc * before[:, None] + part * now[:, None], top, total * before + now

@@ -38,7 +38,7 @@ class DilatedPattern:
         branches: `Branch`, `Window` and `Global` objects, (segment_length, dilation_rate) pairs, or mappings of their
             fields. A window of rate r becomes r windows, one for each residue.
         offsets: the rule for the offset of head h in a branch of rate r: "interleaved" is h mod r (the LongNet paper),
-            "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). The `offset` of a branch takes precedence.
+            "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's `offset` takes precedence.
         offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
         padding: "masked", or "attended" to reproduce released checkpoints, in which zero pads took softmax mass.
 

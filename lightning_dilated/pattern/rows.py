@@ -83,7 +83,7 @@ def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
 
 
 def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, number, tokens, first index) of each class of equal segments: a cut first one, full ones, a tail."""
+    """Yield (start, number, tokens, first index) of each class of equal segments: a cut one, full ones, a tail."""
     start = 0
     if shift:
         start = min(width - shift, length)
