@@ -1,4 +1,4 @@
-"""Transformers with dilated attention (LongNet) for PyTorch Lightning: exact, fast and plain, in that order."""
+"""Transformers with dilated attention (LongNet) for PyTorch Lightning."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""python -m lightning_dilated: the same as the console script."""
+"""Run the console script by `python -m lightning_dilated`."""
 
 from lightning_dilated.cli import main
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; from the CPU it is copied through pinned memory, so that the host need not wait for the GPU.
+    """Return x on a device; copy it from the CPU through pinned memory, so that the host need not wait for the GPU.
 
-    The pinned memory is a copy, since the caller may write to x before it has arrived. (Torch keeps pinned memory for reuse;
-    the host may wait where more is under way than ever before.)
+    The pinned memory is a copy, because the caller may change x before the transfer ends. Torch reuses pinned memory;
+    the host waits only to allocate more of it.
     """
     if _copies_directly(x, device):
         return x.to(device)
@@ -20,8 +20,8 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _copies_directly(x: Tensor, device: torch.device) -> bool:
-    """Where there is nothing to wait for or pinned memory cannot be used: in traced code, for tensor subclasses, and while a
-    CUDA graph is captured, whose replay would read pinned memory that was reused."""
+    """Return whether the copy would not make the host wait, or cannot use pinned memory: in traced code, for tensor
+    subclasses, and during the capture of a CUDA graph, because a replay would read pinned memory that was reused."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return True
     if x.device.type != "cpu" or device.type != "cuda" or not x.numel():
@@ -29,20 +29,20 @@ def _copies_directly(x: Tensor, device: torch.device) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-#: not empty while planning: tensors of the CPU, which have sizes only, stand for a GPU's and go to its kernels
+#: not empty while planning: CPU tensors without values then represent GPU tensors, and the GPU's kernels serve them
 ASSUMED: list[bool] = []
-#: the environment variables that torch reads when the first tensor is made on a GPU, newest name first
+#: environment variables that torch reads when it creates the first tensor on a GPU, newest name first
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 GIB = 2**30
-#: bytes of a GPU that `leave_room` leaves; bytes that CUDA, NCCL and libraries may hold by then: more is other processes'
+#: bytes of a GPU that `leave_room` leaves free; most bytes that CUDA, NCCL and libraries hold when it is called
 ROOM, LIBRARIES = GIB, 6 * GIB
 
 _limits: dict[torch.device, float] = {}
 
 
 def expandable_segments(env: MutableMapping[str, str]) -> None:
-    """Have torch's allocator use expandable segments, unless the user has settings of their own."""
+    """Let torch's allocator use expandable segments, unless the user has configured the allocator."""
     if not any(name in env for name in NAMES):
         env[NAMES[0]] = "expandable_segments:True"
 
@@ -50,10 +50,10 @@ def expandable_segments(env: MutableMapping[str, str]) -> None:
 def leave_room(device: torch.device) -> None:
     """Keep torch's allocator from the last GiB of a GPU.
 
-    Kernels are loaded when they are first launched, and NCCL connects when it first sends. Both need memory, and cannot get
-    what the allocator keeps unused: a step that would fit then ends with "CUDA error: out of memory". An allocator that
-    reaches a limit frees unused memory, and goes on. Nothing is limited where other processes hold memory of the GPU, as
-    their needs are unknown; a lower limit that the user set stays.
+    Kernels are loaded at their first launch, and NCCL connects at its first call. Both need memory, and cannot use
+    memory that the allocator caches: a step that would fit then ends with "CUDA error: out of memory". An allocator
+    that reaches a limit frees its cache and continues. A lower limit that the user set stays. There is no limit if
+    other processes use the GPU, because their needs are unknown.
     """
     if device.type != "cuda":
         return

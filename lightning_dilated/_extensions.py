@@ -1,4 +1,4 @@
-"""The table of what `ext/` adds to the core: public names, commands and hooks, each with the place that defines it.
+"""The table of public names, commands and hooks that `ext/` adds to the core, each with the place that defines it.
 
 No other file of the core names a module of `ext/`. A place is imported when its name is first used.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_dilated._removed import removed_name
 
-#: public name, below the package: its place below `ext`
+#: public name, relative to the package: its place, relative to `ext`
 NAMES = {
     "Exported": "export.export:Exported",
     "LongNetClassifier": "pooled.classifier:LongNetClassifier",
@@ -82,10 +82,10 @@ NAMES = {
     "models.SlidePretrainer": "slides.mae:SlidePretrainer",
 }
 
-#: where a name is defined: its public name, the shortest
+#: place that defines a name: its shortest public name
 _PUBLIC = {where: name for name, where in sorted(NAMES.items(), key=lambda row: -len(row[0]))}
 
-#: command: the function of its arguments
+#: command: the function that runs it
 COMMANDS = {
     "bench": "profiling.bench_links:run",
     "consolidate": "export.consolidate:run",
@@ -100,7 +100,7 @@ COMMANDS = {
     "verify": "profiling.verify:run",
 }
 
-#: what the core asks of an extension by the name of the task
+#: task that the core leaves to an extension: the function or class that does it
 HOOKS = {
     "advice about layouts": "explain.advice:balance_hint",
     "advice about patterns": "explain.advice:advice",
@@ -134,7 +134,7 @@ HOOKS = {
 
 
 def public_path(path: str) -> str:
-    """The public name of a class that a dotted name of `ext/` reaches, which files hold; other names as they are."""
+    """Return the public path of a class, for files, from its dotted path below `ext/`; return other paths unchanged."""
     module, _, name = path.removeprefix("lightning_dilated.ext.").rpartition(".")
     for where, public in _PUBLIC.items() if path.startswith("lightning_dilated.ext.") else ():
         inside, _, defined = where.partition(":")
@@ -144,21 +144,21 @@ def public_path(path: str) -> str:
 
 
 def place(where: str) -> Any:
-    """Import what a row of the table names."""
+    """Import the object at a place of the table."""
     return pkgutil.resolve_name(f"lightning_dilated.ext.{where}")
 
 
 def hook(task: str) -> Any:
-    """The function or class that an extension has for a task of `HOOKS`."""
+    """Import the function or class that does a task of `HOOKS`."""
     return place(HOOKS[task])
 
 
 def lazy_names(face: str, core: dict[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Functions `__getattr__` and `__dir__` of a face (PEP 562): its public names are imported when they are first used.
+    """Return `__getattr__` and `__dir__` for an `__init__.py` (PEP 562) that imports public names at their first use.
 
     Args:
-        face: `__name__` of the package's or a folder's `__init__.py`.
-        core: names of the core beside those of `NAMES` -> their places, below the package; of a module without an object.
+        face: `__name__` of the `__init__.py`.
+        core: further names -> their places, relative to the package; the place of a module has no ":object".
     """
     prefix = face.removeprefix("lightning_dilated").removeprefix(".")
     rows = {name: f"ext.{where}" for name, where in NAMES.items() if name.rpartition(".")[0] == prefix}
@@ -166,8 +166,8 @@ def lazy_names(face: str, core: dict[str, str] | None = None) -> tuple[Callable[
 
     def __getattr__(name: str) -> Any:
         if name not in names:
-            if (said := removed_name(f"{face}.{name}")) is not None:
-                raise ImportError(said)  # `from face import name` shows no message of an AttributeError
+            if (message := removed_name(f"{face}.{name}")) is not None:
+                raise ImportError(message)  # `from face import name` hides the message of an AttributeError
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
         value = pkgutil.resolve_name(f"lightning_dilated.{names[name]}")
         setattr(sys.modules[face], name, value)

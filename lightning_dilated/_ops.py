@@ -1,7 +1,7 @@
-"""Op: registers an op of this package with torch, and its backward as an op of its own.
+"""Op: registers an op of this package with torch, and its backward as a second op.
 
-Graphs, recomputation and FLOP counters then see both. `torch.library.custom_op` registers the same, at three times the
-host's time for a call.
+Graphs, recomputation and FLOP counters then see both. `torch.library.custom_op` would register the same, but a call
+takes three times the host's time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Op:
 
     Attributes:
         name: `torch.ops.lightning_dilated.NAME`; the backward is called NAME_backward.
-        schemas: of both ops: "(Tensor q, ...) -> Tensor". The arguments of the forward begin with those that have gradients,
-            which are the results of the backward, in that order.
-        caller: what users call, for messages.
-        remedy: what to do where a second derivative is asked for.
-        run: what both ops compute.
-        fake: results of both without values, for tracing.
-        saves: (arguments, results) of a call -> (tensors that the backward needs, those with gradients first; the rest).
-        arguments: (gradient of the first result, saved tensors, the rest) -> arguments of the backward.
-        flops: of both ops, from their arguments; None: not counted.
+        schemas: schemas of both ops, such as "(Tensor q, ...) -> Tensor". The forward takes the arguments with
+            gradients first; the backward returns these gradients in the same order.
+        caller: the function that users call, for messages.
+        remedy: advice for users who differentiate twice.
+        run: the implementations of both ops.
+        fake: for tracing, functions that return the results of both ops without values.
+        saves: (arguments, results) -> (tensors that the backward needs, first those with gradients; other state).
+        arguments: (gradient of the first result, saved tensors, other state) -> arguments of the backward.
+        flops: FLOPs of both ops from their arguments; None: not counted.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Op:
                 register_flop_formula(packet, get_raw=True)(_without_results(self.flops[i]))
 
     def _for_autograd(self, op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The op for autograd: the function where a tensor requires a gradient, else the op alone."""
+        """Return the op's kernel for autograd: `function` if a tensor requires a gradient, else the op alone."""
 
         def call(*args: Any) -> Any:
             refuse_transforms(self.caller, *args)
@@ -79,30 +79,28 @@ def _without_results(flops: Callable[..., int]) -> Callable[..., int]:
 
 
 class _Graph(torch.autograd.Function):
-    """The forward as a node."""
-
     @staticmethod
     def forward(ctx, op, *args):
         ctx.set_materialize_grads(False)
         results = below_autograd(op.forward, *args)
-        tensors, ctx.rest = op.saves(args, results)
+        tensors, ctx.state = op.saves(args, results)
         ctx.op = op
         ctx.save_for_backward(*tensors)
         return results
 
     @staticmethod
-    def backward(ctx, grad, *others):
+    def backward(ctx, grad, *other_grads):
         inputs = len(ctx.needs_input_grad)
         if grad is None:
             return (None,) * inputs
         saved = ctx.saved_tensors
-        grads = ctx.op.backward(*ctx.op.arguments(grad, saved, ctx.rest))
-        given = [None if x is None else dx for x, dx in zip(saved, grads, strict=False)]
-        return None, *given, *[None] * (inputs - 1 - len(given))
+        grads = ctx.op.backward(*ctx.op.arguments(grad, saved, ctx.state))
+        grads = [None if x is None else dx for x, dx in zip(saved, grads, strict=False)]
+        return None, *grads, *[None] * (inputs - 1 - len(grads))
 
 
 class _Once(torch.autograd.Function):
-    """The backward as a node; its own gradient is refused."""
+    """Autograd node of the backward, which refuses to be differentiated again."""
 
     @staticmethod
     def forward(ctx, op, *args):

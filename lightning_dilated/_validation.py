@@ -1,4 +1,4 @@
-"""Checks of plain values: each takes (value, name, limits) and returns the value, or raises an error that names it."""
+"""Checks of plain values: most take (value, name, limits), and return the value or raise an error with its name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-#: the stores that an address may name; fsspec knows others, some of which interpret the files that they read
+#: stores that an address may name; fsspec has others, and some of them interpret the files that they read
 STORES = ("file", "local", "s3", "s3a", "gs", "gcs", "hf", "http", "https", "memory")
 _ADDRESS = re.compile(r"([^/\\:]{2,})(::[^/]*)?://")
-
-
 _CHAIN = "interpret what it reads: name the file itself, by one address"
 
 
@@ -25,13 +23,13 @@ def is_address(path: object) -> bool:
 
 
 def store_of(address: str) -> str:
-    """The name of an address's store, in lower case; "" for a path."""
+    """Return the name of an address's store, in lower case; "" for a path."""
     match = _ADDRESS.match(address)
     return match[1].lower() if match else ""
 
 
 def check_address(path: object) -> None:
-    """Raise ValueError for an address of a store that is not one of `STORES`, or of several in a chain; paths pass."""
+    """Raise ValueError for an address outside `STORES` and for a chain of addresses; paths pass."""
     if not is_address(path):
         return
     address = str(path)
@@ -45,7 +43,7 @@ def check_address(path: object) -> None:
 
 
 def refuse_special(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a fifo, socket or device, whose reading may never end; a path that is not there passes."""
+    """Raise ValueError for a fifo, socket or device, because reading it may never end; a missing file passes."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):
@@ -55,9 +53,9 @@ def refuse_special(path: str | os.PathLike[str]) -> None:
 
 
 def check_input(path: object) -> None:
-    """Raise ValueError for a path that Lightning could not read safely: as `check_address` and `refuse_special`.
+    """Raise ValueError for a path or address that Lightning could not read safely.
 
-    Lightning passes local paths to fsspec too, which takes `::` in one for a chain.
+    Lightning passes local paths to fsspec too, which reads `::` in a path as a chain.
     """
     check_address(path)
     if is_address(path) and store_of(str(path)) in ("file", "local"):
@@ -69,14 +67,14 @@ def check_input(path: object) -> None:
 
 
 def text_of(path: str | os.PathLike[str], encoding: str | None = None) -> str:
-    """The text of a local file. Raises: OSError, UnicodeDecodeError, and ValueError for a fifo or device."""
+    """Return the text of a local file. Raises: OSError, UnicodeDecodeError, and ValueError for a fifo or device."""
     refuse_special(path)
     with open(path, encoding=encoding) as file:
         return file.read()
 
 
 def integer(value: Any, name: str, minimum: int | None = None, hint: str = "", most: int | None = None) -> int:
-    """`value` as a plain int of at least `minimum` and at most `most`.
+    """Return `value` as a plain int of at least `minimum` and at most `most`.
 
     Raises: TypeError for other types (bool included), ValueError outside the limits.
     """
@@ -103,7 +101,7 @@ def real(
     below: float = math.inf,
     hint: str = "",
 ) -> float:
-    """`value` as a finite float with least <= value <= most and above < value < below.
+    """Return `value` as a finite float with least <= value <= most and above < value < below.
 
     Raises: TypeError for other types (bool included), ValueError outside the limits.
     """
@@ -121,14 +119,14 @@ def real(
 
 
 def flag(value: Any, name: str) -> bool:
-    """`value` if it is a bool; TypeError otherwise."""
+    """Return `value`. Raises: TypeError if it is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
 def one_of(value: Any, name: str, allowed: Iterable[str], hint: str = "") -> str:
-    """`value` if it is one of the allowed words; ValueError otherwise."""
+    """Return `value`. Raises: ValueError if it is none of the allowed words."""
     allowed = tuple(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
@@ -136,7 +134,7 @@ def one_of(value: Any, name: str, allowed: Iterable[str], hint: str = "") -> str
 
 
 def known_keys(keys: Iterable[Any], what: str, allowed: Iterable[str]) -> None:
-    """Raise ValueError for a key that `what` does not have, and suggest the nearest one that it has."""
+    """Raise ValueError for a key that `what` does not allow, and suggest the most similar allowed key."""
     allowed = list(allowed)
     for key in keys:
         if key not in allowed:

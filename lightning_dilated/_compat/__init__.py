@@ -1,3 +1,3 @@
-"""Private interfaces of torch, Lightning and CPython that we use, each behind a function of its own."""
+"""Private interfaces of torch, Lightning and CPython, each behind one function."""
 
 __all__: list[str] = []

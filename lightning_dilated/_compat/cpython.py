@@ -1,4 +1,4 @@
-"""Private behaviour of CPython, each use behind a function that names the versions that need it."""
+"""Private behaviour of CPython, each use behind a function that names its versions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-#: stack entries of 8 bytes: more than a chunk holds, so that CPython allocates a chunk of the next power of two for the call
+#: stack entries of 8 bytes: more than fit a chunk, so that CPython allocates a larger chunk for the call
 _ROOM = 1 << 13
 
 
 def with_room(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The function, with about 60 KiB of stack for all that it calls (hundreds of frames) in one chunk of memory.
+    """Return the function with one chunk of about 60 KiB of stack for everything that it calls (hundreds of frames).
 
-    CPython keeps frames in chunks of 16 KiB and frees a chunk when its first frame returns. In a loop at the end of a chunk
-    every call allocates and frees one: 5 us instead of 0.05, more with other threads. Whether our loops over blocks stand
-    there depends on the caller's depth. Replacing the code object's `co_stacksize` gives the function a chunk of its own,
-    for about 9 us a call.
+    CPython keeps frames in chunks of 16 KiB and frees a chunk when its first frame returns. A loop at the end of a
+    chunk allocates and frees one in every call: 5 us instead of 0.05, more with other threads. Our loops over blocks
+    reach the end of a chunk at some depths of the caller. Replacing the code object's `co_stacksize` gives the function
+    its own chunk, for about 9 us a call.
 
-    Needed by CPython 3.11 and 3.12, and by releases of 3.13 and 3.14 without the fix of March 2026, which keeps one spare
-    chunk (https://github.com/python/cpython/issues/142183); harmless in later ones. Known to work in 3.11 to 3.14.
+    CPython 3.11 and 3.12 need this, and releases of 3.13 and 3.14 before the fix of March 2026, which keeps one spare
+    chunk (https://github.com/python/cpython/issues/142183). It is harmless later. Known to work in 3.11 to 3.14.
     """
 
     @functools.wraps(function)
@@ -35,5 +35,5 @@ def with_room(function: Callable[..., Result]) -> Callable[..., Result]:
 
 # -- the command `generate` --------------------------------------------------------------------------------------------
 def option_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The options of a parser, in order: `ArgumentParser._actions`, which has no public name; 3.11 to 3.14."""
+    """Return the options of a parser, in order: `ArgumentParser._actions`, without a public name in 3.11 to 3.14."""
     return parser._actions

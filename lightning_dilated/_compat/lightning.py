@@ -1,6 +1,6 @@
-"""Private interfaces of Lightning and torchmetrics, each behind a function that says why it is used and where it holds.
+"""Private interfaces of Lightning and torchmetrics, each behind a function that says why it is used.
 
-`tests/test_compat.py` has a test for each, which names what breaks where one changes.
+All are known to hold for lightning 2.6.6, unless a docstring says otherwise. `tests/test_compat.py` tests each.
 """
 
 from __future__ import annotations
@@ -35,36 +35,35 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import nn
 from torch.utils.data import BatchSampler
 
-# -- strategies, checkpoints and the Trainer's connectors; all of it holds for lightning 2.6.6 ---------------------------
 
-
+# -- strategies, checkpoints and the Trainer's connectors --------------------------------------------------------------
 def set_device_mesh(module: Any, mesh: Any) -> None:
     """Give a LightningModule its `device_mesh`, which ModelParallelStrategy sets by `module._device_mesh`."""
     module._device_mesh = mesh
 
 
 def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
-    """The keywords of DistributedDataParallel, which DDPStrategy keeps in `_ddp_kwargs` until it wraps the module."""
+    """Return the keywords for DistributedDataParallel, which DDPStrategy stores in `_ddp_kwargs`."""
     return strategy._ddp_kwargs
 
 
 def process_group_backend(strategy: DDPStrategy | ModelParallelStrategy) -> str:
-    """The backend of the strategy's process group, before there is one: `_get_process_group_backend`."""
+    """Return the backend of the strategy's future process group: `_get_process_group_backend`."""
     return strategy._get_process_group_backend()
 
 
 def writes_one_file(strategy: Any) -> bool:
-    """Whether a strategy assembles checkpoints on rank 0: `_save_distributed_checkpoint` of ModelParallelStrategy."""
+    """Return whether rank 0 writes checkpoints in one file: `_save_distributed_checkpoint` of FSDP's base."""
     return not getattr(strategy, "_save_distributed_checkpoint", True)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give meta parameters memory on a device, as ModelParallelStrategy does, by `_materialize_distributed_module`."""
+    """Allocate meta parameters on a device, as ModelParallelStrategy does, by `_materialize_distributed_module`."""
     _materialize_distributed_module(module, device)
 
 
 def set_module_device(module: nn.Module, device: torch.device) -> None:
-    """Have LightningModules report a device without moving tensors there, by `_update_properties`."""
+    """Let LightningModules report a device without moving tensors there, by `_update_properties`."""
     _update_properties(module, device=device)
 
 
@@ -74,23 +73,25 @@ def optimizers_to_device(optimizers: Iterable[torch.optim.Optimizer], device: to
 
 
 def destroy_process_group_at_exit() -> None:
-    """As Lightning does for process groups with NCCL alone, by `_destroy_dist_connection`."""
+    """Destroy the process group when Python exits, by `_destroy_dist_connection`; Lightning does so only with NCCL."""
     atexit.register(_destroy_dist_connection)
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """What `Trainer.save_checkpoint` would write, without writing it: `_checkpoint_connector.dump_checkpoint`."""
+    """Return the checkpoint that `Trainer.save_checkpoint` would write: `_checkpoint_connector.dump_checkpoint`."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def resume_from(trainer: Any, path: Path) -> None:
-    """Have a fit that has begun load a checkpoint, by `_checkpoint_connector.resume_start`: `ckpt_path` comes too early."""
+    """Load a checkpoint in a fit that has begun, by `_checkpoint_connector.resume_start`: `ckpt_path` is too early."""
     trainer._checkpoint_connector.resume_start(path)
 
 
 def replace_sampler_choice(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace `_data_connector._resolve_sampler(dataloader, shuffle, mode)`, which shuffles every training loader, by `wrap`
-    of it; once a Trainer."""
+    """Wrap `_data_connector._resolve_sampler(dataloader, shuffle, mode)`, which shuffles every training loader.
+
+    A second call for the same Trainer does nothing.
+    """
     connector = trainer._data_connector
     if "_resolve_sampler" not in vars(connector):
         connector._resolve_sampler = wrap(connector._resolve_sampler)
@@ -98,9 +99,9 @@ def replace_sampler_choice(trainer: Any, wrap: Callable[[Callable[..., Any]], Ca
 
 
 def _keep_batches(prepare: Callable[..., Any], dataloader: Any, shuffle: bool, mode: Any) -> Any:
-    """`_data_connector._prepare_dataloader`, for a loader that was made with torch's BatchSampler, too.
+    """Run `_data_connector._prepare_dataloader`, and keep the batches of a loader with torch's BatchSampler.
 
-    Lightning takes `dataloader.sampler`, which is another than the BatchSampler's own, and loses the size of the batches.
+    Lightning would read `dataloader.sampler`, which is not the sampler of the BatchSampler, and lose the batch size.
     """
     batches = getattr(dataloader, "batch_sampler", None)
     if type(batches) is not BatchSampler or dataloader.batch_size is not None:
@@ -118,10 +119,7 @@ def _keep_batches(prepare: Callable[..., Any], dataloader: Any, shuffle: bool, m
 
 
 def combined_loaders(trainer: Any) -> Any:
-    """Return the loaders that each give a part of a batch, nested as the batch is; None if a batch comes from one loader.
-
-    Uses `_evaluation_loop`, its `_combined_loader` and `_is_sequential`.
-    """
+    """Return the loaders that each give a part of a batch, nested as the batch is; None for a single loader."""
     if trainer.training:
         loaders = trainer.train_dataloader
     elif trainer.predicting or trainer.state.stage is None:
@@ -133,31 +131,31 @@ def combined_loaders(trainer: Any) -> Any:
 
 
 def evaluated_loaders(trainer: Any) -> int:
-    """How many loaders an evaluation goes through one after the other: `_evaluation_loop.num_dataloaders`."""
+    """Return the number of loaders that an evaluation reads one after the other: `_evaluation_loop.num_dataloaders`."""
     loop = trainer._evaluation_loop
     return loop.num_dataloaders if loop._is_sequential else 1
 
 
 def logs_this_step(trainer: Any) -> bool:
-    """Whether this batch's values go to the loggers: `_logger_connector.should_update_logs`."""
+    """Return whether this batch's values go to the loggers: `_logger_connector.should_update_logs`."""
     return trainer._logger_connector.should_update_logs
 
 
 def logged_step(trainer: Any) -> int:
-    """The step that Lightning logs a training batch's values with: `fit_loop.epoch_loop._batches_that_stepped`."""
+    """Return the step under which Lightning logs a training batch: `fit_loop.epoch_loop._batches_that_stepped`."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether gradients wait for further batches: `fit_loop.epoch_loop._should_accumulate`."""
+    """Return whether the optimizer steps only after further batches: `fit_loop.epoch_loop._should_accumulate`."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
-    """Have each ModelCheckpoint that is due by time wait for an optimizer's step.
+    """Let ModelCheckpoint callbacks save at the end of a batch only after an optimizer step.
 
-    Lightning saves after any batch; gradients that wait for further batches would be missing from a run that goes on from
-    there. Replaces `on_train_batch_end` of these objects, once.
+    Lightning may save after any batch; a resumed run would then lack the gradients accumulated so far. Replaces
+    `on_train_batch_end` of these objects, once.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and "on_train_batch_end" not in vars(callback):
@@ -166,7 +164,7 @@ def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
 
 
 def saves_by_time(callback: Any) -> bool:
-    """Whether a callback is a ModelCheckpoint that is due by time: `_train_time_interval`."""
+    """Return whether a callback is a ModelCheckpoint that saves by time: `_train_time_interval`."""
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
@@ -176,19 +174,17 @@ def _unless_accumulating(hook: Callable[..., None], trainer: Any, *args: Any) ->
 
 
 def set_received_sigterm(trainer: Any) -> None:
-    """Have a Trainer end as if SIGTERM had come: `_signal_connector.received_sigterm`, read-only on the Trainer."""
+    """Let a Trainer end as after SIGTERM: `_signal_connector.received_sigterm`, read-only on the Trainer."""
     trainer._signal_connector.received_sigterm = True
 
 
 class SignalHooks:
-    """Replaces what a Trainer does about signals, and puts it back.
+    """Replaces a Trainer's handling of signals, and restores it.
 
-    Uses `fit_loop.epoch_loop.advance` and `_broadcast_sigterm_tensor`, and `_signal_connector` with
-    `register_signal_handlers`, `_sigterm_notifier_fn` and `_slurm_sigusr_handler_fn`: Lightning reads a number from the GPU
-    before each batch, and its handlers call collectives or save wherever the rank is.
+    Lightning reads a number from the GPU before each batch, and its handlers call collectives or save within a step.
 
     Attributes:
-        advance, register, requeue: Lightning's own, bound to this Trainer.
+        advance, register, requeue: Lightning's methods, bound to this Trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -206,7 +202,7 @@ class SignalHooks:
         on_sigterm: Callable[..., None],
         on_requeue: Callable[..., None],
     ) -> None:
-        """Call these instead of Lightning's; the broadcast before each batch is left out."""
+        """Call these functions instead of Lightning's methods, and leave out the broadcast before each batch."""
         self._set(self._loop, "advance", advance)
         self._set(self._loop, "_broadcast_sigterm_tensor", _nothing)
         self._set(self._connector, "register_signal_handlers", register)
@@ -218,27 +214,27 @@ class SignalHooks:
         self._replaced.append((owner, name))
 
     def restore(self) -> None:
-        """Give the Trainer its own functions back."""
+        """Restore the Trainer's methods."""
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
         self._replaced.clear()
 
 
 def _nothing(*args: Any) -> None:
-    """In place of the broadcast before a batch; a lambda could not be pickled with the Trainer."""
+    """Replace the broadcast before a batch; a lambda could not be pickled with the Trainer."""
 
 
 class EndsRuns(_SubprocessScriptLauncher):
-    """A launcher that calls `strategy.end_run()` after the last hook of a run; 2.6.6.
+    """A launcher that calls `strategy.end_run()` after the last hook of a run.
 
-    `Strategy.teardown` comes before `on_fit_end` and the teardown hooks, which may still call collectives. A run that ended
-    with an exception calls `Strategy.teardown` last, see `is_over`.
+    `Strategy.teardown` runs before `on_fit_end` and the teardown hooks, which may still call collectives. After an
+    exception `Strategy.teardown` runs last, see `is_over`.
     """
 
     starts_processes = True
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Lightning's, and the end of the run."""
+        """Launch as Lightning does, then end the run."""
         if self.starts_processes:
             result = super().launch(function, *args, trainer=trainer, **kwargs)
         else:
@@ -249,9 +245,9 @@ class EndsRuns(_SubprocessScriptLauncher):
 
 
 def end_runs(strategy: Any) -> None:
-    """Give a strategy a launcher that ends runs, in place of `_launcher`; launchers of other kinds end the process.
+    """Replace a strategy's `_launcher` by `EndsRuns`. Launchers of other kinds stay: their processes end with the run.
 
-    ModelParallelStrategy has none where another program, such as torchrun, starts the processes.
+    ModelParallelStrategy has no launcher if another program, such as torchrun, starts the processes.
     """
     if strategy._launcher is None or type(strategy._launcher) is _SubprocessScriptLauncher:
         launcher = EndsRuns(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
@@ -259,15 +255,15 @@ def end_runs(strategy: Any) -> None:
 
 
 def is_over(trainer: Any) -> bool:
-    """Return whether no hook of a run comes after `Strategy.teardown`: an exception ended it, or Lightning's Tuner did."""
+    """Return whether `Strategy.teardown` runs after all hooks: an exception or Lightning's Tuner ended the run."""
     tuned = isinstance(sys.exc_info()[1], _TunerExitException)
     return tuned or trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 def forget_launched_processes(launcher: Any) -> None:
-    """Let the observer thread of `_SubprocessScriptLauncher` take no process that the launcher started for dead.
+    """Stop the observer thread of `_SubprocessScriptLauncher` from watching the processes that the launcher started.
 
-    It watches the list object that `procs` was when it began, and kills this process where one ends with a status.
+    The thread watches the first list object of `procs`, and kills this process if one of them ends with an error.
     """
     if isinstance(launcher, _SubprocessScriptLauncher):
         started = list(launcher.procs)
@@ -276,21 +272,21 @@ def forget_launched_processes(launcher: Any) -> None:
 
 
 def set_update_count(metric: Any, count: int) -> None:
-    """Take back updates of a torchmetrics metric: `_update_count` and the cached `_computed` (torchmetrics 1.8, 1.9)."""
+    """Set the number of updates of a torchmetrics metric and clear its cached value; torchmetrics 1.8 and 1.9."""
     metric._update_count, metric._computed = count, None
 
 
 # -- the position in the training data ---------------------------------------------------------------------------------
 def batches_finished(trainer: pl.Trainer) -> int:
-    """Training batches finished in all: `epoch_loop.batch_progress.total.processed`; 2.6.6."""
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total  # declared as a class that counts less
+    """Return the number of training batches finished in all: `epoch_loop.batch_progress.total.processed`."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total  # declared as a class without `processed`
     return total.processed
 
 
 def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
-    """Let this epoch have `count` finished batches: moves all of `epoch_loop.batch_progress.current` alike; 2.6.6.
+    """Set the number of this epoch's finished batches, by shifting all counts of `epoch_loop.batch_progress.current`.
 
-    Lightning counts batches, and offers no public way to say that their size changed.
+    Lightning counts batches, and has no public API for a change of their size.
     """
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     shift = count - current.processed
@@ -299,17 +295,17 @@ def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
 
 
 def epoch_batches_finished(trainer: pl.Trainer) -> int:
-    """Training batches of this epoch that are finished: `epoch_loop.batch_progress.current.processed`; 2.6.6."""
+    """Return the number of this epoch's finished training batches: `epoch_loop.batch_progress.current.processed`."""
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return current.processed
 
 
 def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: int = 1) -> None:
-    """Let the epoch that begins have the batches of a training loader of this length, cut to a multiple; 2.6.6.
+    """Set the number of batches of the epoch that begins to a loader's new length, rounded down to a multiple.
 
     Lightning reads the length once, before the first epoch, into `fit_loop.max_batches`, `trainer.val_check_batch`, the
-    limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Left alone where the Trainer combines
-    several loaders.
+    limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Nothing changes if the Trainer
+    combines several loaders.
     """
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
     combined, fetcher = loop._combined_loader, loop._data_fetcher
@@ -324,67 +320,61 @@ def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int, multiple: i
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-#: a class method that raises where it is called on an object, as Lightning's `load_from_checkpoint`; known for 2.6.6
+#: decorator for a class method that raises when called on an object, as Lightning's `load_from_checkpoint` does
 restricted_classmethod = _restricted_classmethod
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """The Trainer that runs the module, None outside of one, where `module.trainer` raises.
-
-    Uses `LightningModule._trainer`. Known to hold for lightning 2.6.6.
-    """
+    """Return the Trainer that runs the module, or None, where `module.trainer` would raise."""
     return module._trainer
 
 
-#: a storage's device in a checkpoint where this machine has it, else the CPU: Lightning's own `map_location`; 2.6.6
+#: Lightning's `map_location`: the stored device of a tensor if this machine has it, else the CPU
 map_to_known_devices = _default_map_location
 
 
 def read_remote(address: Any, map_location: Any = "cpu") -> Any:
-    """A checkpoint at an address that fsspec can open, with `weights_only=True`.
-
-    Uses `lightning.fabric.utilities.cloud_io._load`. Known to hold for lightning 2.6.6.
-    """
+    """Read a checkpoint at an address that fsspec can open, with `weights_only=True`."""
     return _load(address, map_location=map_location, weights_only=True)
 
 
 def read_trusted(source: Any, map_location: Any) -> Any:
-    """A checkpoint with `weights_only=False`, which may run any code; by `_load` as above, and `pl_legacy_patch`."""
+    """Read a checkpoint with `weights_only=False`, which may run any code."""
     with pl_legacy_patch():
         return _load(source, map_location=map_location, weights_only=False)
 
 
 def migrated(checkpoint: dict[str, Any], source: Any) -> dict[str, Any]:
-    """A checkpoint of an older Lightning in today's form, by `_pl_migrate_checkpoint`; 2.6.6."""
+    """Convert a checkpoint of an older Lightning to the installed version, by `_pl_migrate_checkpoint`."""
     path = source if isinstance(source, (str, Path)) else None
     return _pl_migrate_checkpoint(checkpoint, checkpoint_path=path)
 
 
-#: (checkpoint that is being loaded, `strict`), with whose tensors layers are compared before they are made
+#: (checkpoint that is being loaded, `strict`); constructors compare layers with its tensors before they allocate them
 LOADED: ContextVar[tuple[dict[str, Any], bool | None] | None] = ContextVar("loaded", default=None)
 
 
 def made_from_checkpoint(cls: Any, checkpoint: dict[str, Any], strict: bool | None, changes: dict[str, Any]) -> Any:
-    """The module of a checkpoint's hyperparameters, with `changes` over them, and its weights, on their device; in all of
-    a checkpoint's forms, by `_load_state`; 2.6.6.
+    """Make a module from a checkpoint's hyperparameters, updated by `changes`, and load its weights on their device.
 
-    `hyper_parameters` name no `_instantiator`, so that the constructor takes the values, and no parser reads them.
+    Uses `_load_state`. `hyper_parameters` must have no `_instantiator`: the constructor then takes the values, and no
+    parser reads them.
     """
     older = ("hparams", "module_arguments", "hparams_type")  # the last may be any function
-    kept = {name: value for name, value in checkpoint.items() if name not in older}
-    kept["hyper_parameters"] = {**checkpoint["hyper_parameters"], **changes}
-    token = LOADED.set((kept, strict))
+    state = {name: value for name, value in checkpoint.items() if name not in older}
+    state["hyper_parameters"] = {**checkpoint["hyper_parameters"], **changes}
+    token = LOADED.set((state, strict))
     try:
-        model = _load_state(cls, kept, strict=strict, **changes)
+        model = _load_state(cls, state, strict=strict, **changes)
     finally:
         LOADED.reset(token)
-    device = next((x.device for x in kept["state_dict"].values() if isinstance(x, torch.Tensor)), None)
+    device = next((x.device for x in state["state_dict"].values() if isinstance(x, torch.Tensor)), None)
     return model if device is None else model.to(device)
 
 
 @functools.cache
 def argument_types(cls: Any) -> dict[str, list[Any]]:
-    """The annotations that a command line's parser reads each argument of a class by; several for a dataclass.
+    """Return the types by which jsonargparse reads each argument of a class; several for a dataclass.
 
     Uses `_typehint` of jsonargparse's actions. Known to hold for jsonargparse 4.44 to 4.53.
     """
@@ -398,19 +388,18 @@ def argument_types(cls: Any) -> dict[str, list[Any]]:
 
 
 def given_hyperparameters() -> dict[str, Any]:
-    """The values of the recipe that the command line makes the module from, and its class; else empty.
+    """Return the class and the recipe values from which the command line makes the module; else an empty mapping.
 
-    LightningCLI offers them to `save_hyperparameters` only, by `_given_hyperparameters`. Known to hold for lightning 2.6.6.
+    LightningCLI passes them to `save_hyperparameters` only, by `_given_hyperparameters`.
     """
     return _given_hyperparameters.get() or {}
 
 
 def load_to_cpu_by_name(strategy: Any, check: Callable[[Any], None]) -> None:
-    """Let the strategy's checkpoint reader name the CPU as a string.
+    """Let the strategy's checkpoint reader pass `map_location="cpu"` and call `check` with the path first.
 
-    Lightning passes a function as `map_location`, with which torch cannot read torchao's low-bit optimizer states; and it
-    waits for a fifo, which `check` refuses. Replaces
-    `load_checkpoint` of a plain `TorchCheckpointIO` object; others are left alone. Known to hold for lightning 2.6.6.
+    Lightning passes a function as `map_location`, with which torch cannot read torchao's low-bit optimizer states.
+    Lightning would also wait for a fifo, which `check` refuses. Only a plain `TorchCheckpointIO` is changed.
     """
     io = getattr(strategy, "checkpoint_io", None)
     if type(io) is TorchCheckpointIO:

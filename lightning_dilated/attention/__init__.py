@@ -1,9 +1,9 @@
-"""Dilated attention: the op, its oracle, its engines and the layers around it."""
+"""Dilated attention: the op, its oracle, its engines and its layers."""
 
 from typing import TYPE_CHECKING
 
 from lightning_dilated._extensions import lazy_names
-from lightning_dilated.attention import ranks  # noqa: F401 - registers the context of calls that ranks share
+from lightning_dilated.attention import ranks  # noqa: F401 - registers the context for calls on several ranks
 from lightning_dilated.attention.functional import dilated_attention
 from lightning_dilated.attention.modules import DilatedAttention, MultiheadDilatedAttention
 

@@ -1,8 +1,8 @@
-"""Contexts: the rows before a layer's own, such as a cache of earlier tokens or a stream. Extensions define them.
+"""Contexts: the rows before a layer's input, such as a cache of earlier tokens or a stream. Extensions define them.
 
-A layer takes a `LayerContext` of its own, or None for a whole sequence. torch.compile traces the op, which takes strings
-and tensors only: the op finds a `Context` by its name.
-Shape letters: B batch, N tokens of a call, L tokens of this rank, E embedding dim, H query heads, K kv heads, D head dim.
+A layer takes a `LayerContext`, or None for a whole sequence. torch.compile traces the op, so the op takes only strings
+and tensors, and finds a `Context` by its name.
+Shape letters: B batch, N tokens of a call, L tokens of this rank, E embedding dim, H heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_dilated.attention.modules import MultiheadDilatedAttention
     from lightning_dilated.attention.resolve import Resolved
 
-#: name of the context of calls that ranks share
+#: name of the context for calls on several ranks
 RANKS = "ranks"
 _contexts: weakref.WeakValueDictionary[str, Context] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -32,13 +32,14 @@ class OpCall(NamedTuple):
     """A call of the op with a context, before it is resolved.
 
     Attributes:
-        key: what the way of computing depends on, for caches.
+        key: cache key for a resolved call.
         q, k: (B, L, H, D) and (B, L, K, D).
         documents: `lengths` and `cu_seqlens` of the whole sequence, on the CPU.
-        place: (2,) int64 on the CPU: the layer's number, and a number of the context's own (a stream's chunk); None: no
-            layer of a stack calls.
-        seed: of attention dropout.
-        number, backward: of the call whose backward this is.
+        place: (2,) int64 on the CPU: the number of the layer, and a number that the context defines (a stream's chunk);
+            None: the caller is no layer of a stack.
+        seed: seed of attention dropout.
+        number: in a backward, the number of the forward's call.
+        backward: whether the call is a backward.
     """
 
     key: tuple[Any, ...]
@@ -53,9 +54,9 @@ class OpCall(NamedTuple):
 
 
 class Context(ABC):
-    """Rows before those of a call of the op. The op finds it by its `name` while somebody holds it.
+    """Rows before a call of the op. The op finds a context by its `name` as long as the object exists.
 
-    A context of causal layers also has `neighbours`, for their convolutions, see `Stream`.
+    A context for causal layers also has `neighbours`, for their convolutions, see `Stream`.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -64,7 +65,7 @@ class Context(ABC):
 
     @abstractmethod
     def resolve(self, call: OpCall) -> tuple[Resolved, int]:
-        """Return how this rank computes a call, and the seed that all its ranks use."""
+        """Return the `Resolved` of a call on this rank, and the dropout seed that all ranks use."""
 
     @abstractmethod
     def pairs(
@@ -74,10 +75,10 @@ class Context(ABC):
 
 
 def find_context(name: str) -> Any:
-    """Return the context of a name.
+    """Return the context with a name.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no context has it.
     """
     context = _contexts.get(name)
     if context is None:
@@ -88,7 +89,7 @@ def find_context(name: str) -> Any:
 
 
 class LayerContext(Protocol):
-    """The rows before those of one layer. A cache also has `length` and `token_positions`, for rotary tables of a stack."""
+    """Rows before the input of one layer. A cache also has `length` and `token_positions`, for rotary tables."""
 
     def heads(
         self,
@@ -99,7 +100,7 @@ class LayerContext(Protocol):
         cu_seqlens: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """Return the outputs (B, N, H, D) of a layer's heads for `query` (B, N, E); the others as of its `forward`."""
+        """Return the outputs (B, N, H, D) of a layer's heads for `query` (B, N, E); other arguments as in `forward`."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,11 @@ class LayerPlace:
     """A layer's place in a `Context` of the op.
 
     Attributes:
-        context: its name.
-        place: (2,) int64 on the CPU, see `OpCall`. A tensor, so that compiled layers share a graph.
-        seed: of attention dropout, () int64 on the CPU; None without.
-        shared: whether several ranks compute the call, those of the active `SequenceGroup`.
-        whole: whether the call has as many tokens as a chunk may have.
+        context: name of the context.
+        place: (2,) int64 on the CPU, see `OpCall`; a tensor, so that compiled layers share a graph.
+        seed: seed of attention dropout, () int64 on the CPU; None without dropout.
+        shared: whether all ranks of the active `SequenceGroup` compute the call.
+        whole: whether the call fills a chunk.
     """
 
     context: str
@@ -129,10 +130,10 @@ class LayerPlace:
         cu_seqlens: Tensor | None,
         causal: bool,
     ) -> Tensor:
-        """As `LayerContext`: the op asks the context."""
+        """Return the outputs of a layer's heads; the op calls the context."""
         return layer.heads(query, positions, lengths, cu_seqlens, causal, self)
 
     def of_recurrence(self) -> LayerPlace:
-        """Return the place of the convolution of the layer's recurrence: layer number -1 for layer 0, -2 for layer 1, ..."""
+        """Return the place of the convolution in the layer's recurrence: layer -1 for layer 0, -2 for layer 1, ..."""
         layer, chunk = self.place.unbind()
         return replace(self, place=torch.stack([-1 - layer, chunk]))

@@ -1,7 +1,7 @@
-"""Counter-based attention dropout: a hash of (seed, branch, sample, head, query position, key position) keeps a pair or not.
+"""Counter-based attention dropout by a hash of (seed, branch, sample, head, query position, key position).
 
-The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and every rank use the same one. The
-hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.
+The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and all ranks use the same mask.
+The hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.
 Shape letters: G samples and segments, J heads, n rows of a block.
 """
 
@@ -22,7 +22,7 @@ START = 0x243F6A88
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in int64; products may wrap, but their low 32 bits stay exact."""
+    """Map 32-bit integers in int64 one to one; products may wrap, but their low 32 bits stay exact."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
@@ -44,42 +44,42 @@ class Dropout:
     seed: int
 
     def keep(self, branch: Tensor | int, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """bool, True where the pair stays; the arguments are int64 tensors that broadcast."""
+        """Return bool, True for pairs that stay; the arguments are int64 tensors that broadcast."""
         start = torch.full((), START, dtype=torch.int64, device=query.device)
         row = fold(start, self.seed, branch, sample, head, query)
         return fold(row, key) >= self.threshold
 
     @property
     def threshold(self) -> int:
-        """Pairs with a smaller hash are dropped."""
+        """Return the smallest hash of a pair that stays."""
         return round(self.p * 2**32)
 
     def state(self, branch: int) -> int:
-        """The hash after seed and branch, where kernels continue."""
+        """Return the hash of seed and branch, which kernels continue."""
         return int(self.states(branch + 1)[branch])
 
     def states(self, branches: int) -> Tensor:
-        """`state` of each branch, (branches,) int64."""
+        """Return `state` of each branch, (branches,) int64."""
         start = torch.full((), START, dtype=torch.int64, device="cpu")
         return fold(start, self.seed, torch.arange(branches, device="cpu"))
 
     def factors(self, keep: Tensor, like: Tensor) -> Tensor:
-        """Factors of attention weights, 0 or 1/(1-p), in the dtype of `like`."""
+        """Return factors of attention weights, 0 or 1/(1-p), in the dtype of `like`."""
         return keep.to(like.dtype) / (1 - self.p)
 
 
 class PairDropout:
-    """The dropout of the (query, key) pairs of a block or batch; engines take the factors of any rectangle of its scores."""
+    """Dropout of the (query, key) pairs of a block or batch; engines ask for the factors of any rectangle of scores."""
 
     dropout: Dropout
     branch: int
 
     def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sample and head (g, J), and the global positions of queries (g, J, n) and of keys (g, J, m), int64."""
+        """Return sample and head (g, J), and global positions of queries (g, J, n) and keys (g, J, m), all int64."""
         raise NotImplementedError
 
     def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """(g, J, rows, keys) factors in the dtype and on the device of `like`."""
+        """Return (g, J, rows, keys) factors in the dtype and on the device of `like`."""
         sample, head, queries, key_positions = self.positions(like.device, groups)
         sample, head = sample[:, :, None, None], head[:, :, None, None]
         keep = self.dropout.keep(self.branch, sample, head, queries[:, :, rows, None], key_positions[:, :, None, keys])
@@ -88,7 +88,7 @@ class PairDropout:
 
 @dataclass(frozen=True)
 class BlockDropout(PairDropout):
-    """The dropout of one block."""
+    """Dropout of one block."""
 
     dropout: Dropout
     span: Span
@@ -113,7 +113,7 @@ class BlockDropout(PairDropout):
 
 @dataclass(frozen=True)
 class BatchDropout(PairDropout):
-    """The dropout of a batch (G, 1, n, m) of rows from other ranks.
+    """Dropout of a batch (G, 1, n, m) of rows from other ranks.
 
     Attributes:
         sample, head: (G,) int64.

@@ -1,4 +1,4 @@
-"""dilated_attention: the public function over the op; it checks every argument before any work is done.
+"""dilated_attention: the public function around the op, which checks every argument first.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
@@ -24,7 +24,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: evaluated at import, because torch.compile of some versions cannot trace the check
+#: evaluated at import, because some versions of torch.compile cannot trace the check
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(d))
 
 
@@ -97,35 +97,39 @@ def dilated_attention(
     engine: str = "auto",
     sequence: SequenceGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches, with multiplicities.
+    """Compute dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
+
+    A key that a query sees in several branches counts once for each.
 
     Args:
         q: (B, N, H, D) queries, any floating dtype; strided views (of a fused projection, say) are read in place.
-        k, v: (B, N, K, D) with K dividing H; query head h reads kv head h // (H / K).
-        pattern: who attends to whom.
-        causal: keys after the query are left out.
-        scale: of the scores; 1/sqrt(D) if None.
+        k, v: (B, N, K, D), K divides H; query head h reads kv head h // (H / K).
+        pattern: the pattern of attention.
+        causal: whether a query sees no later keys.
+        scale: scale of the scores; 1/sqrt(D) if None.
         dropout: probability with which a (query, key) pair of a branch is dropped. This function has no eval mode: pass
             0.0 outside training. The mask follows torch's CPU generator, so `torch.manual_seed` repeats it.
-        lengths: (B,) integers, the real tokens of each right-padded sample; rows beyond give 0. On q's GPU they are read by
-            the kernels, without waiting and in CUDA graphs: values beyond 0..N count as 0 and N, without an error.
-        cu_seqlens: int32 (documents + 1,), bounds of documents packed into one sample (B = 1); segments restart at each
-            document and nothing crosses one. On the CPU they rise from 0 to N. On q's GPU, with one rank, they are read by
-            the kernels as `lengths` are: one CUDA graph serves all rows of up to N tokens in as many documents, some of
-            them empty; rows beyond the last bound give 0, and values beyond 0..N count as 0 and N. Calls that these kernels
-            do not serve (another engine, say) read both on the host, which waits for them and refuses such values.
+        lengths: (B,) integers, the real tokens of each right-padded sample; padding rows give 0. On q's GPU the kernels
+            read them, without waiting and in CUDA graphs: values beyond 0..N count as 0 and N, without an error.
+        cu_seqlens: int32 (documents + 1,), bounds of documents packed into one sample (B = 1). Segments restart at each
+            document, and attention does not cross its bounds. On the CPU the bounds must rise from 0 to N. On q's GPU,
+            with one rank, the kernels read them as they read `lengths`: one CUDA graph serves all rows of up to N
+            tokens with the same number of documents, which may be empty. Rows beyond the last bound give 0, and values
+            beyond 0..N count as 0 and N. Calls that these kernels do not serve, such as another engine's, copy
+            `lengths` and `cu_seqlens` to the host, which waits for them and rejects such values.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
-        engine: "auto", "sdpa", or one engine's name; `engines.choose` says what "auto" picks and why.
-        sequence: the ranks that share the sequence: q, k and v then hold this rank's tokens (N of them, 0 on an empty
-            shard), while `lengths` and `cu_seqlens` stay global, and every rank makes the same call. None is the group
-            that is `active`, or one rank where none is.
+        engine: "auto", "sdpa", or the name of an engine; `DilatedAttention.engine_choice` explains "auto"'s choice.
+        sequence: the ranks that share the sequence. q, k and v then hold this rank's N tokens (0 on an empty shard);
+            `lengths` and `cu_seqlens` stay global; every rank makes the same call. None means the `active` group, or
+            one rank if no group is active.
 
     Returns:
-        out (B, N, H, D) in q's dtype, 0 where a row has no key; with `return_lse` also lse (B, H, N), fp32 (fp64 for
-        float64 inputs), -inf where a row has no key.
+        out (B, N, H, D) in q's dtype, 0 for rows without a key; with `return_lse` also lse (B, H, N), fp32 (fp64 for
+        float64 inputs), -inf for rows without a key.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed. Double backward: RuntimeError.
+        TypeError, ValueError: with the argument, its value and the allowed values.
+        RuntimeError: in a double backward.
     """
     arguments = op_arguments(
         q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, sequence
@@ -151,10 +155,10 @@ def op_arguments(
     needs_grad: bool | None = None,
     chunk: LayerPlace | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str, Tensor | None]:
-    """What `torch.ops.lightning_dilated.attention` takes, after every check that needs no other rank.
+    """Return the arguments of `torch.ops.lightning_dilated.attention`, after every check that needs no other rank.
 
-    `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in a
-    stream; `lengths` and `cu_seqlens` are then those of the whole sequence.
+    `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in
+    a stream; `lengths` and `cu_seqlens` then describe the whole sequence.
     """
     group = group_of(sequence) if chunk is None or chunk.shared else None
     q, k, v = autocast(q, k, v)
@@ -172,7 +176,7 @@ def op_arguments(
 
 
 def group_of(sequence: Any) -> SequenceGroup | None:
-    """The group of a call: the one given, else the active one, else None."""
+    """Return the group of a call: `sequence`, else the active group, else None."""
     if sequence is None:
         return active_sequence()
     if not isinstance(sequence, SequenceGroup):
@@ -194,7 +198,7 @@ def check_call(
     engine: Any,
     window: tuple[int, ...] = (),
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """(lengths, cu_seqlens, scale) as the op takes them, after every check that needs no other rank."""
+    """Return (lengths, cu_seqlens, scale) for the op, after every check that needs no other rank."""
     check_rows(q, k, v)
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
@@ -211,7 +215,7 @@ def check_call(
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Under torch.autocast, floating tensors in the autocast dtype, float64 left alone, as torch's own attention has it."""
+    """Cast floating tensors except float64 to torch.autocast's dtype, if it is on, as torch's attention does."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     kind = tensors[0].device.type
@@ -222,7 +226,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:
-    """Raise for tangents: without a formula for them, forward-mode derivatives would silently be zero."""
+    """Raise RuntimeError for tangents, because forward-mode derivatives would silently be zero."""
     if torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -233,7 +237,7 @@ def _refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def check_rows(q: Any, k: Any, v: Any) -> None:
-    """Raise unless these are rows (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
+    """Raise unless q, k, v are (B, N, heads, D) of one dtype and device, and q and k have equal B, N and head dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
@@ -248,7 +252,7 @@ def check_rows(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"q, k and v must share one dtype: q is {q.dtype}, {name} is {x.dtype}.")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device: q is on {q.device}, {name} on {x.device}.")
-        if x.device.type == "mps":  # no engine was ever run there: its numbers would be nobody's promise
+        if x.device.type == "mps":  # no engine has been tested on MPS
             raise ValueError(
                 f"{name} is on {x.device}, and attention is not tested on Apple's MPS. Run on the CPU: "
                 f"{name}.cpu(), or Trainer(accelerator='cpu')."
@@ -287,7 +291,7 @@ def _check_scale(scale: Any, q: Tensor) -> float:
 
 
 def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
-    """lengths and cu_seqlens of x (B, N, ...), checked as far as shapes go; the op checks values on the CPU."""
+    """Check the shapes of lengths and cu_seqlens for x (B, N, ...) and return both; the op checks values on the CPU."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
     if lengths is not None:
@@ -296,12 +300,12 @@ def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | 
             raise ValueError(
                 f"lengths must have one entry a sample, shape ({x.shape[0]},); got {tuple(lengths.shape)}."
             )
-        # ranks that share the sequence compare its values
+        # ranks that share the sequence compare the values
         lengths = lengths if lengths.device == x.device and active_sequence() is None else lengths.cpu()
     if cu_seqlens is not None:
         cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
-        beside = cu_seqlens.device == x.device and active_sequence() is None
-        if cu_seqlens.dtype != torch.int32 or not (cu_seqlens.device.type == "cpu" or beside):
+        read_by_kernels = cu_seqlens.device == x.device and active_sequence() is None
+        if cu_seqlens.dtype != torch.int32 or not (cu_seqlens.device.type == "cpu" or read_by_kernels):
             raise ValueError(
                 f"cu_seqlens must be an int32 tensor on the CPU, or for one rank on {x.device} as the tokens are; got "
                 f"{cu_seqlens.dtype} on {cu_seqlens.device}. Use cu_seqlens.to('cpu', torch.int32), outside a training "

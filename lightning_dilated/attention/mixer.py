@@ -1,4 +1,4 @@
-"""Mixer: what a layer has beside attention, such as a short convolution or a recurrence. Extensions define them."""
+"""Mixer: an addition to a layer's attention, such as a short convolution or a recurrence. Extensions define mixers."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from torch import nn
 
 
 class Mixer(nn.Module):
-    """Base of what a layer has beside attention. Rows are those of a call's N tokens, in B samples.
+    """Base class of additions to a layer's attention, for calls with B samples of N tokens.
 
-    A mixer with `mixes` changes keys and values before they are rotated. It defines
+    A mixer with `mixes` changes keys and values before their rotation. It defines
 
-        mix(query, lengths, cu_seqlens, place): a function of k and v side by side (B, N, 2 K D).
-        mix_new(cache): the same for new tokens that follow those of a cache.
+        mix(query, lengths, cu_seqlens, place): return a function of the concatenated k and v, (B, N, 2 K D).
+        mix_new(cache): return this function for new tokens that follow a cache.
 
     A mixer with `adds` adds to the heads' outputs. It defines, for rows q, k and v before their rotation,
 
-        add(query, rows, lengths, cu_seqlens, place): (B, N, H, D).
-        add_new(query, rows, cache): the same for new tokens, before the cache takes them.
+        add(query, rows, lengths, cu_seqlens, place): return (B, N, H, D).
+        add_new(query, rows, cache): return this for new tokens that are not yet in the cache.
 
-    `place` is the layer's place in a stream, None outside of one; a mixer that cannot follow a stream raises a ValueError
-    for it. Neighbouring tokens may be on other ranks: `sequence_halo` brings them. A cache holds in its `kept` what the
-    mixer needs for the next token.
+    `place` is the layer's place in a stream, None without a stream; a mixer that does not support streams raises a
+    ValueError for it. `sequence_halo` brings neighbouring tokens from other ranks. A cache's `kept` stores the mixer's
+    state for the next token.
 
     Attributes:
         option: the layer's option, for messages.
-        token_flops: FLOPs of a token forward, without those of its matrices.
+        token_flops: forward FLOPs of a token, without matrices.
     """
 
     option = ""

@@ -1,4 +1,4 @@
-"""Modules: DilatedAttention over (q, k, v), and MultiheadDilatedAttention, a drop-in for nn.MultiheadAttention.
+"""DilatedAttention over (q, k, v), and MultiheadDilatedAttention, a replacement for nn.MultiheadAttention.
 
 Also the joint projection of q, k and v, and the conversion of torch's padding masks to lengths.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
@@ -30,10 +30,10 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
-    """(B,) int64 lengths from a right-padded key padding mask (B, N): bool with True at padding, or float with -inf there.
+    """Return (B,) int64 lengths from a key padding mask (B, N): bool or float, True or -inf at padding on the right.
 
     Raises:
-        ValueError: for another shape, other values, or padding that is not all on the right.
+        ValueError: for another shape, other values, or padding that is not on the right.
     """
     if mask.shape != shape:
         raise ValueError(f"key_padding_mask must be (B, N) = {tuple(shape)}, got {tuple(mask.shape)}.")
@@ -52,7 +52,7 @@ def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
     return (~pad).sum(1)
 
 
-#: what to do without a mask
+#: advice in error messages about masks
 MASKS = (
     "Leave attn_mask (src_mask of nn.TransformerEncoderLayer) out: the pattern says who attends to whom, and causal=True of "
     "the layer or is_causal=True of the call hides later tokens. For padding pass lengths or key_padding_mask, for "
@@ -63,8 +63,8 @@ MASKS = (
 def is_causal_mask(mask: Any, shape: tuple[int, ...]) -> bool:
     """Return whether an `attn_mask` of torch, (N, N) or of `shape` (B H, N, N), is exactly the causal mask.
 
-    It is bool, True at the keys behind a query; or float, -inf there and 0 elsewhere, as
-    `nn.Transformer.generate_square_subsequent_mask` makes it.
+    The causal mask is bool, True at later keys; or float, -inf at later keys and 0 elsewhere, as from
+    `nn.Transformer.generate_square_subsequent_mask`.
     """
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in (shape, shape[1:]):
         return False
@@ -77,12 +77,12 @@ def is_causal_mask(mask: Any, shape: tuple[int, ...]) -> bool:
 
 @dataclass
 class Projection:
-    """From x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D).
+    """Projects x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D).
 
     Attributes:
         head_dim: D.
         table: rotates q and k; None: no rotary positions.
-        mixes: applied to k and v side by side (B, N, 2 K D), before the rotation.
+        mixes: functions of the concatenated k and v (B, N, 2 K D), applied before the rotation.
     """
 
     head_dim: int
@@ -92,10 +92,10 @@ class Projection:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v, and q and k before their rotation, by weight ((H + 2 K) D, E) and bias ((H + 2 K) D,); `group` = H / K.
+        """Return q, k, v, and q and k before their rotation, by weight ((H + 2 K) D, E) and bias ((H + 2 K) D,).
 
-        Views of one projection. With rotary positions v has a projection of its own: q and k are rotated into new tensors,
-        and a view would keep the unrotated ones in memory until the backward.
+        `group` is H / K. The tensors are views of one projection. With rotary positions v has a separate projection: q
+        and k are rotated into new tensors, and a view would keep the unrotated rows in memory until the backward.
         """
         kv, linear = len(weight) // (group + 2), nn.functional.linear
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
@@ -121,10 +121,10 @@ class Projection:
 
 
 class DilatedAttention(nn.Module):
-    """`dilated_attention` as a module; dropout acts in training mode only.
+    """`dilated_attention` as a module, with dropout in training mode only.
 
     Args:
-        pattern: who attends to whom; a mapping is read by `DilatedPattern.from_dict`.
+        pattern: the pattern of attention; a mapping is read by `DilatedPattern.from_dict`.
         causal, scale, dropout, engine: as in `dilated_attention`.
 
     Raises:
@@ -157,12 +157,12 @@ class DilatedAttention(nn.Module):
         sequence: SequenceGroup | None = None,
         chunk: LayerPlace | None = None,
     ) -> Tensor:
-        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D).
+        """Return (B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D).
 
         Args:
             lengths, cu_seqlens, sequence: as in `dilated_attention`.
             causal: overrides the module's setting for this call; None: no change.
-            chunk: the place in a stream, whose chunk q, k and v are.
+            chunk: the layer's place in a stream, if q, k and v are one of its chunks.
 
         Raises:
             TypeError, ValueError: as `dilated_attention`.
@@ -181,11 +181,11 @@ class DilatedAttention(nn.Module):
         }
 
     def op_arguments(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> tuple[Any, ...]:
-        """What this module hands to the op for q (B, N, H, D) and k, v (B, N, K, D), see `functional.op_arguments`."""
+        """Return the op's arguments for q (B, N, H, D) and k, v (B, N, K, D), see `functional.op_arguments`."""
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
-        """The engine of a call with this q (B, N, H, D) and no documents, and why each engine before it was rejected.
+        """Return the engine for a call with this q (B, N, H, D) and without documents, and why others were rejected.
 
         `num_kv_heads`: K; None means H.
         """
@@ -206,32 +206,33 @@ class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention with the parameters of nn.MultiheadAttention(batch_first=True).
 
     It loads the state dict of nn.MultiheadAttention (`in_proj_weight`, `in_proj_bias`, `out_proj.*`) and can be the
-    `self_attn` of nn.TransformerEncoderLayer. Differences: `need_weights` is False by default, since the weights are never
-    formed, and an `attn_mask` other than the causal one is refused (the pattern and `causal` say who attends to whom).
+    `self_attn` of nn.TransformerEncoderLayer. Differences: `need_weights` is False by default, because the weights are
+    never formed. The only `attn_mask` is the causal mask, because the pattern and `causal` define the attention.
 
     Args:
         embed_dim: E; the head dim is E / num_heads.
         num_heads: H.
-        pattern: who attends to whom.
+        pattern: the pattern of attention.
         num_kv_heads: K, dividing H; None means H.
         causal, scale, engine: as in `dilated_attention`.
         dropout: probability with which attention weights are dropped, in training mode only.
         bias: whether both projections have a bias.
         sub_layernorm: LayerNorm of the heads' output before the output projection (MAGNETO, arXiv 2210.06423).
         position_encoding: "none", "rotary" or "xpos", from global positions.
-        rotary_base, xpos_scale_base: `base` and `xpos_scale_base` of `Rotary`; the second is for "xpos" only.
-        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ext/convolution`), causal if the
+        rotary_base: `base` of `Rotary`.
+        xpos_scale_base: `xpos_scale_base` of `Rotary`, for "xpos" only.
+        kv_conv: taps of a short convolution on v, and on k before its rotation (see `ext/convolution`), causal if the
             layer is; None: no convolution.
-        recurrence: a memory of constant size beside the pattern, see `Recurrence`; a mapping is read by its `from_dict`;
-            None: none.
+        recurrence: a memory of constant size besides the pattern, see `Recurrence`; a mapping is read by its
+            `from_dict`; None: no recurrence.
         batch_first: must be True.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
+        TypeError, ValueError: with the argument, its value and the allowed values.
     """
 
-    # nn.TransformerEncoderLayer reads both; the second disables its fused path, which would run dense attention
+    # nn.TransformerEncoderLayer reads both; _qkv_same_embed_dim disables its fused path, dense attention
     batch_first = True
     _qkv_same_embed_dim = False
 
@@ -315,31 +316,31 @@ class MultiheadDilatedAttention(nn.Module):
         positions: Tensor | RotaryTable | None = None,
         cache: LayerContext | None = None,
     ) -> tuple[Tensor, None]:
-        """Self-attention of `query` (B, N, E), or (N, E) without a batch.
+        """Compute self-attention of `query` (B, N, E), or (N, E) without a batch.
 
         Args:
             key, value: None, or the same tensor as `query`.
             key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
             need_weights: must be False.
             attn_mask: None, or exactly the causal mask (N, N) or (B * H, N, N), which makes this call causal.
-            average_attn_weights: without effect, since no weights are returned.
-            is_causal: True makes this call causal, as a module built with causal=True always is.
+            average_attn_weights: without effect, because no weights are returned.
+            is_causal: True makes this call causal; every call of a module with causal=True is causal.
             lengths, cu_seqlens: as in `dilated_attention`.
-            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or within an active
-                `SequenceGroup` those of this rank's tokens.
-            cache: the rows before these: a cache of `new_cache` with the earlier tokens, to which the new ones are added; or
-                the layer's place in a stream, whose chunk `query` is. Causal; one rank only, but for a cache of prompts that
-                ranks share, which reads them within their active `SequenceGroup` and continues them outside.
+            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or in an active
+                `SequenceGroup` the positions of this rank's tokens.
+            cache: earlier rows, for causal calls: a cache from `new_cache`, which also stores the new tokens; or the
+                layer's place in a stream, if `query` is one of its chunks. One rank only, except for a cache of prompts
+                that ranks share: it reads the prompts in the active `SequenceGroup`, and continues them outside of it.
 
         Returns:
             (out of query's shape, None).
 
         Raises:
-            TypeError, ValueError: naming the argument, what was given and what is allowed.
+            TypeError, ValueError: with the argument, its value and the allowed values.
         """
         if attn_mask is not None and cache is not None:
             raise ValueError(f"attn_mask goes with whole sequences, not with a cache or stream. {MASKS}")
-        is_causal = is_causal or attn_mask is not None  # a mask that is not refused is the causal one
+        is_causal = is_causal or attn_mask is not None  # `_refuse` accepts only the causal mask
         group, arguments = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         self._refuse(*arguments) if group is None else group.guard(self._refuse, *arguments)
         if cache is not None and (isinstance(cache, nn.Module) or not hasattr(cache, "heads")):
@@ -353,12 +354,12 @@ class MultiheadDilatedAttention(nn.Module):
             if lengths is not None:
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
-        rest = positions, lengths, cu_seqlens, self.attention.causal or is_causal
-        return self.join(self.heads(query, *rest) if cache is None else cache.heads(self, query, *rest)), None
+        options = positions, lengths, cu_seqlens, self.attention.causal or is_causal
+        return self.join(self.heads(query, *options) if cache is None else cache.heads(self, query, *options)), None
 
     @property
     def mixers(self) -> list[Any]:
-        """What the layer has beside attention, see `Mixer`."""
+        """Return the layer's additions to attention, see `Mixer`."""
         return [mixer for mixer in (self.kv_conv, self.recurrence) if mixer is not None]
 
     def heads(
@@ -370,9 +371,9 @@ class MultiheadDilatedAttention(nn.Module):
         causal: bool,
         place: LayerPlace | None = None,
     ) -> Tensor:
-        """The heads' outputs (B, N, H, D), which `join` takes, for `query` (B, N, E); the others as of `forward`.
+        """Return the heads' outputs (B, N, H, D), for `join`, from `query` (B, N, E); other arguments as in `forward`.
 
-        `place`: in a context of the op, such as a stream whose chunk `query` is.
+        `place`: the layer's place in a context of the op, such as a stream.
         """
         table = self.table(query, positions)
         documents = lengths, cu_seqlens
@@ -389,19 +390,18 @@ class MultiheadDilatedAttention(nn.Module):
     def projected(
         self, query: Tensor, table: RotaryTable | None, mixes: Sequence[Callable[[Tensor], Tensor]] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
+        """Return q (B, N, H, D), k and v (B, N, K, D), and q and k before their rotation."""
         project = Projection(self.head_dim, table, mixes)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
 
     def join(self, out: Tensor) -> Tensor:
-        """(B, N, E) from the heads' outputs (B, N, H, D)."""
+        """Return (B, N, E) from the heads' outputs (B, N, H, D)."""
         out = rearrange(out, "b n h d -> b n (h d)")
         return self.out_proj(out if self.sub_norm is None else self.sub_norm(out))
 
     def _refuse(
         self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any, is_causal: bool
     ) -> None:
-        """Raise for arguments that are not supported."""
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a torch.Tensor (B, N, {self.embed_dim}), got {type(query).__name__}.")
         if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
@@ -437,10 +437,7 @@ class MultiheadDilatedAttention(nn.Module):
         start: int = 0,
         furthest: int | None = None,
     ) -> RotaryTable | None:
-        """The rotary table for x (B, N, E), at `positions`, the largest of which may be known, or from `start` on.
-
-        None without rotary positions.
-        """
+        """Return the rotary table for x (B, N, E), see `Rotary.table`; None without rotary positions."""
         if self.rotary is None:
             return None
         if isinstance(positions, RotaryTable):
@@ -448,7 +445,7 @@ class MultiheadDilatedAttention(nn.Module):
         return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start, furthest)
 
     def new_cache(self, max_length: int | None = None, clock: Any = None) -> Any:
-        """An empty cache for this layer, which `forward` takes; the arguments are those of `KVCache`."""
+        """Make an empty cache for this layer's `forward`; the arguments are as in `KVCache`."""
         return hook("cache of a layer")(self, max_length, clock)
 
     def extra_repr(self) -> str:

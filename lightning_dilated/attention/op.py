@@ -1,8 +1,8 @@
-"""The one op, registered with torch: forward, backward, shapes for tracing, autograd, and its FLOPs.
+"""The attention op, registered with torch: forward, backward, shapes for tracing, autograd, and FLOPs.
 
-Saved for backward: q, k, v, out, lse and the rows received from other ranks, whatever the number of branches. FLOPs count
-the pairs that the pattern has: two matmuls a pair forward (4 D), five backward (10 D); softmax, merge and padding are left
-out, as torch does.
+Saved for backward, for any number of branches: q, k, v, out, lse and the rows received from other ranks. FLOPs count
+the pattern's pairs, with two matmuls a pair forward (4 D) and five backward (10 D). As in torch's counts, softmax,
+merge and padding are left out.
 Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D head dim.
 """
 
@@ -32,11 +32,11 @@ def run_forward(
     spec: str,
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out (B, N, H, D), lse (B, H, N), received rows, number of the call); `spec` is `CallSpec.code`.
+    """Return (out (B, N, H, D), lse (B, H, N), received rows (n, D), number of the call); `spec` is `CallSpec.code`.
 
-    On one rank the last two are empty, (0,). On several the third is (n, D): the rows that the backward needs again, so
-    that recomputation that saves this op's results moves nothing twice. The number, () int64 on the CPU, is equal on all
-    ranks, and tells their backwards apart. `place` (2,) int64 on the CPU is the (layer, chunk) of a stream.
+    The backward needs the received rows again; if recomputation saves this op's results, they are sent only once. The
+    number, () int64 on the CPU, identifies the call on all ranks. On one rank both are empty, (0,). `place`, (2,) int64
+    on the CPU, is the (layer, chunk) of a stream.
     """
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place)
     out, lse, received = resolved.executor.forward((q, k, v), True)
@@ -63,7 +63,7 @@ def run_backward(
     spec: str,
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
+    """Return (dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place, number, backward=True)
     dq, dk, dv = resolved.executor.backward((grad, q, k, v, out), lse, received)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -80,7 +80,7 @@ def _fake_forward(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse, received, number
 
 
-def _fake_backward(grad, q, k, v, *others):
+def _fake_backward(grad, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -97,7 +97,7 @@ def _arguments(grad: Tensor, saved: Sequence[Tensor | None], spec: str) -> tuple
 
 
 def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
-    """Of (received rows, number of the call) what the backward needs: nothing on one rank."""
+    """Return [received rows, number of the call] for the backward; [None, None] on one rank."""
     return received if decode(spec).sequence else [None, None]
 
 
@@ -113,10 +113,10 @@ def _backward_flops(grad, q, k, v, out, lse, received, number, lengths, cu_seqle
 def attention_pairs(
     q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, spec: CallSpec
 ) -> int:
-    """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts.
+    """Return the (query, key) pairs over samples and heads; in tracing, lengths have no values, so every row counts.
 
-    On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
-    In a stream: those of the chunk's queries; traced, as if the chunk were the first.
+    On a rank of a sequence: the pairs of its queries (with head groups, of its heads); all ranks' pairs sum to the
+    pairs of one rank. In a stream: the pairs of the chunk's queries, in tracing as if the chunk were the first.
     """
     lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
     call = spec, q, k, (lengths, cu_seqlens)
@@ -124,22 +124,22 @@ def attention_pairs(
     return find_context(name).pairs(*call, place) if name else whole_pairs(*call)
 
 
-#: all that the forward takes but its tensors of rows
-_REST = "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, str spec, Tensor? place=None"
+#: arguments of both ops after the tensors of rows
+_OPTIONS = "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, str spec, Tensor? place=None"
 _OP = Op(
     "attention",
     schemas=(
-        f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
         "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? received, Tensor? number, "
-        f"{_REST}) -> (Tensor, Tensor, Tensor)",
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     ),
     caller="dilated_attention",
     remedy="Leave out create_graph=True, or take lightning_dilated.attention.oracle.oracle for short sequences.",
-    # the names are looked up at each call, so that tests can watch them
+    # the names are looked up at each call, so that tests can replace them
     run=(lambda *args: run_forward(*args), lambda *args: run_backward(*args)),
     fake=(_fake_forward, _fake_backward),
     saves=_saves,
     arguments=_arguments,
     flops=(_forward_flops, _backward_flops),
 )
-ATTENTION, ATTENTION_BACKWARD = _OP.forward, _OP.backward
+ATTENTION = _OP.forward

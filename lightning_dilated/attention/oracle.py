@@ -1,6 +1,6 @@
-"""The reference ("oracle"): dilated attention by its definition, O(N^2) in float64; every other path is tested against it.
+"""The oracle: dilated attention by its definition, O(N^2) in float64. Every other path is tested against it.
 
-    out[p,h] = sum_j c(p,j,h) exp(s_pj) v_j / sum_j c(p,j,h) exp(s_pj),   s = scale q.k,   0 where there is no key
+    out[p,h] = sum_j c(p,j,h) exp(s_pj) v_j / sum_j c(p,j,h) exp(s_pj),   s = scale q.k,   0 for rows without a key
 
 Shape letters: B batch, N tokens, H query heads, D head dim.
 """
@@ -27,7 +27,7 @@ def oracle(
     lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse): (B, N, H, D) and (B, H, N), both float64 and differentiable; lse is -inf where there is no key."""
+    """Return out (B, N, H, D) and lse (B, H, N), float64 and differentiable; lse is -inf for rows without a key."""
     batch, seq_len, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale

@@ -1,4 +1,4 @@
-"""One call on many ranks: they compare it, then each takes its part of the sequence and the exchange that the planner chose.
+"""One call on many ranks: the ranks compare it, then each computes its part of the sequence and of the exchange.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
@@ -42,13 +42,13 @@ from lightning_dilated.sequence.requirements import Document, Problem, straddlin
 
 
 class Ranks(Context):
-    """The rows of other ranks: the context of each call whose `CallSpec` names a `SequenceGroup`."""
+    """Rows of other ranks: the context of each call with a `SequenceGroup` in its `CallSpec`."""
 
     def resolve(self, call: OpCall) -> tuple[Resolved, int]:
-        """The call of a rank of a sequence, and the seed of all ranks."""
+        """Resolve a call for this rank, and return the seed of all ranks."""
         group = find_sequence(call.spec.sequence)
-        turn = None if call.number is None else f"backward of call {int(call.number)}"
-        agreed, engine = compare(group, call.spec, call.q, call.k, call.documents, call.seed, turn, call.backward)
+        call_id = None if call.number is None else f"backward of call {int(call.number)}"
+        agreed, engine = compare(group, call.spec, call.q, call.k, call.documents, call.seed, call_id, call.backward)
         key = *call.key, engine, agreed.lengths
         make = functools.partial(_shared, call.spec, group, call.documents, agreed.lengths, call.q, call.k)
         resolved = group.remember(key, make)
@@ -59,7 +59,7 @@ class Ranks(Context):
     def pairs(
         self, spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], place: Tensor | None
     ) -> int:
-        """Pairs of this rank's own queries (with head groups, of its heads), which sum to those of one rank."""
+        """Return the pairs of this rank's queries (with head groups, of its heads), see `op.attention_pairs`."""
         group = find_sequence(spec.sequence)
         if group.agreed is None:
             return whole_pairs(spec, q, k, documents)
@@ -77,21 +77,21 @@ def compare(
     k: Tensor,
     documents: tuple[Tensor | None, Tensor | None],
     seed: int,
-    turn: str | None,
+    call_id: str | None,
     backward: bool,
     chunk: int | None = None,
 ) -> tuple[Agreement, str]:
-    """The ranks' agreement on a call (of a chunk of so many tokens), and the name of an engine that serves it."""
+    """Return the ranks' agreement on a call (in a stream, of `chunk` tokens), and the name of an engine for it."""
     request = Request.of(q, spec.dropout, spec.scale)
-    # that some engine serves is seen before anything moves; which one is known better where the blocks are known
+    # fail early if no engine serves the call; the engine itself is chosen later, when block sizes are known
     engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
     facts = _facts(spec, q, k, documents, backward)
     later = spec.needs_grad or chunk is not None
-    return group.agree(facts, q.shape[1], seed, turn, later=later, chunk=chunk), engine.name
+    return group.agree(facts, q.shape[1], seed, call_id, later=later, chunk=chunk), engine.name
 
 
 def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
-    """Record an exchange as planned, where the group is watched."""
+    """Record a planned exchange if the group has a log."""
     if group is not None and planned is not None and group.forward_traffic.log is not None:
         group.forward_traffic.log.planned.append(planned[backward])
 
@@ -99,7 +99,7 @@ def record_planned(group: SequenceGroup | None, planned: tuple[Planned, Planned]
 def _facts(
     spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
 ) -> dict[str, object]:
-    """Facts of a call that have to be equal on all ranks, besides the group's own settings."""
+    """Return the facts of a call that must be equal on all ranks, besides the group's settings."""
     lengths, bounds = documents
     digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
     return {
@@ -128,12 +128,12 @@ def _shared(
     q: Tensor,
     k: Tensor,
 ) -> Resolved:
-    """Resolve a call for one rank: its own blocks, and its part of the exchange; `lengths` are the tokens of each rank."""
+    """Resolve a call for one rank: its local blocks and its part of the exchange; `lengths` are the tokens by rank."""
     batch, _, heads, head_dim = q.shape
     window = head_window(spec, heads, k.shape[2])
-    every = find_documents(batch, sum(lengths), *documents, spec)
+    all_documents = find_documents(batch, sum(lengths), *documents, spec)
     sizes = {"head_dim": head_dim, "element_size": q.element_size()}
-    chosen, parts = share(group, spec, window, every, sum(lengths), sizes)
+    chosen, parts = share(group, spec, window, all_documents, sum(lengths), sizes)
     problem, head_size = chosen.problem, chosen.head_size
     ring, member = divmod(group.rank, head_size)
     members = range(ring * head_size, (ring + 1) * head_size)
@@ -143,30 +143,30 @@ def _shared(
         routed = problem, ring, name, per_node, q.device
         route = group.remember(routed, functools.partial(_compile, *routed))
     whole = isinstance(route, CompiledSwitch)
-    changing = of_any_length(every, sum(lengths))
+    changing = of_any_length(all_documents, sum(lengths))
     request = replace(Request.of(q, spec.dropout, spec.scale), changing=changing)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     window = window._replace(heads=problem.heads, whole=whole)
     call, executor = local_executor(spec, request, window, parts, shape, triton_up_to(spec.engine, request))
-    both = group.forward_traffic, group.backward_traffic
+    traffic = group.forward_traffic, group.backward_traffic
     planned = None
     if name and route is not None:
         ranks = tuple(range(member, group.ranks, head_size))
-        wires = for_passes(lambda x: Wire(group.group, ranks, ring, x), both)
+        wires = for_passes(lambda x: Wire(group.group, ranks, ring, x), traffic)
         executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
-        planned = for_passes(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
+        planned = for_passes(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), traffic)
     if head_size > 1:
         cuts = windows(heads, k.shape[2], head_size)
         kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
         tokens = tuple(lengths[m] for m in members)
-        groups = for_passes(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
+        groups = for_passes(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), traffic)
         executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
     return Resolved(executor, chosen, planned)
 
 
-def for_passes(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
-    """One for the forward and one for the backward."""
-    return make(both[0]), make(both[1])
+def for_passes(make: Callable[[Traffic], Any], traffic: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
+    """Make one object for the forward and one for the backward."""
+    return make(traffic[0]), make(traffic[1])
 
 
 def share(
@@ -177,8 +177,8 @@ def share(
     seq_len: int,
     sizes: Mapping[str, int],
 ) -> tuple[Plan, tuple[Span, ...]]:
-    """The plan of the problem that this rank's ring solves, and the parts of documents that the rank computes alone;
-    `sizes` are the planner's head_dim and element_size."""
+    """Return the plan for this rank's ring, and the parts of documents that this rank computes locally; `sizes` are the
+    planner's head_dim and element_size."""
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
     shard = group.shard(seq_len)
     problem = Problem(*window[:3], spec.causal, shard, straddling(pieces, shard), window.heads)
@@ -201,5 +201,5 @@ def _compile(
     return make(problem, rank, program, device)
 
 
-#: kept, since contexts are found only while somebody holds them
+#: a context can be found only as long as the object exists
 _RANKS = Ranks(RANKS)

@@ -1,7 +1,6 @@
-"""Resolving a call: its spec, shapes and documents become one frozen `Resolved`, which forward and backward share.
+"""Turns a call's spec, shapes and documents into one frozen `Resolved`, which forward and backward share.
 
-A call of one rank is resolved here, and remembered by what it follows from. A call with a context (other ranks, a stream) is
-resolved by that context.
+Calls of one rank are resolved and cached here. A context (other ranks, a stream) resolves its own calls.
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -32,19 +31,19 @@ if TYPE_CHECKING:
     from lightning_dilated.sequence.planner import Plan
     from lightning_dilated.sequence.requirements import Document
 
-#: the lengths of sequences that are cut to one length are multiples of it
+#: sequences with lengths that are no multiple of this number are expected to change in length
 WHOLE = 64
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """How this rank computes a call.
+    """A call, ready to be computed by this rank.
 
     Attributes:
-        executor: what computes it, forward and backward.
-        plan: the exchange, and why not others; None on one rank.
-        planned: of the forward's and the backward's exchange, where there is one.
-        number: of the call, equal on all ranks; 0 on one rank.
+        executor: computes forward and backward.
+        plan: the choice of the exchange, with reasons; None on one rank.
+        planned: the planned exchanges of forward and backward, for traffic logs; None without an exchange.
+        number: the call's number, equal on all ranks; 0 on one rank.
     """
 
     executor: Executor
@@ -64,16 +63,17 @@ def resolve(
     number: Tensor | None = None,
     backward: bool = False,
 ) -> Resolved:
-    """The `Resolved` of a call with q (B, L, H, D) and k (B, L, K, D); on several ranks after all of them agreed on it.
+    """Return the `Resolved` of a call with q (B, L, H, D) and k (B, L, K, D). Several ranks first agree on the call.
 
     Args:
-        code: of the call's `CallSpec`.
-        lengths, cu_seqlens, seed, place: as the op takes them.
-        number, backward: of the call whose backward this is.
+        code: code of the `CallSpec`.
+        lengths, cu_seqlens, seed, place: arguments of the op.
+        number: in a backward, the number of the forward's call.
+        backward: whether this call is a backward.
 
     Raises:
-        ValueError: for documents that do not fit the sequence, engines that cannot serve the call, ranks that differ, and
-            dropout while a CUDA graph records.
+        ValueError: if documents do not fit the sequence, an engine cannot serve the call, the ranks' calls differ, or
+            dropout is used while a CUDA graph records.
     """
     if seed is not None and captured(q.device):
         raise ValueError(
@@ -82,12 +82,12 @@ def resolve(
         )
     limits = [x for x in (lengths, cu_seqlens) if x is not None and x.device.type != "cpu"]
     if limits:
-        cut = _cut.__wrapped__ if captured(q.device) else _cut  # as below
+        cut = _cut.__wrapped__ if captured(q.device) else _cut  # no cache, as with `_alone` below
         bits = 0 if cu_seqlens is None else bits_of(len(cu_seqlens) - 1)
-        of = code, q.shape, k.shape[2], q.dtype, q.device, bits, environment(q.device)
-        whole = None if place is not None else cut(*of)
-        if whole is not None:
-            return _masked(Resolved(whole.cut(limits[0])), decode(code), seed)
+        arguments = code, q.shape, k.shape[2], q.dtype, q.device, bits, environment(q.device)
+        grouped_executor = None if place is not None else cut(*arguments)
+        if grouped_executor is not None:
+            return _masked(Resolved(grouped_executor.cut(limits[0])), decode(code), seed)
         lengths, cu_seqlens = (None if x is None else _read(x) for x in (lengths, cu_seqlens))
     documents = None if lengths is None else tuple(lengths.tolist())
     bounds = None if cu_seqlens is None else cu_seqlens.numpy().tobytes()
@@ -98,23 +98,22 @@ def resolve(
         call = OpCall(key, spec, q, k, (lengths, cu_seqlens), place, drawn, number, backward)
         resolved, drawn = find_context(RANKS if place is None else spec.context).resolve(call)
     else:
-        # a CUDA graph that records may lack a table that the next one has, so what it takes is not remembered
+        # not cached while a CUDA graph records: the choice may depend on tables that this recording lacks
         resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
     return _masked(resolved, spec, None if seed is None else drawn)
 
 
 def _masked(resolved: Resolved, spec: CallSpec, seed: Tensor | int | None) -> Resolved:
-    """The call with its dropout mask."""
     if seed is None or not spec.dropout:
         return resolved
     return replace(resolved, executor=resolved.executor.masked(Dropout(spec.dropout, int(seed))))
 
 
 def _read(lengths: Tensor) -> Tensor:
-    """Lengths or bounds of documents on the host, for a call whose work follows from their values.
+    """Copy `lengths` or `cu_seqlens` to the host, because this call's schedule depends on their values.
 
     Raises:
-        ValueError: while a CUDA graph records, which cannot wait for them.
+        ValueError: while a CUDA graph records, because it cannot wait for them.
     """
     if captured(lengths.device):
         raise ValueError(
@@ -130,15 +129,15 @@ def _read(lengths: Tensor) -> Tensor:
 def _cut(
     code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, bits: int, _: tuple
 ) -> grouped.Grouped | None:
-    """The executor of a call of one rank whose lengths stay on the device, or the bounds of up to 2**bits documents; `cut`
-    gives it these. None where no kernel reads them."""
+    """Return the executor of a call of one rank with lengths, or bounds of up to 2**bits documents, on the device; its
+    method `cut` takes them. None if no kernel reads them."""
     spec = decode(code)
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
     if spec.sequence or spec.engine not in ("auto", TRITON.name) or TRITON.why_not(request) or 0 in shape:
         return None
     try:
         check_padding(spec.pattern, shape[1])
-    except ValueError:  # not for every length
+    except ValueError:  # the padding is not defined for this length
         return None
     call = Call(TRITON, head_window(spec, shape[2], kv_heads), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
@@ -159,7 +158,7 @@ def _alone(
     bounds: bytes | None,
     _: tuple,
 ) -> Resolved:
-    """The call of one rank; the arguments are all that it follows from."""
+    """Resolve a call of one rank; the arguments are the key of the cache."""
     spec = decode(code)
     padded = None if lengths is None else torch.tensor(lengths)
     packed = None if bounds is None else torch.frombuffer(bytearray(bounds), dtype=torch.int32)
@@ -170,7 +169,7 @@ def _alone(
 
 
 def forget() -> None:
-    """Forget how calls of one rank were resolved: for tests that change what the choice follows from."""
+    """Clear the caches of calls of one rank, for tests that change the environment."""
     _alone.cache_clear()
     _cut.cache_clear()
 
@@ -185,7 +184,7 @@ def check_lengths(lengths: Tensor, seq_len: int) -> None:
 def find_documents(
     batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec
 ) -> tuple[Span, ...]:
-    """The documents of a sequence of N tokens, after the checks that need values and not only shapes."""
+    """Return the documents of a sequence of N tokens, after the checks of values."""
     if lengths is not None:
         check_lengths(lengths, seq_len)
     if cu_seqlens is not None:
@@ -197,7 +196,7 @@ def find_documents(
 
 
 def head_window(spec: CallSpec, heads: int, kv_heads: int) -> HeadWindow:
-    """The `HeadWindow` of a call; its tensors have `heads` query heads and `kv_heads` kv heads."""
+    """Return the `HeadWindow` of a call on tensors with `heads` query heads and `kv_heads` kv heads."""
     first, num_heads, num_kv_heads = spec.window or (0, heads, kv_heads)
     return HeadWindow(spec.pattern, num_heads, num_kv_heads, (first, first + heads))
 
@@ -206,7 +205,7 @@ def local_executor(
     spec: CallSpec, request: Request, window: HeadWindow, parts: Sequence[Span], shape: Sequence[int],
     in_triton: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Call, Executor]:  # fmt: skip
-    """The call of a rank's parts of documents in tensors of `shape` (B, N, H, D), and the executor of their blocks."""
+    """Return the call of a rank's parts of documents in tensors of `shape` (B, N, H, D), and the executor for them."""
     if spec.engine == "auto" and request.device.type == "cuda":
         request = replace(request, block_flops=block_flops(window, spec.causal, parts, shape))
     engine = choose(spec.engine, request).engine
@@ -215,29 +214,29 @@ def local_executor(
 
 
 def of_any_length(documents: Sequence[Span], seq_len: int) -> bool:
-    """Whether documents of a sequence of N tokens may have other lengths in the next call.
+    """Return whether documents of a sequence of N tokens probably have other lengths in the next call.
 
-    So do sequences whose length is no multiple of `WHOLE`, such as slides with as many tokens as tissue: who cuts sequences
-    to one length takes a rounder one.
+    Lengths that are no multiple of `WHOLE` suggest sequences with natural lengths, such as slides. Users who cut
+    sequences to one length choose a rounder one.
     """
     return bool(seq_len % WHOLE) or any(document.length != seq_len for document in documents)
 
 
 def local_spans(documents: Sequence[Document], pieces: Sequence[range]) -> tuple[Span, ...]:
-    """The parts of documents that lie in runs of consecutive positions of a rank."""
+    """Return the parts of documents in a rank's runs of consecutive positions."""
     parts, start = [], 0
     for piece in pieces:
         for d in documents if piece.step == 1 else ():
             low, high = max(piece.start, d.start), min(piece.stop, d.stop)
             if low < high:
-                here, origin = start + low - piece.start, piece.start - start
-                parts.append(Span(d.sample, d.samples, here, high - low, d.stop - d.start, low - d.start, origin))
+                row, origin = start + low - piece.start, piece.start - start
+                parts.append(Span(d.sample, d.samples, row, high - low, d.stop - d.start, low - d.start, origin))
         start += len(piece)
     return tuple(parts)
 
 
 def whole_pairs(spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None]) -> int:
-    """(query, key) pairs of whole sequences with q (B, N, H, D) and k (B, N, K, D), over samples and heads."""
+    """Return the (query, key) pairs of whole sequences, q (B, N, H, D) and k (B, N, K, D), over samples and heads."""
     window = head_window(spec, q.shape[2], k.shape[2])
     return sum(
         s.batches * pairs(spec.pattern, s.length, *window[1:3], spec.causal, window.heads)
@@ -246,5 +245,5 @@ def whole_pairs(spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | 
 
 
 def local_pairs(window: HeadWindow, causal: bool, local: Sequence[Span]) -> int:
-    """Pairs of the blocks that a rank, or a chunk, computes alone."""
+    """Return the pairs of the blocks that a rank or chunk computes from its own rows."""
     return sum(x.batches * block.pairs(causal) for x in local for block in window.blocks(x.document, x.part))

@@ -1,6 +1,6 @@
 """Rotary position embedding from global positions, optionally with xPos's decay: in torch, and as one op over q and k.
 
-Angles are computed in float64: at position 1,000,000 a float32 angle is off by up to 0.06.
+Angles are computed in float64: at position 1,000,000 a float32 angle has an error of up to 0.06.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
 
@@ -21,7 +21,7 @@ from lightning_dilated.sequence.group import active_sequence
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q (B, N, H, D) and k (B, N, K, D) rotated by a table (N, D/2) or (B, N, D/2), in their own dtype.
+    """Rotate q (B, N, H, D) and k (B, N, K, D) by a table (N, D/2) or (B, N, D/2), and keep their dtype.
 
     xPos's `scale` multiplies q and divides k.
     """
@@ -39,7 +39,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_dilated::turn", mutates_args=())
 def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """q (B, N, heads, D) and k (B, N, K, D), rotated, from joint (B, N, heads + K, D)."""
+    """Return q (B, N, heads, D) and k (B, N, K, D), rotated, from joint (B, N, heads + K, D)."""
     if not _serves(joint, cos):
         return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale)
     from lightning_dilated.kernels.rows import rotary
@@ -52,7 +52,7 @@ def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: i
 
 @torch.library.custom_op("lightning_dilated::turn_backward", mutates_args=())
 def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of joint (B, N, H + K, D) from those of the rotated q and k."""
+    """Return the gradient of joint (B, N, H + K, D) from the gradients of the rotated q and k."""
     if not _serves(dq, cos):
         return torch.cat(rotate(dq, dk, cos, -sin, scale), 2)
     from lightning_dilated.kernels.rows import rotary
@@ -64,7 +64,7 @@ def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tenso
 
 
 def _serves(x: Tensor, table: Tensor) -> bool:
-    """Whether the kernel takes x; it is imported only where it can run."""
+    """Return whether the kernel serves x; the kernel is imported only on devices that can run it."""
     if not kernels.available(x.device):
         return False
     from lightning_dilated.kernels.rows import rotary_serves
@@ -73,14 +73,13 @@ def _serves(x: Tensor, table: Tensor) -> bool:
 
 
 def _tables(joint: Tensor, *table: Tensor | None) -> list[Tensor | None]:
-    """The tables broadcast to the shape that the kernel assumes."""
+    """Broadcast the tables to the kernel's shape."""
     batch, tokens, _, dim = joint.shape
     shape = (tokens, dim // 2)
     return [None if x is None else x.expand(shape if x.ndim == 2 else (batch, *shape)).contiguous() for x in table]
 
 
 def _halves(joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised q and k."""
     batch, tokens, all_heads, dim = joint.shape
     return joint.new_empty(batch, tokens, heads, dim), joint.new_empty(batch, tokens, all_heads - heads, dim)
 
@@ -113,11 +112,11 @@ GAMMA = 0.4
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """The table of one rotary embedding, shared by all layers that use it.
+    """Table of a rotary embedding; all layers with the same embedding share it.
 
     Attributes:
         cos, sin: (N, D/2), or (B, N, D/2) for positions that differ between samples; fp32 (fp64 for float64 inputs).
-        scale: xPos's scale, of the same shape and dtype; None without xPos.
+        scale: xPos's scale, with the same shape and dtype; None without xPos.
     """
 
     cos: Tensor
@@ -125,31 +124,31 @@ class RotaryTable:
     scale: Tensor | None = None
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, N, H, D) and k (B, N, K, D) rotated, in their own dtype."""
+        """Rotate q (B, N, H, D) and k (B, N, K, D), and keep their dtype."""
         return rotate(q, k, *self.on(q.device))
 
     def on(self, device: torch.device) -> list[Tensor | None]:
-        """[cos, sin, scale] on a device."""
+        """Return [cos, sin, scale] on a device."""
         return [None if x is None else x.to(device) for x in (self.cos, self.sin, self.scale)]
 
     def rows(self) -> tuple[Tensor, ...]:
-        """The tensors as (1, N, D/2) or (B, N, D/2), which can be cut along the tokens; see `of_rows`."""
+        """Return the tensors as (1, N, D/2) or (B, N, D/2), which can be cut along the tokens; see `of_rows`."""
         tensors = (x for x in (self.cos, self.sin, self.scale) if x is not None)
         return tuple(x if x.ndim == 3 else x[None] for x in tensors)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Tensor]) -> RotaryTable:
-        """The table from what `rows` returned, or from a cut of it along the tokens."""
+        """Make a table from the tensors of `rows`, or from a part of their tokens."""
         return cls(*((x[0] if len(x) == 1 else x).contiguous() for x in rows))
 
     def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """q (B, N, heads, D) and k (B, N, K, D), rotated, from one projection (B, N, heads + K, D)."""
+        """Return q (B, N, heads, D) and k (B, N, K, D), rotated, from one projection (B, N, heads + K, D)."""
         if joint.device.type == "cuda" or ASSUMED:
             return turn(joint, *self.on(joint.device), heads)
         return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
 
     def split_backward(self, dq: Tensor, dk: Tensor) -> Tensor:
-        """The gradient of `split`'s projection (B, N, H + K, D) from those of q and k."""
+        """Return the gradient of `split`'s projection (B, N, H + K, D) from the gradients of q and k."""
         return turn_backward(dq, dk, *self.on(dq.device))
 
 
@@ -159,7 +158,7 @@ class Rotary(nn.Module):
     Args:
         head_dim: D, even.
         base: base of the wavelengths 2 pi base^(2i/D) tokens; above 1.
-        xpos_scale_base: unit of distance, in tokens, of xPos's decay; None: plain rotary.
+        xpos_scale_base: unit of distance of xPos's decay, in tokens; None: plain rotary.
 
     Raises:
         ValueError: for an odd head dim, a base of 1 or less, or an xpos_scale_base of 0 or less.
@@ -185,12 +184,12 @@ class Rotary(nn.Module):
         start: int = 0,
         furthest: int | None = None,
     ) -> RotaryTable:
-        """The table for the tokens of x (B, N, ...), at global `positions` (N,) or (B, N), or from `start` on.
+        """Return the table for x (B, N, ...) at global `positions` (N,) or (B, N), or at positions from `start` on.
 
         Args:
-            x: gives the shape and the device.
-            dtype: of the q and k that will be rotated.
-            furthest: the largest of `positions`, if it is known; xPos reads it from them otherwise.
+            x: a tensor with the shape and device of the tokens.
+            dtype: dtype of the q and k that will be rotated.
+            furthest: the largest of `positions`, if the caller knows it; xPos otherwise reads it from `positions`.
 
         Raises:
             ValueError: for positions of another shape, and as `forward`.
@@ -203,25 +202,24 @@ class Rotary(nn.Module):
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
         on_cpu = positions.device.type == "cpu" and self.xpos_scale_base is not None
-        if on_cpu and furthest is None:  # read here, since on a GPU the host would wait for it
+        if on_cpu and furthest is None:  # read on the CPU, because the host would wait for a GPU
             furthest = _furthest(positions)
         return self._table(send(positions, x.device), dtype, furthest)
 
     def _table(self, positions: Tensor, dtype: torch.dtype, furthest: int | None) -> RotaryTable:
-        """`forward`, where plain rotary positions need no range."""
         return self(positions, dtype) if self.xpos_scale_base is None else self(positions, dtype, furthest)
 
     def forward(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, furthest: int | None = None
     ) -> RotaryTable:
-        """The table of global positions (N,) or (B, N), integer, for q and k of `dtype`.
+        """Return the table of global positions (N,) or (B, N), integers, for q and k of `dtype`.
 
         Args:
-            furthest: the largest distance of a position of the whole sequence from 0. If None, xPos reads it from
-                `positions`; the host then waits for a GPU that holds them.
+            furthest: the largest absolute position of the whole sequence. If None, xPos reads it from `positions`; the
+                host then waits if they are on a GPU.
 
         Raises:
-            ValueError: where xPos's scales would overflow.
+            ValueError: if xPos's scales would overflow.
         """
         channel = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
         angle = positions.to(torch.float64)[..., None] * self.base**-channel
@@ -230,14 +228,14 @@ class Rotary(nn.Module):
         if self.xpos_scale_base is None:
             return RotaryTable(cos, sin)
         group, furthest = active_sequence(), _furthest(positions) if furthest is None else furthest
-        # ranks with low positions are in range, but must raise together with the others
+        # ranks with low positions are in range, but must raise together with the other ranks
         check = self._check_range if group is None else functools.partial(group.guard, self._check_range)
         check(furthest, dtype)
         zeta = (channel + GAMMA) / (1 + GAMMA)
         return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
 
     def _check_range(self, furthest: int, dtype: torch.dtype) -> None:
-        """Raise before xPos's factor of k, which grows with the position, overflows."""
+        """Raise ValueError before xPos's factor of k, which grows with the position, overflows."""
         powers = 0.8 * math.log(torch.finfo(dtype).max) / math.log((1 + GAMMA) / GAMMA)
         limit = int(powers * self.xpos_scale_base)
         if furthest > limit:
@@ -253,15 +251,15 @@ def _furthest(positions: Tensor) -> int:
 
 
 def token_positions(start: int, length: int, device: torch.device | None = None) -> Tensor:
-    """(length,) int64 global positions of tokens from `start` on; in an active sequence those of this rank's shard.
+    """Return (length,) int64 global positions from `start` on, on the CPU by default.
 
-    On the CPU by default.
+    In an active `SequenceGroup`, return the positions of this rank's shard instead.
     """
     return _positions(start, length, device)[0]
 
 
 def _positions(start: int, length: int, device: torch.device | None) -> tuple[Tensor, int]:
-    """(`token_positions`, the end of the whole sequence)."""
+    """Return `token_positions` and the end of the whole sequence."""
     group = active_sequence()
     if group is None:
         return torch.arange(start, start + length, device=device), start + length

@@ -1,4 +1,4 @@
-"""CallSpec: what a call of the op asks for besides its tensors. torch carries it as one string, its code."""
+"""CallSpec: the non-tensor arguments of a call. The op takes them as one string, the code."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lightning_dilated.pattern import DilatedPattern
 
 @dataclass(frozen=True)
 class CallSpec:
-    """One call, checked, without its tensors.
+    """Checked non-tensor arguments of one call.
 
     Attributes:
-        pattern: who attends to whom.
-        causal: whether keys after the query are left out.
-        scale: of the scores.
+        pattern: the pattern of attention.
+        causal: whether a query sees no later keys.
+        scale: scale of the scores.
         dropout: probability with which a (query, key) pair of a branch is dropped.
-        engine: as the user named it, "auto" or a family of engines included.
-        sequence: the name of the `SequenceGroup` that shares the sequence; "" is one rank.
-        context: the name of the `Context` with the rows before these; "" is a whole sequence.
+        engine: the user's choice: an engine, a family of engines or "auto".
+        sequence: the name of the `SequenceGroup` that shares the sequence; "" for one rank.
         needs_grad: whether a backward will follow.
-        window: (first, heads, kv heads): the query heads of q are first, first + 1, ... of so many, and k and v have
-            theirs; () where q has all.
+        window: (first, H, K): q has query heads first, first + 1, ... of H, and k and v have their kv heads of K; () if
+            q has all heads.
+        context: the name of the `Context` that has the earlier rows; "" for a whole sequence.
     """
 
     pattern: DilatedPattern
@@ -37,7 +37,7 @@ class CallSpec:
 
     @property
     def code(self) -> str:
-        """The string that `decode` reads."""
+        """Return the string that `decode` reads."""
         p = self
         return encode(p.pattern, p.causal, p.scale, p.dropout, p.engine, p.sequence, p.needs_grad, p.window, p.context)
 
@@ -53,7 +53,7 @@ def encode(
     window: tuple[int, ...] = (),
     context: str = "",
 ) -> str:
-    """The code of a `CallSpec` of these fields. torch.compile traces it, and it costs less than making the object."""
+    """Return the code of a `CallSpec` with these fields. torch.compile traces it, and it costs less than the object."""
     heads = ",".join([str(x) for x in window])
     options = f"{int(causal)}|{float(scale)!r}|{float(dropout)!r}|{engine}|{sequence}|{int(needs_grad)}|{heads}"
     return f"{options}|{context}|{pattern.code}"
@@ -61,7 +61,7 @@ def encode(
 
 @functools.lru_cache(maxsize=4096)
 def decode(code: str) -> CallSpec:
-    """The `CallSpec` of a code."""
+    """Return the `CallSpec` of a code."""
     causal, scale, dropout, engine, sequence, needs_grad, window, context, pattern = code.split("|", 8)
     return CallSpec(
         pattern=DilatedPattern.decode(pattern),

@@ -1,4 +1,4 @@
-"""Strided views of the rows of a block: no row is ever gathered or copied.
+"""Strided views of the rows of a block, without gathering or copying rows.
 
 Shape letters: B batch, N tokens, H heads, D head dim; S segments, J heads of the block, n rows; G = B*S joined.
 """
@@ -17,10 +17,10 @@ from lightning_dilated.pattern.rows import Block
 
 @dataclass(frozen=True)
 class Span:
-    """Equal documents: `batches` samples from `batch` on, each the tokens [start, start + length) of its row.
+    """Documents of equal length: the tokens [start, start + length) of samples batch, ..., batch + batches - 1.
 
-    On a shard they may be a part of their document: `whole` tokens in all (None: this is all of it), of which these begin at
-    `offset`; local index 0 of the row is then the global position `origin`.
+    On a shard the tokens may be a part, from `offset` on, of a document with `whole` tokens (None: `length`); row 0 of
+    the shard then has the global position `origin`.
     """
 
     batch: int
@@ -33,17 +33,17 @@ class Span:
 
     @property
     def document(self) -> int:
-        """Tokens of the whole document."""
+        """Return the tokens of the whole document."""
         return self.length if self.whole is None else self.whole
 
     @property
     def part(self) -> tuple[int, int] | None:
-        """(start, stop) of these tokens in their document; None for all of it."""
+        """Return (start, stop) of the tokens in their document; None for a whole document."""
         return None if self.length == self.document else (self.offset, self.offset + self.length)
 
 
 def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[Span]:
-    """The documents of a call; neighbours of equal length share a span. Empty documents are left out."""
+    """Return the documents of a call without empty ones; consecutive samples of equal length share a span."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         return [Span(0, 1, a, b - a) for a, b in itertools.pairwise(bounds) if b > a]
@@ -57,14 +57,14 @@ def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor |
 
 
 def folds(span: Span, block: Block, *tensors: Tensor) -> bool:
-    """Whether samples and segments of every (B, N, H, D) tensor are one axis."""
+    """Return whether samples and segments of every (B, N, H, D) tensor fold into one axis."""
     if span.batches == 1 or block.segments == 1:
         return True
     return all(x.stride(0) == block.segments * block.segment_stride * x.stride(1) for x in tensors)
 
 
 def joined(span: Span, block: Block, *tensors: Tensor) -> Iterator[Span]:
-    """The span whole where samples and segments of every (B, N, H, D) tensor fold into one axis, else sample by sample."""
+    """Yield the span if samples and segments of every (B, N, H, D) tensor fold into one axis, else a span a sample."""
     if folds(span, block, *tensors):
         yield span
         return
@@ -73,7 +73,7 @@ def joined(span: Span, block: Block, *tensors: Tensor) -> Iterator[Span]:
 
 
 def _sides(block: Block, kv: bool) -> tuple[int, int, int, int]:
-    """(first head, step of heads, first position, rows) of a block's queries, or of its keys."""
+    """Return (first head, head step, first position, rows) of a block's queries or keys."""
     if not kv:
         return block.head, block.head_step, block.first, block.rows
     first, rows = block.keys or (block.first, block.rows)
@@ -81,7 +81,7 @@ def _sides(block: Block, kv: bool) -> tuple[int, int, int, int]:
 
 
 def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
-    """(G, J, n, D) view of a (B, N, H, D) tensor, one axis for samples and segments; `joined` says when that exists."""
+    """Return a (G, J, n, D) view of a (B, N, H, D) tensor with one axis for samples and segments; needs `folds`."""
     return x.as_strided(*_row_geometry(x.stride(), x.shape[3], x.storage_offset(), span, block, kv))
 
 
@@ -89,7 +89,7 @@ def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
 def _row_geometry(
     strides: tuple[int, ...], dim: int, offset: int, span: Span, block: Block, kv: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """(sizes, strides, offset) of a row view: cached, because computing them takes longer than a short call."""
+    """Return (sizes, strides, offset) of a row view; cached, because computing them takes longer than a short call."""
     sb, sn, sh, sd = strides
     head, step, position, rows = _sides(block, kv)
     outer = block.segment_stride * sn if block.segments > 1 else sb
@@ -99,7 +99,7 @@ def _row_geometry(
 
 
 def cell_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
-    """(b, S, J, n, D) view of a (B, N, H, D) tensor, or (b, S, J, n) of a (B, N, H) one: exists for every stride."""
+    """Return a (b, S, J, n, D) view of a (B, N, H, D) tensor, or (b, S, J, n) of (B, N, H), for any strides."""
     sb, sn, sh = x.stride()[:3]
     head, step, position, rows = _sides(block, kv)
     return x.as_strided(
@@ -110,10 +110,10 @@ def cell_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
 
 
 def add_rows(total: Tensor, part: Tensor, span: Span, block: Block, kv: bool = False) -> None:
-    """Add a block's (G, J, n, D) part to its rows of `total`, a (B, N, H, D) accumulator."""
+    """Add a block's (G, J, n, D) part to its rows in `total` (B, N, H, D)."""
     cells = cell_view(total, span, block, kv)
     part = part.unflatten(0, (span.batches, block.segments))
     if kv and block.heads > 1 and block.kv_head_step == 0 and block.position_step == 0:
-        # several query heads read the very same kv rows, so the cells of the heads are one memory
+        # several query heads read the same kv rows, so the cells of these heads overlap in memory
         cells, part = cells[:, :, 0], part.sum(2, dtype=total.dtype)
     cells.add_(part)

@@ -1,4 +1,4 @@
-"""Triton kernels, which know nothing of ranks or models; `available` says where they run."""
+"""Triton kernels, independent of ranks and models; `available` tells on which devices they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["available", "capability", "on", "why_not"]
 
 @functools.cache
 def _missing() -> str | None:
-    """What Triton needs and this machine lacks, in words; None if nothing."""
+    """Return a message about a requirement of Triton that this machine lacks; None if it has all."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):
@@ -24,12 +24,12 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, also on CPU tensors; fixed when they are first imported."""
+    """Return whether Triton's interpreter runs the kernels, on CPU tensors too; fixed when they are first imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """(major, minor) of a CUDA device, None without one; cached, since every call of the op asks several times."""
+    """Return (major, minor) of a CUDA device, or None; cached, because every call of the op asks several times."""
     if device.type != "cuda" or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return None
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -41,7 +41,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def why_not(device: torch.device) -> str | None:
-    """None where the kernels can run on tensors of a device, else the reason."""
+    """Return None if the kernels can run on tensors of a device, else the reason why not."""
     if device.type != "cuda":
         if device.type == "cpu" and interpreted():
             return _missing()
@@ -54,11 +54,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels can run on tensors of a device."""
+    """Return whether the kernels can run on tensors of a device."""
     return why_not(device) is None
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """A context in which Triton launches on `device`: it takes the current device, not that of the tensors."""
+    """Return a context with `device` as the current device: Triton launches there, wherever the tensors are."""
     current = device.type != "cuda" or torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if current else torch.cuda.device(device)

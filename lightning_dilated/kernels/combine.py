@@ -1,9 +1,9 @@
-"""The results of branches in one: merged by log-sum-exp (forward) or summed (backward), each row written once, one launch.
+"""Combines results of branches in one launch, by log-sum-exp (forward) or sum (backward), and writes each row once.
 
-Two layouts of the results: parts, one tensor (G, J, n, D) for each block, whose entries say where their rows lie
-(`merge_parts`, `sum_parts`), and the one buffer of a grouped launch (`merge_jobs`, `sum_jobs`). Row i of segment s of a head
-lies at position first + s * width + i * rate. A program has output rows of one head, accumulates in fp32 and reads only the
-entries, each a head of a block, that can have such rows.
+The results have one of two layouts: parts, a tensor (G, J, n, D) for each block (`merge_parts`, `sum_parts`), or the
+buffer of a grouped launch (`merge_jobs`, `sum_jobs`). An entry is a head of a block; its row i of segment s has
+position first + s * width + i * rate. A program computes output rows of one head, accumulates in fp32, and reads only
+the entries that can have such rows.
 Shape letters: B batch, N tokens, H output heads, D head dim, G samples and segments, J heads and n rows of a block.
 """
 
@@ -21,10 +21,10 @@ from lightning_dilated._device import send
 from lightning_dilated.kernels.grouped import Outputs, Work, bound
 from lightning_dilated.kernels.tiles import merge_part
 
-#: columns of the table of entries: part, head in it, first position, segments, width, rows, rate, rows of the part between
-#: neighbouring rows of a program (0 where the rate does not divide the step)
+#: columns of the table of entries: part, head in the part, first position, segments, width, rows, rate, step of a
+#: program in rows of the part (0 if the rate does not divide the step)
 COLUMNS = 8
-#: (output rows of a program, warps) of the merge and of the sum of parts; the best of five tried on an H200
+#: (output rows of a program, warps) of the merge and the sum of parts; the best of five tried on an H200
 MERGE, SUM = (128, 4), (64, 4)
 #: (output rows of a program, warps) of both kernels over the buffer of a grouped launch
 CONFIG = 64, 4
@@ -33,17 +33,17 @@ _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 @dataclass(frozen=True)
 class Entries:
-    """Where the rows of parts lie.
+    """The table of the positions of parts' rows.
 
-    The rows of a program belong to one head and are `step` positions apart, so that most parts have all or none of them.
-    Such rows form a class, numbered residue * heads + head.
+    The rows of a program belong to one head and are `step` positions apart, so that most parts have all or none of
+    them. Such rows form a class with the index residue * heads + head.
 
     Attributes:
         table: (entries, COLUMNS) int32, by class.
-        classes: (heads * step + 1,) int32, where the entries of each class begin.
-        several: the classes with more than one entry, (n,) int32.
-        every: all classes, (heads * step,) int32.
-        step: positions between the rows of a class.
+        classes: (heads * step + 1,) int32, the first entry of each class.
+        several: indices of the classes with more than one entry, (n,) int32.
+        every: indices of all classes, (heads * step,) int32.
+        step: distance between the rows of a class, in positions.
     """
 
     table: Tensor
@@ -55,7 +55,7 @@ class Entries:
 
 @triton.jit
 def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.constexpr):
-    """(head, first position, how many of its rows are in the range, its first entry, its last) of this program."""
+    """Return (head, first position, number of rows in the range, first entry, end of the entries) of this program."""
     number = tl.load(order + tl.program_id(0) % count)
     first = start + tl.program_id(0) // count * (step * TOKENS) + number // num_heads
     low, high = tl.load(classes + number), tl.load(classes + number + 1)
@@ -64,22 +64,23 @@ def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.con
 
 @triton.jit
 def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
-    """(part, head in it, segment, row, segments beyond it of each row, rows beyond it, which exist) of an entry.
+    """Return an entry's (part, head in the part, segment, row, more segments, more rows, exists).
 
-    Within one segment, at a step that the rate divides, neighbouring rows are equally far apart: no division for each row.
+    Segment and row belong to the program's first row; the other two are differences to it, by row. In a single segment,
+    with a step that the rate divides, rows have a constant distance, and no row needs a division.
     """
     at = entries + e * 8
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     rows, rate, apart = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
     x, t = first - start, tl.arange(0, TOKENS)
     segment = tl.maximum(x, 0) // width
-    rest = x - segment * width
-    row = rest // rate
+    index = x - segment * width
+    row = index // rate
     more_segments, more_rows = t * 0, t * apart
     exists = t < 0
-    if (x >= 0) & (apart > 0) & (rest + step * (TOKENS - 1) < width):
-        # where the rate does not divide the width, a class has rows in some segments only
-        if (segment < segments) & (row * rate == rest):
+    if (x >= 0) & (apart > 0) & (index + step * (TOKENS - 1) < width):
+        # if the rate does not divide the width, a class has rows in some segments only
+        if (segment < segments) & (row * rate == index):
             exists = t < tl.minimum(inside, tl.cdiv(rows - row, apart))
     else:
         each_x = x + step * t
@@ -97,7 +98,7 @@ def _part_rows(
     at, segment, j, row, more_segments, more_rows, exists, column,
     PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(TOKENS, BLOCK) fp32 rows of a part; the compiler is told what their addresses are multiples of."""
+    """Return (TOKENS, BLOCK) fp32 rows of a part; tells the compiler the alignment of their addresses."""
     values = tl.multiple_of(tl.load(at).to(tl.pointer_type(PART)), 16)
     by_segment = tl.multiple_of(tl.load(at + 1), ALIGN)
     by_head = tl.multiple_of(tl.load(at + 2), ALIGN)
@@ -111,7 +112,6 @@ def _part_rows(
 
 @triton.jit
 def _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS: tl.constexpr):
-    """Addresses of a program's output rows."""
     out += sample.to(tl.int64) * out_sb + head.to(tl.int64) * out_sh + (first + origin).to(tl.int64) * out_sn
     return out + (tl.arange(0, TOKENS) * (step * out_sn))[:, None] + column[None, :]
 
@@ -127,7 +127,7 @@ def _merge(
     head, first, inside, low, high = _program(order, classes, count, num_heads, start, stop, step, TOKENS)
     sample, column, t = tl.program_id(1), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
     written = inside
-    if IN_PLACE:  # a row that only `out` itself has needs nothing but its log-sum-exp
+    if IN_PLACE:  # rows of a single part are in `out` already and need only their log-sum-exp
         written = inside * (high - low > 1)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
@@ -186,7 +186,7 @@ def _sum(
 
 
 def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch.device) -> Tensor:
-    """(parts, 8) int64: address and strides of each part, and of its log-sum-exp."""
+    """Return (parts, 8) int64: address and strides of each part and of its log-sum-exp."""
     rows = [
         [p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0))]
         for p, w in zip(parts, weights or [None] * len(parts), strict=True)
@@ -219,16 +219,16 @@ def merge_parts(
     span: tuple[int, int, int, int],
     in_place: bool = False,
 ) -> None:
-    """Write the merge of parts to rows of out and lse; 0 and -inf where no part has a row.
+    """Write the merge of parts to rows of out and lse; 0 and -inf for rows that are in no part.
 
     Args:
         out: (samples, N, H, D), unit stride along D.
         lse: (samples, H, N) fp32.
         parts: (G, J, n, D) each, of one dtype, unit stride along D.
-        weights: their log-sum-exp, (G, J, n) fp32 each.
-        entries: where their rows lie.
-        span: (samples, start, stop, origin): positions start..stop are written, to rows origin + position.
-        in_place: one part has every row and shares its memory with `out`; rows that no other part has stay as they are.
+        weights: log-sum-exp of the parts, (G, J, n) fp32 each.
+        entries: the table of the parts' rows.
+        span: (samples, start, stop, origin): positions start..stop are written to rows origin + position.
+        in_place: whether one part has all rows and shares memory with `out`; rows of no other part then stay unchanged.
     """
     lse_views, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
     _launch(_merge, MERGE, out, lse_views, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
@@ -242,12 +242,12 @@ def sum_parts(
     add: bool = False,
     in_place: Sequence[bool] = (False, False, False),
 ) -> None:
-    """Write the sum of parts to rows of out, or with `add` add it, for several outs; arguments as in `merge_parts`."""
+    """Write the sum of parts to rows of several outs, or `add` it to the rows; arguments as in `merge_parts`."""
     orders = [x.several if shared else x.every for x, shared in zip(entries, in_place, strict=True)]
     needed = [i for i, order in enumerate(orders) if len(order)]
     if not needed:
         return
-    # one table for all outs, since each copy to the device costs the host time
+    # one table for all outs, because each copy to the device costs the host time
     table = _addresses([p for i in needed for p in parts[i]], (), outs[0].device)
     for i, addresses in zip(needed, table.split([len(parts[i]) for i in needed]), strict=True):
         _launch(_sum, SUM, outs[i], (), parts[i], addresses, entries[i], orders[i], span, {"ADD": add})
@@ -257,8 +257,11 @@ def sum_parts(
 def _span_program(
     spans, span_of, lengths, num_heads, LENGTHS: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """(span and head, head, sample in the span, sample, first position, which are in the span, which in the sample, step,
-    start, document of each, where that begins) of a program."""
+    """Return a program's (index of span and head, head, sample in the span, sample, first position, inside, live, step,
+    start, document, begin).
+
+    For each row: whether it is `inside` the span and `live` in the sample, and its document and the document's begin.
+    """
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
     span = spans + number.to(tl.int64) * 6
@@ -285,24 +288,24 @@ def _span_program(
 
 @triton.jit
 def _locate_in_document(job, first, live, step, document, begin, TOKENS: tl.constexpr):
-    """As `_locate_job`, of a job of all documents, in each of which positions have their own segments."""
+    """Return as `_locate_job`, for a job of all documents; each document has its own segments."""
     width, shift = tl.load(job + 3).to(tl.int32), tl.load(job + 1).to(tl.int32)
     rate, numbers = tl.load(job + 5).to(tl.int32), tl.load(job + 8).to(tl.int32)
     at = first + step * tl.arange(0, TOKENS)
     index = tl.maximum(at - begin, 0) + shift
     segment = index // width
     exists = live & ((index - segment * width) % rate == tl.load(job + 2).to(tl.int32))
-    more = at // rate
+    more_rows = at // rate
     if numbers > 0:
-        more += begin // width + document * numbers + segment
-    return tl.load(job + 12), more, exists, tl.max(exists.to(tl.int32), 0) > 0
+        more_rows += begin // width + document * numbers + segment
+    return tl.load(job + 12), more_rows, exists, tl.max(exists.to(tl.int32), 0) > 0
 
 
 @triton.jit
 def _locate_job(
     jobs, entries, e, sample, first, inside, step, document, begin, BITS: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """(row of the buffer, rows beyond it of each position, which exist, whether any can) of an entry; see `_locate`."""
+    """Return an entry's (row of the buffer, more rows, exists, whether any row can exist); see `_locate`."""
     at = entries + e * 7
     if BITS:
         job = jobs + tl.load(at).to(tl.int64) * 16
@@ -312,30 +315,30 @@ def _locate_job(
     heads, t = tl.load(job + 6), tl.arange(0, TOKENS)
     x = first - start
     segment = tl.maximum(x, 0) // width
-    rest = tl.maximum(x, 0) - segment * width
-    row, apart = rest // rate, step // rate
-    more = t * apart
+    index = tl.maximum(x, 0) - segment * width
+    row, apart = index // rate, step // rate
+    more_rows = t * apart
     exists = inside
     any_can = True
-    if (x >= 0) & (apart * rate == step) & (rest + step * (TOKENS - 1) < width):
-        any_can = (row * rate == rest) & (segment < segments)
-        exists = inside & (row + more < rows)
+    if (x >= 0) & (apart * rate == step) & (index + step * (TOKENS - 1) < width):
+        any_can = (row * rate == index) & (segment < segments)
+        exists = inside & (row + more_rows < rows)
     else:
         each_x = x + step * t
         positive = tl.maximum(each_x, 0)
         each_segment = positive // width
         left = positive - each_segment * width
         each_row = left // rate
-        more = (each_segment - segment) * (heads.to(tl.int32) * rows) + each_row - row
+        more_rows = (each_segment - segment) * (heads.to(tl.int32) * rows) + each_row - row
         exists = inside & (each_x >= 0) & (each_segment < segments) & (each_row * rate == left) & (each_row < rows)
     group = (sample * segments + segment).to(tl.int64)
-    return tl.load(job + 12) + (group * heads + tl.load(at + 1)) * rows + row, more, exists, any_can
+    return tl.load(job + 12) + (group * heads + tl.load(at + 1)) * rows + row, more_rows, exists, any_can
 
 
 @triton.jit
-def _job_rows(parts, row, more, exists, column, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """(TOKENS, BLOCK) fp32 rows of the buffer."""
-    at = parts + row * DIM + (more * DIM)[:, None] + column[None, :]
+def _job_rows(parts, row, more_rows, exists, column, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (TOKENS, BLOCK) fp32 rows of the buffer."""
+    at = parts + row * DIM + (more_rows * DIM)[:, None] + column[None, :]
     if DIM == BLOCK:
         return tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32)
     return tl.load(at, mask=exists[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
@@ -354,12 +357,12 @@ def _grouped_merge(
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(
+        row, more_rows, exists, any_can = _locate_job(
             jobs, entries, e, sample, first, live, step, document, begin, BITS, TOKENS
         )
         if any_can:
-            part_lse = tl.load(weights + row + more, mask=exists, other=float("-inf"))
-            value = _job_rows(parts, row, more, exists, column, DIM, BLOCK)
+            part_lse = tl.load(weights + row + more_rows, mask=exists, other=float("-inf"))
+            value = _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
             acc, most, total = merge_part(acc, most, total, value, part_lse)
     known = total != 0  # NaN counts as known, so that it stays visible
     acc = acc / tl.where(known, total, 1.0)[:, None]
@@ -390,35 +393,29 @@ def _grouped_sum(
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(
+        row, more_rows, exists, any_can = _locate_job(
             jobs, entries, e, sample, first, live, step, document, begin, BITS, TOKENS
         )
         if any_can:
-            acc += _job_rows(parts, row, more, exists, column, DIM, BLOCK)
+            acc += _job_rows(parts, row, more_rows, exists, column, DIM, BLOCK)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
 def _tables(work: Work, outputs: Outputs, out: Tensor, lengths: Tensor | None) -> tuple[tuple, dict[str, int]]:
-    """The last arguments of both kernels over the buffer, and their sizes."""
-    block = triton.next_power_of_2(out.shape[3])
-    sizes = {
-        "LENGTHS": lengths is not None,
-        "BITS": work.bits,
-        "TOKENS": work.tokens,
-        "DIM": out.shape[3],
-        "BLOCK": block,
-    }
+    """Return the last positional arguments of both kernels over the buffer, and their keyword arguments."""
+    dim, options = out.shape[3], {"LENGTHS": lengths is not None, "BITS": work.bits, "TOKENS": work.tokens}
+    options |= {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "num_warps": CONFIG[1]}
     tables = work.jobs, work.spans, work.span, work.jobs if lengths is None else lengths
-    return (*tables, outputs.entries, outputs.starts, out.shape[2]), {**sizes, "num_warps": CONFIG[1]}
+    return (*tables, outputs.entries, outputs.starts, out.shape[2]), options
 
 
 def merge_jobs(
     out: Tensor, lse: Tensor, parts: Tensor, weights: Tensor, work: Work, lengths: Tensor | None = None
 ) -> None:
-    """Write the merge of parts (rows, D) of log-sum-exp `weights` (rows,) to out (B, N, H, D) and lse (B, H, N).
+    """Write the merge of parts (rows, D) with log-sum-exp `weights` (rows,) to out (B, N, H, D) and lse (B, H, N).
 
-    At all positions of the spans: 0 and -inf where no job has a row, and beyond the `lengths` (B,) of samples; for a work of
-    documents these are their bounds.
+    Writes all positions of the spans: 0 and -inf for positions without a row in any job, and beyond the `lengths` (B,)
+    of samples. For a work of documents, `lengths` are the documents' bounds.
     """
     tables, sizes = _tables(work, work.queries, out, lengths)
     _grouped_merge[(out.shape[2] * work.tiles,)](
@@ -429,14 +426,14 @@ def merge_jobs(
 def sum_jobs(
     outs: Sequence[Tensor], parts: Tensor, work: Work, kv: bool, add: bool, lengths: Tensor | None = None
 ) -> None:
-    """Write the sums of parts (1 or 2, rows, D), or with `add` add them, to as many outs (B, N, H or K, D).
+    """Write the sums of parts (1 or 2, rows, D) to 1 or 2 outs (B, N, H or K, D), or `add` them.
 
-    At all positions of the spans, as `merge_jobs`.
+    Writes all positions of the spans; see `merge_jobs`.
     """
     tables, sizes = _tables(work, work.keys if kv else work.queries, outs[0], lengths)
-    together = outs[0].stride() == outs[-1].stride()
-    for first in range(0, len(outs), len(outs) if together else 1):
-        some = outs if together else outs[first : first + 1]
-        _grouped_sum[(some[0].shape[2] * work.tiles, len(some))](
-            some[0], some[-1], *some[0].stride()[:3], parts[first], parts.shape[1], *tables, ADD=add, **sizes
+    per_launch = len(outs) if outs[0].stride() == outs[-1].stride() else 1
+    for first in range(0, len(outs), per_launch):
+        launched = outs[first : first + per_launch]
+        _grouped_sum[(launched[0].shape[2] * work.tiles, len(launched))](
+            launched[0], launched[-1], *launched[0].stride()[:3], parts[first], parts.shape[1], *tables, ADD=add, **sizes
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Flash attention over one block of strided views, forward and backward, with the log-sum-exp; deterministic.
 
-The backward has one kernel over keys for dk and dv and one over query rows for dq, so that no two programs write one row.
+The backward has a kernel over keys for dk and dv and a kernel over query rows for dq: no two programs write one row.
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
@@ -26,13 +26,13 @@ from lightning_dilated.kernels.tiles import (
 )
 
 # Each table: columns of a tile -> (query rows, key rows, warps, stages).
-#: the forward, 16-bit types; 64 and 128 columns: the best of six tried on an H200
+#: the forward, 16-bit types; for 64 and 128 columns the best of six tried on an H200
 CONFIGS = {16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)}
-#: the forward, float32, whose exact products take more registers and shared memory
+#: the forward, float32; exact products need more registers and shared memory
 WIDE = {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}
-#: the backward over keys, 16-bit types; 64 and 128 columns: the best of six or seven tried on an H200
+#: the backward over keys, 16-bit types; for 64 and 128 columns the best of six or seven tried on an H200
 OVER_KEYS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}
-#: the same where causal
+#: the causal backward over keys, 16-bit types
 OVER_KEYS_CAUSAL = {**OVER_KEYS, 64: (32, 64, 4, 3)}
 #: the backward over query rows, 16-bit types
 OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 1)}
@@ -40,17 +40,17 @@ OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (6
 WIDE_BACKWARD = {16: (32, 32, 4, 1), 32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 #: rows of a program that computes delta
 DELTA_ROWS = 64
-#: arguments whose values do not make another kernel
+#: arguments that do not specialize a kernel by their values
 COUNTS = ["heads", "n", "m", "tiles", "lower", "upper", "state", "threshold"]
 
 
 def config(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
-    """(query rows, key rows, warps, stages) of the forward."""
+    """Return (query rows, key rows, warps, stages) of the forward."""
     return (WIDE if dtype == torch.float32 else CONFIGS)[block_dim(dim)]
 
 
 def backward_config(dtype: torch.dtype, dim: int, causal: bool, over_keys: bool) -> tuple[int, int, int, int]:
-    """(query rows, key rows, warps, stages) of the backward over keys, or over query rows."""
+    """Return (query rows, key rows, warps, stages) of the backward over keys, or over query rows."""
     table = WIDE_BACKWARD
     if dtype != torch.float32:
         table = OVER_ROWS if not over_keys else OVER_KEYS_CAUSAL if causal else OVER_KEYS
@@ -62,7 +62,7 @@ class Drop:
     """Attention dropout of a block; see `attention.dropout` for the hash.
 
     Attributes:
-        state: 32-bit state of the hash after seed and branch.
+        state: the 32-bit hash of seed and branch.
         threshold: pairs with a smaller hash are dropped.
         keep: 1 / (1 - p).
         sample, head: (G, J) int64.
@@ -79,7 +79,7 @@ class Drop:
 
 
 def _drop_arguments(drop: Drop | None, q: Tensor) -> dict[str, object]:
-    """The kernels' arguments of dropout; without dropout, placeholders that are not read."""
+    """Return the kernels' arguments for dropout; without dropout, placeholders that are not read."""
     names = ("sample", "head", "queries", "keys")
     if drop is None:
         return {"state": 0, "threshold": 0, "keep": 1.0, **dict.fromkeys(names, q), "DROP": False}
@@ -92,9 +92,9 @@ class Into:
     """A running result that the forward continues in place.
 
     Attributes:
-        out, lse: (B, L, H, D) and (B, H, L), float32, contiguous; 0 and -inf where nothing was attended yet.
-        rows: (G, J, n) int64, the flat row of out, as in (B, L, H), of each query row; all different.
-        pads: number of zero keys with zero values that each row attends as well.
+        out, lse: (B, L, H, D) and (B, H, L), float32, contiguous; 0 and -inf for rows without a key so far.
+        rows: (G, J, n) int64, the index of each query row in out, flat over (B, L, H); all different.
+        pads: number of zero keys with zero values that each row attends to in addition.
     """
 
     out: Tensor
@@ -105,21 +105,21 @@ class Into:
 
 @triton.jit
 def _program(heads, tiles):
-    """(group, head, tile) of this program; tiles of a head are neighbours."""
+    """Return (group, head, tile) of this program; tiles of a head are consecutive."""
     pid = tl.program_id(0)
     return (pid // tiles // heads).to(tl.int64), (pid // tiles % heads).to(tl.int64), pid % tiles
 
 
 @triton.jit
 def _hash_state(state, sample, head, at):
-    """The dropout hash, (1,) uint32, after seed, branch, sample and head."""
+    """Return the dropout hash of seed, branch, sample and head, (1,) uint32."""
     start = tl.full([1], 0, tl.int64) + state
     return fold(fold(start.to(tl.uint32), tl.load(sample + at)), tl.load(head + at))
 
 
 @triton.jit
 def _into_rows(into, rows, mask, all_heads, length):
-    """(flat rows of a running out (B, L, H, D), flat rows of its lse (B, H, L)) of query rows."""
+    """Return the flat indices of query rows in a running out (B, L, H, D) and in its lse (B, H, L)."""
     at = tl.load(into + rows, mask=mask, other=0)
     token, head = at // all_heads, at % all_heads
     return at, (token // length * all_heads + head) * length + token % length
@@ -148,7 +148,7 @@ def _forward(
     total = tl.zeros([ROWS], tl.float32)
     rows, mask = at * n + i, (i < n)[:, None] & (column < DIM)[None, :]
     at_lse = rows
-    if CHAIN:  # the running result is what earlier tiles of keys would have left
+    if CHAIN:  # continue from the running result as after earlier tiles of keys
         rows, at_lse = _into_rows(into, rows, i < n, all_heads, length)
         most = tl.load(lse + at_lse, mask=i < n, other=0.0) * LOG2E
         total = tl.where(most > float("-inf"), 1.0, 0.0)
@@ -169,7 +169,7 @@ def _forward(
 
 
 def _band_arguments(band: tuple[int, int] | None) -> dict[str, object]:
-    """The kernels' arguments of a band; without one, placeholders that are not read."""
+    """Return the kernels' arguments for a band; without one, placeholders that are not read."""
     lower, upper = band or (0, 0)
     return {"lower": lower, "upper": upper, "BAND": band is not None}
 
@@ -184,11 +184,11 @@ def forward(
     into: Into | None = None,
     band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
+    """Return (out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D).
 
-    Any strides, but 1 along D. The log-sum-exp is that without dropout. With `into` the attention continues from its state,
-    which is changed in place and returned: no merge is needed afterwards. With `band` = (lower, upper) row i sees key j
-    where lower <= j - i <= upper, whether `causal` or not.
+    m = n if causal. The stride along D is 1, other strides are free. The log-sum-exp ignores dropout. With `into` the
+    attention continues from its state, changes it in place and returns it, so no merge is needed. With `band` = (lower,
+    upper) row i sees key j if lower <= j - i <= upper, for any value of `causal`.
     """
     groups, heads, n, dim = q.shape
     rows, keys, warps, stages = config(q.dtype, dim)
@@ -217,7 +217,7 @@ def _delta(
     delta, grad, g_sg, g_sj, g_sn, out, o_sg, o_sj, o_sn, heads, n, tiles,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over D of grad * out, of each row."""
+    """Write delta, the sum over D of grad * out, for each row."""
     g, h, tile = _program(heads, tiles)
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     a = read(grad + g * g_sg + h * g_sj, i, g_sn, column, n, DIM, BLOCK, False).to(tl.float32)
@@ -290,10 +290,10 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     drop: Drop | None = None, band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from the gradient of out, out and lse (G, J, n), contiguous.
+    """Return dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from the gradient of out, out and lse (G, J, n).
 
-    out and lse may be those of a softmax over more keys than these: then this is their share of its gradient. `band`: as in
-    `forward`.
+    lse is contiguous. out and lse may include more keys than k: the results are then the share of k and v in the
+    gradients. `band`: see `forward`.
     """
     groups, heads, n, dim = q.shape
     m, block = k.shape[2], block_dim(dim)

@@ -1,11 +1,11 @@
 """Flash attention over all blocks of all documents of a call in one launch, forward and backward, from a table of jobs.
 
-A job is one block: G samples and segments, J heads, n rows. Its results lie in one buffer of rows for the whole call, row i
-of head j of group g at offset + (g * J + j) * n + i. Its inputs lie in (B, N, H, D) tensors, at position
+A job is one block: G samples and segments, J heads, n rows. All results are in one buffer of rows, row i of head j of
+group g at offset + (g * J + j) * n + i. The inputs are in (B, N, H, D) tensors, at position
 first + segment * segment_stride + j * position_step + i * rate.
-With lengths on the device the table is that of samples of N tokens, and programs leave out rows beyond a sample's length.
-With bounds of documents on the device a job is all blocks of a head and a branch in the row, and a program finds its
-document by bisection; there are as many programs as any documents of the row need, and those without rows end at once.
+With lengths on the device, the table is for samples of N tokens, and programs skip rows beyond a sample's length.
+With bounds of documents on the device, a job is all blocks of a head and a branch in the row, and a program finds its
+document by bisection. There are enough programs for any bounds, and programs without rows end at once.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows of a block.
 """
 
@@ -36,46 +36,46 @@ JOB = (
     "sample", "segments", "first", "segment_stride", "rows", "rate", "heads", "head", "head_step", "kv_head",
     "kv_head_step", "position_step", "offset", "origin", "branch", "pads",
 )  # fmt: skip
-#: columns of the same table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, numbers of segments that a
-#: document adds to N / w of them (0: rows need no such number), kv head, _, _, first row of the buffer, 0, branch, segment
-#: length, N at most. Here w and r are at most N + t: larger ones mean the same positions
+#: columns of the table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, segment numbers of a document
+#: beyond the N / w of the row (0: rows need no segment number), kv head, _, _, first row of the buffer, 0, branch,
+#: segment length (at most N). w and r are at most N + t, because larger values give the same positions
 DOCUMENT_JOB = (
     "tokens", "shift", "residue", "width", "first_residue", "rate", "", "head", "numbers", "kv_head", "", "", "offset",
     "origin", "branch", "pads",
 )  # fmt: skip
-#: rows of a program of the kernels that prepare delta, the log-sum-exp and the positions of rows
+#: rows of a program in the kernels that prepare delta, the log-sum-exp and the positions of rows
 PREPARED = 64
-#: rows that no window of a launch exceeds
+#: the width of a job without a window, longer than any window
 ENDLESS = 2**30
-#: a divisor that leaves nothing of a position
+#: a divisor larger than every position: the quotient is 0
 NONE = 2**31 - 1
-#: (query rows, key rows, warps, stages) by columns of a tile, where the best are not those of `dense`: finding the job takes
-#: registers as well. The forward and the backward over query rows, not causal, are the best of ten tried on an H200
+#: (query rows, key rows, warps, stages) by columns of a tile, if not the same as in `dense`: finding the job needs
+#: registers, too. FORWARD and OVER_ROWS, for calls that are not causal, are the best of ten tried on an H200
 OVER_KEYS = {128: (32, 64, 4, 2)}
 FORWARD = {64: (128, 64, 8, 3)}
 OVER_ROWS = {64: (128, 64, 8, 3)}
 
 
 def config(dtype: torch.dtype, dim: int, causal: bool) -> tuple[int, int, int, int]:
-    """(query rows, key rows, warps, stages) of the forward."""
-    own = {} if causal or dtype == torch.float32 else FORWARD
-    return own.get(block_dim(dim)) or dense.config(dtype, dim)
+    """Return (query rows, key rows, warps, stages) of the forward."""
+    configs = {} if causal or dtype == torch.float32 else FORWARD
+    return configs.get(block_dim(dim)) or dense.config(dtype, dim)
 
 
 def backward_config(dtype: torch.dtype, dim: int, causal: bool, over_keys: bool) -> tuple[int, int, int, int]:
-    """(query rows, key rows, warps, stages) of the backward over keys, or over query rows."""
-    own = {} if dtype == torch.float32 else OVER_KEYS if over_keys else {} if causal else OVER_ROWS
-    return own.get(block_dim(dim)) or dense.backward_config(dtype, dim, causal, over_keys)
+    """Return (query rows, key rows, warps, stages) of the backward over keys, or over query rows."""
+    configs = {} if dtype == torch.float32 else OVER_KEYS if over_keys else {} if causal else OVER_ROWS
+    return configs.get(block_dim(dim)) or dense.backward_config(dtype, dim, causal, over_keys)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The programs of a launch over tiles of a given number of rows.
+    """The programs of a launch, for tiles of a given number of rows.
 
     Attributes:
-        programs: their number.
+        programs: number of programs.
         job: (programs,) int32, the job of each program.
-        first: (jobs,) int32, the first program of each job; for documents (jobs, 4) int32, it and `slots` of the job.
+        first: (jobs,) int32, the first program of each job; for documents (jobs, 4) int32, with the job's `slots`.
     """
 
     programs: int
@@ -85,11 +85,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which rows of the buffer contribute to an output row.
+    """The table of the buffer's rows that contribute to an output row.
 
     Attributes:
-        entries: (entries, 7) int32 by span and output head: job, head in it, first position, segments, width, rows, rate.
-        starts: (spans * heads + 1,) int32, where the entries of each span and head begin.
+        entries: (entries, 7) int32 by span and output head: job, head in the job, first position, segments, width,
+            rows, rate.
+        starts: (spans * heads + 1,) int32, the first entry of each span and head.
     """
 
     entries: Tensor
@@ -98,25 +99,25 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Work:
-    """The tables of a call: what its documents and its pattern make the kernels do.
+    """The tables of a call, from its documents and its pattern.
 
     Attributes:
         rows: rows of the buffer of all jobs.
         positions: positions of all spans.
         pads: whether any job has zero pads that take softmax mass.
         rate: the largest dilation rate of a job.
-        windows: (jobs,) int32, the width in rows of each job's window, `ENDLESS` without one; None where no job has one.
-        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length,
-            N at most. For documents as in `DOCUMENT_JOB`.
+        windows: (jobs,) int32, the width of each job's window in rows, or `ENDLESS`; None if no job has a window.
+        jobs: (jobs, 16) int64 with the columns of `JOB`; with lengths on the device, the last column is the branch's
+            segment length (at most N). With bounds of documents, the columns of `DOCUMENT_JOB`.
         grids: the programs, by rows of a tile.
         tokens: output rows of a program that combines.
         tiles: number of programs that combine, for each head.
-        spans: (spans, 6) int64: first sample, first position, length, step between a program's rows, first tile, tiles of a
-            sample.
+        spans: (spans, 6) int64: first sample, first position, length, step between a program's rows, first tile, tiles
+            of a sample.
         span: (tiles,) int32, the span of each tile.
         queries, keys: entries by query head, and by kv head.
-        sent: on a GPU the stream that copied the tables, and the event after the copy.
-        bits: of the number of a document, where 2**bits + 1 bounds of documents are read on the device; else 0.
+        sent: on a GPU, the stream that copied the tables and the event after the copy.
+        bits: bits for the index of a document if the device has 2**bits + 1 bounds of documents; else 0.
     """
 
     rows: int
@@ -136,7 +137,7 @@ class Work:
     bits: int = 0
 
     def wait(self) -> None:
-        """Make the current stream wait for the tables, and keep their memory until it has read them."""
+        """Let the current stream wait for the tables, and keep their memory until this stream has read them."""
         if self.sent is None or (stream := torch.cuda.current_stream(self.jobs.device)) == self.sent[0]:
             return
         stream.wait_event(self.sent[1])
@@ -147,15 +148,15 @@ class Work:
             x.record_stream(stream)
 
     def far(self, *tensors: Tensor) -> bool:
-        """Whether neighbouring rows of a job can be 2**31 elements apart in one of the (B, N, H, D) tensors."""
+        """Return whether consecutive rows of a job can be 2**31 elements apart in one of the (B, N, H, D) tensors."""
         return self.rate * max(x.stride(1) for x in tensors) >= 2**31
 
     def window_arguments(self) -> dict[str, object]:
-        """The kernels' arguments of windows; without any, a placeholder that is not read."""
+        """Return the kernels' arguments for windows; without windows, a placeholder that is not read."""
         return {"windows": self.jobs if self.windows is None else self.windows, "BAND": self.windows is not None}
 
     def place(self, size: int, lengths: Tensor | None) -> tuple[Tensor, ...]:
-        """The arguments by which programs with tiles of `size` rows find their job; the last is not read without lengths."""
+        """Return the arguments for `_find` with tiles of `size` rows; without lengths the last is not read."""
         return self.jobs, self.grids[size].job, self.grids[size].first, self.jobs if lengths is None else lengths
 
 
@@ -164,10 +165,10 @@ class GroupedDrop:
     """Attention dropout of a call.
 
     Attributes:
-        states: (branches,) int64, the hash's state after seed and branch.
+        states: (branches,) int64, the hash of seed and branch.
         threshold: pairs with a smaller hash are dropped.
         keep: 1 / (1 - p).
-        first_head: global number of the tensors' head 0.
+        first_head: global index of the tensors' head 0.
     """
 
     states: Tensor
@@ -177,27 +178,27 @@ class GroupedDrop:
 
 
 def slots(width: int, shift: int, rate: int, tile: int, tokens: int) -> tuple[int, int, int]:
-    """(a, b, c): the tiles of document d begin at bounds[d] // a + bounds[d] // b + c * d, and none overlap.
+    """Return (a, b, c): the tiles of document d begin at bounds[d] // a + bounds[d] // b + c * d, without overlap.
 
-    Of a job with these w, t, r and tiles of `tile` rows; documents lie within N = `tokens`.
+    The job has these w, t and r and tiles of `tile` rows; documents are within N = `tokens`.
     """
-    together = rate * tile  # positions of a tile
-    if width - shift >= tokens or (width % together == 0 and shift % together == 0):
-        return together, NONE, 1  # ceil(L / together) tiles of a document of L tokens
-    if width <= together:
-        return width, NONE, 2 if shift else 1  # a tile of each segment
-    return together, width, 3
+    positions = rate * tile  # of a tile
+    if width - shift >= tokens or (width % positions == 0 and shift % positions == 0):
+        return positions, NONE, 1  # ceil(L / positions) tiles for a document of L tokens
+    if width <= positions:
+        return width, NONE, 2 if shift else 1  # a tile for each segment
+    return positions, width, 3
 
 
 @triton.jit
 def bound(bounds, i, tokens):
-    """Bound i of documents, within the row; 32 bits."""
+    """Return bound i of the documents, clamped to the row; 32 bits."""
     return tl.minimum(tl.maximum(tl.load(bounds + i), 0), tokens)
 
 
 @triton.jit
 def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: tl.constexpr, BITS: tl.constexpr):
-    """As `_find`, where documents have 2**BITS + 1 bounds on the device."""
+    """Return as `_find`, for 2**BITS + 1 bounds of documents on the device."""
     number = tl.load(job_of + tl.program_id(0))
     job, slot = jobs + number.to(tl.int64) * 16, first_of + number * 4
     at, a, b, c = tl.program_id(0) - tl.load(slot), tl.load(slot + 1), tl.load(slot + 2), tl.load(slot + 3)
@@ -221,7 +222,7 @@ def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: t
     left = tl.minimum(first + width, stop.to(tl.int64)) - position
     n = tl.maximum((left + rate - 1) // rate, 0).to(tl.int32)
     tiles = tl.cdiv(n, TILE)
-    if (tile >= tiles) | (tile < 0):  # a slot that these documents do not need, or before the first of them
+    if (tile >= tiles) | (tile < 0):  # a slot that these bounds do not need
         n, tile, tiles = 0 * n, 0 * tile, 0 * tiles + 1
     row = tl.load(job + 12) + position // rate
     numbers = tl.load(job + 8)
@@ -238,12 +239,12 @@ def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: t
 def _find(
     jobs, job_of, first_of, lengths, TILE: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """(job's row of the table, tile, tiles, rows, rate, first row of the buffer, sample, position, head, kv head, tokens of
-    the sample or document) of a program.
+    """Return a program's (job's row of the table, tile, tiles, rows, rate, first row of the buffer, sample, position,
+    head, kv head, tokens of the sample or document).
 
-    The rate has 32 bits unless rows are FAR apart: its products with strides take registers in the inner loops. With LENGTHS
-    there may be fewer rows than tiles have, or none; only then the last is known. With BITS `lengths` are bounds of
-    documents.
+    The rate has 32 bits unless rows are FAR apart, because its products with strides need registers in the inner loops.
+    With LENGTHS there may be fewer rows than tiles have, or none; without LENGTHS the tokens are 0. With BITS `lengths`
+    are the bounds of documents.
     """
     if BITS:
         return _find_in_document(jobs, job_of, first_of, lengths, TILE, FAR, BITS)
@@ -270,7 +271,7 @@ def _find(
 
 @triton.jit
 def _window(windows, job_of, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """(lowest, highest) row of a key minus that of a query that sees it, in the job of a program."""
+    """Return (lower, upper) of the window in a program's job: query row i sees key rows i + lower to i + upper."""
     lower, upper = 0, 0
     if BAND:
         width = tl.load(windows + tl.load(job_of + tl.program_id(0)))
@@ -282,13 +283,13 @@ def _window(windows, job_of, CAUSAL: tl.constexpr, BAND: tl.constexpr):
 
 @triton.jit
 def _hash_state(states, job, sample, head):
-    """The dropout hash, (1,) uint32, after seed, branch, sample and head."""
+    """Return the dropout hash of seed, branch, sample and head, (1,) uint32."""
     start = tl.full([1], 0, tl.int64) + tl.load(states + tl.load(job + 14))
     return fold(fold(start.to(tl.uint32), sample), head)
 
 
 def _drop_arguments(drop: GroupedDrop | None, positions: Tensor | None, q: Tensor) -> dict[str, object]:
-    """The kernels' arguments of dropout; without dropout, placeholders that are not read."""
+    """Return the kernels' arguments for dropout; without dropout, placeholders that are not read."""
     if drop is None:
         return {"states": q, "threshold": 0, "keep": 1.0, "first_head": 0, "positions": q, "DROP": False}
     numbers = {"threshold": drop.threshold, "keep": drop.keep, "first_head": drop.first_head}
@@ -297,14 +298,14 @@ def _drop_arguments(drop: GroupedDrop | None, positions: Tensor | None, q: Tenso
 
 @triton.jit
 def _positions(positions, jobs, job_of, first_of, bounds, BITS: tl.constexpr, ROWS: tl.constexpr):
-    """The global position of each row of the buffer."""
+    """Write the global position of each row of the buffer."""
     job, tile, _, n, rate, row, _, position, _, _, _ = _find(jobs, job_of, first_of, bounds, ROWS, False, False, BITS)
     i = tile * ROWS + tl.arange(0, ROWS)
     tl.store(positions + row + i, tl.load(job + 13) + position + i * rate, mask=i < n)
 
 
 def _positions_of(work: Work, drop: GroupedDrop | None, lengths: Tensor | None) -> Tensor | None:
-    """(rows,) int64 global positions, by which pairs are dropped; None without dropout."""
+    """Return (rows,) int64 global positions for the dropout hash; None without dropout."""
     if drop is None:
         return None
     out = torch.empty(work.rows, dtype=torch.int64, device=work.jobs.device)
@@ -348,7 +349,7 @@ def _grouped_forward(
         CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     if PADS:  # zero keys with zero values: scores of 0
-        if LENGTHS:  # there the table has the segment length: a sample shorter than that is its segment
+        if LENGTHS:  # column 15 is the segment length; a shorter sample is one segment
             width = tl.minimum(tl.load(job + 15), extent)
             pads = ((width + rate - 1) // rate - n).to(tl.float32)
         else:
@@ -374,10 +375,11 @@ def forward(
     drop: GroupedDrop | None = None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rows (rows, D), natural log-sum-exp (rows,) fp32) of all jobs from q (B, N, H, D) and k, v (B, N, K, D).
+    """Return (rows (rows, D), natural log-sum-exp (rows,) fp32) of all jobs from q (B, N, H, D) and k, v (B, N, K, D).
 
-    Any strides, but 1 along D. The log-sum-exp is that without dropout, and includes the zero pads of a job. With `lengths`
-    (B,) on the device rows beyond them are not written; for a work of documents these are their bounds (2**bits + 1,).
+    The stride along D is 1, other strides are free. The log-sum-exp ignores dropout and includes the zero pads of a
+    job. With `lengths` (B,) on the device, rows beyond them are not written. For a work of documents, `lengths` are the
+    bounds (2**bits + 1,).
     """
     dim = q.shape[3]
     rows, keys, warps, stages = config(q.dtype, dim, causal)
@@ -400,7 +402,7 @@ def _grouped_delta(
     lengths, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over D of grad * out, and the log-sum-exp, of each row of the buffer."""
+    """Write delta, the sum over D of grad * out, and the log-sum-exp for each row of the buffer."""
     _, tile, _, n, rate, row, sample, position, head, _, _ = _find(
         jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
     )
@@ -501,11 +503,11 @@ def _grouped_rows(
 
 @dataclass(frozen=True)
 class Backward:
-    """What both kernels of the backward read.
+    """The inputs of both kernels of the backward.
 
     Attributes:
         tensors: grad, q (B, N, H, D) and k, v (B, N, K, D).
-        lse, delta: fp32 of each row, in the order of the buffer, since the loops read them without a stride.
+        lse, delta: fp32 of each row, in the order of the buffer, because the loops read them without a stride.
         positions: (rows,) int64 with dropout, else None.
         lengths: (B,) on the device, or bounds of documents, or None.
     """
@@ -531,9 +533,9 @@ class Backward:
         drop: GroupedDrop | None,
         lengths: Tensor | None = None,
     ) -> Backward:
-        """From grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out (B, N, H, D) and lse (B, H, N)."""
+        """Prepare from grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out (B, N, H, D) and lse (B, H, N)."""
         grad, q, k, v, out = tensors
-        # one allocation, which costs the host less; both parts aligned
+        # one allocation costs the host less than two; both parts are aligned
         delta, row_lse = torch.empty(2, -(-work.rows // 64) * 64, dtype=torch.float32, device=q.device)
         if work.rows:
             _grouped_delta[(work.grids[PREPARED].programs,)](
@@ -546,11 +548,11 @@ class Backward:
         )
 
     def keys(self) -> Tensor:
-        """dk and dv (2, rows, D), one for each query head."""
+        """Return dk and dv (2, rows, D), for each query head."""
         return self._run(_grouped_keys, 2, True)
 
     def queries(self) -> Tensor:
-        """dq (1, rows, D)."""
+        """Return dq (1, rows, D)."""
         return self._run(_grouped_rows, 1, False)
 
     def _run(self, kernel, results: int, over_keys: bool) -> Tensor:

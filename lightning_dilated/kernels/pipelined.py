@@ -1,7 +1,7 @@
-"""Flash attention's forward for Hopper: tiles come through tensor descriptors, and products overlap with the softmax.
+"""Flash attention's forward for Hopper: loads tiles by tensor descriptors, and overlaps products with the softmax.
 
-The scores of the next keys are requested before the product of the last weights with values, so that the tensor cores work
-while exponentials are taken (the overlap of FlashAttention-3, arXiv 2407.08608, 3.1).
+The scores of the next keys are issued before the product of the last weights with values, so that the tensor cores work
+during the exponentials (the overlap of FlashAttention-3, arXiv 2407.08608, 3.1).
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import LN2, LOG2E, block_dim
 
-#: (columns of a tile, causal) -> (query rows, key rows, warps, stages); 64 and 128: the best of nine tried on an H200
+#: (columns of a tile, causal) -> (query rows, key rows, warps, stages); 64 and 128 are the best of nine on an H200
 CONFIGS = {
     **{(block, False): (64, 128, 4, 2) for block in (16, 32, 64)},
     **{(block, True): (128, 64, 4, 3) for block in (16, 32, 64)},
@@ -27,19 +27,19 @@ CONFIGS = {
 
 @triton.jit
 def _load(source, g, h, i, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(ROWS, BLOCK) of a view from row i on; zeros beyond its rows and columns."""
+    """Return (ROWS, BLOCK) of a view from row i on; zeros beyond its rows and columns."""
     return source.load([g, h, i, 0]).reshape([ROWS, BLOCK])
 
 
 @triton.jit
 def _bits(p, DTYPE: tl.constexpr):
-    """p in 16 bits, as integers: carried by the loop as floats, the compiler would keep it in shared memory."""
+    """Return p as 16-bit integers, because the compiler would keep floats in shared memory across the loop."""
     return p.to(DTYPE).to(tl.int16, bitcast=True)
 
 
 @triton.jit
 def _softmax(score, most, total, i, first, m, scale, CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr):
-    """(p, rescale, most, total) after the scores of keys first..first + KEYS; scale > 0."""
+    """Return (p, rescale, most, total) after the scores of keys first..first + KEYS; scale > 0."""
     if EDGE:
         j = first + tl.arange(0, KEYS)
         if CAUSAL:
@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over keys low..high, given p of the keys before; the caller multiplies the last p with values."""
+    """Continue the online softmax over keys low..high from p of the keys before; leaves the last p for the caller."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))
@@ -81,7 +81,7 @@ def _pipelined(
     if RAGGED:
         whole = m // KEYS * KEYS
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # longest first
         high = tl.minimum((tile + 1) * ROWS, m)
         whole = tile * ROWS // KEYS * KEYS
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _pipelined(
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    key = _load(k, g, h, 0, KEYS, BLOCK)  # the first keys by themselves, masked where they can need it
+    key = _load(k, g, h, 0, KEYS, BLOCK)  # the first keys, outside the loops
     score = tl.dot(query, tl.trans(key))
     wide, _, most, total = _softmax(score, most, total, i, 0, m, scale, CAUSAL, CAUSAL or RAGGED, KEYS)
     p = _bits(wide, key.dtype)
@@ -109,10 +109,10 @@ def _pipelined(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether the kernel takes the views: 16 bits, a head dim up to 128, rows aligned to 16 bytes; a GPU from Hopper on."""
+    """Return whether the kernel takes the views: 16 bits, head dim up to 128, 16-byte alignment, Hopper or later."""
     if q.dtype not in (torch.bfloat16, torch.float16) or (block_dim(q.shape[3]), True) not in CONFIGS:
         return False
-    if scale < 2**-100:  # it multiplies the masked scores, -inf, in float32
+    if scale < 2**-100:  # it multiplies masked scores, -inf, in float32: 0 would give NaN
         return False
     if q.device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0)):
         return False
@@ -121,12 +121,12 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 @functools.cache
 def _descriptors() -> bool:
-    """Whether this Triton makes tensor descriptors on the host (3.4 and later)."""
+    """Return whether this Triton has tensor descriptors made on the host (3.4 and later)."""
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides of (G, J, n); the stride of an axis of length 1, which is never used, becomes an aligned one."""
+    """Return the strides of (G, J, n), with an aligned stride for axes of length 1, where it is never used."""
     return [step if size > 1 else 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
 
 
@@ -136,7 +136,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """As `dense.forward` for views that `serves` accepts, without dropout."""
+    """Compute `dense.forward` without dropout, for views that `serves` accepts."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     groups, heads, n, dim = q.shape

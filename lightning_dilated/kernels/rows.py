@@ -1,7 +1,7 @@
-"""Kernels over single rows, one launch each: gathered, added and merged by their numbers, and rotated by their positions.
+"""Kernels over rows, one launch each: gather, add and merge rows by flat index, and rotate rows by position.
 
-Rows are numbered as in a contiguous (B, J) tensor. The rotary kernel reads the joint tensor of q and k, writes one tensor
-each, and takes their gradients back.
+Flat indices count the rows of a contiguous (B, L, J) tensor. The rotary kernel reads the joint tensor of q and k and
+writes two tensors; its backward reads two gradients and writes the joint gradient.
 Shape letters: B batch, L or N tokens, J heads, D head dim, H query heads, K kv heads.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated.kernels.tiles import merge_factors
 
-#: elements that a program moves at a time, and its warps
+#: elements and warps of a program
 ELEMENTS, WARPS = 2048, 4
 
 
 @triton.jit
 def _locate(numbers, length, heads):
-    """(sample, token, head) of flat numbers."""
+    """Return (sample, token, head) of flat indices."""
     return numbers // heads // length, numbers // heads % length, numbers % heads
 
 
@@ -90,23 +90,22 @@ def _merge(
     row = tl.load(target, mask=mask)
     row = row * tl.exp(row_lse - finite)[:, None] + new.to(row.dtype) * tl.exp(new_lse - finite)[:, None]
     tl.store(target, row, mask=mask)
-    tl.debug_barrier()  # every warp has read the row's lse, which one of them replaces
+    tl.debug_barrier()  # all warps must have read the row's lse before one of them replaces it
     tl.store(lse + at, merged_lse, mask=i < count)
 
 
 def _sizes(dim: int) -> dict[str, int]:
-    """Sizes of a program, and its warps."""
     block = triton.next_power_of_2(dim)
     return {"DIM": dim, "BLOCK": block, "ROWS": max(1, ELEMENTS // block), "num_warps": WARPS}
 
 
 def pick(sources: Sequence[Tensor], rows: Tensor, at: Tensor | None, into: Sequence[Tensor]) -> None:
-    """into[i][at] = sources[i][rows], of one or two (B, L, J, D) tensors alike, any strides but 1 along D.
+    """Set into[i][at] = sources[i][rows], for one or two (B, L, J, D) tensors of equal shape, stride 1 along D.
 
     Args:
-        rows: (n,) numbers.
-        at: (n,) places; None: row after row.
-        into: (m, D) tensors, 1 along D, of equal row strides.
+        rows: (n,) flat indices in the sources.
+        at: (n,) rows of the results; None: 0, 1, ..., n - 1.
+        into: (m, D) tensors with stride 1 along D and equal row strides.
     """
     a, b, count, sizes = sources[0], sources[-1], rows.numel(), _sizes(sources[0].shape[3])
     if count:
@@ -119,13 +118,13 @@ def pick(sources: Sequence[Tensor], rows: Tensor, at: Tensor | None, into: Seque
 
 
 def add(totals: Sequence[Tensor], rows: Tensor, parts: Sequence[Tensor], distinct: bool) -> None:
-    """totals[i][rows] += parts[i], rounded to their dtype; one or two.
+    """Add totals[i][rows] += parts[i], in the dtype of the totals, for one or two tensors.
 
     Args:
-        totals: (m, D) tensors, 1 along D, of equal row strides.
-        rows: (G, n) numbers, contiguous.
-        parts: (G, n, D) tensors, 1 along D.
-        distinct: that no number occurs twice; sums then do not depend on an order.
+        totals: (m, D) tensors with stride 1 along D and equal row strides.
+        rows: (G, n) rows of the totals, contiguous.
+        parts: (G, n, D) tensors with stride 1 along D.
+        distinct: whether no row occurs twice; sums then do not depend on an order.
     """
     count, sizes = rows.numel(), _sizes(parts[0].shape[-1])
     a, b = parts[0], parts[-1]
@@ -138,9 +137,9 @@ def add(totals: Sequence[Tensor], rows: Tensor, parts: Sequence[Tensor], distinc
 
 
 def merge(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge parts (G, n, D), 1 along D, and their log-sum-exp (G, n) into rows of out (B, L, J, D) and lse (B, J, L).
+    """Merge parts (G, n, D), stride 1 along D, and their log-sum-exp (G, n) into out (B, L, J, D) and lse (B, J, L).
 
-    `rows` (G, n), out and lse are contiguous; no number may occur twice.
+    `rows` (G, n) are flat indices, each at most once. `rows`, out and lse are contiguous.
     """
     count, sizes = rows.numel(), _sizes(part.shape[-1])
     if count:
@@ -151,13 +150,13 @@ def merge(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor
             )  # fmt: skip
 
 
-#: elements of half a head that a program rotates at a time, and its warps; the best of five pairs tried on an H200
+#: elements of half a head and warps of a rotary program; the best of five pairs tried on an H200
 ROTARY_ELEMENTS, ROTARY_WARPS = 512, 4
 
 
 @triton.jit
 def _turn(source, s_sh, target, t_sh, heads, c, s, mask, HALF: tl.constexpr):
-    """(a c - b s, b c + a s) of the halves a and b of every head."""
+    """Write (a c - b s, b c + a s) for the halves a and b of every head."""
     for _ in range(heads):
         a = tl.load(source, mask=mask, other=0.0).to(c.dtype)
         b = tl.load(source + HALF, mask=mask, other=0.0).to(c.dtype)
@@ -199,18 +198,18 @@ def _rotary(
 
 
 def rotary_serves(x: Tensor, table: Tensor) -> bool:
-    """Whether the kernel takes q and k of this dtype and device, and this table."""
+    """Return whether the kernel takes q and k with this dtype and device, and this table."""
     floats = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and table.dtype == torch.float32
     return floats and x.shape[0] < 65536 and kernels.available(x.device)
 
 
 def rotary(joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool) -> None:
-    """Fill q (B, N, H, D) and k (B, N, K, D) from joint (B, N, H + K, D); with `back` fill joint's gradient from theirs.
+    """Write q (B, N, H, D) and k (B, N, K, D) from joint (B, N, H + K, D); with `back`, joint's gradient from theirs.
 
     Args:
-        joint, q, k: any strides, but 1 along D.
+        joint, q, k: tensors with stride 1 along D and any others.
         cos, sin: the table, (N, D/2) or (B, N, D/2), contiguous.
-        scale: None, or xPos's scale, of the table's shape: it multiplies q and divides k.
+        scale: None, or xPos's scale, with the table's shape: it multiplies q and divides k.
     """
     batch, tokens, heads, dim = q.shape
     block = max(2, triton.next_power_of_2(dim // 2))

@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: flash attention's loops over tiles, the dropout hash, the log-sum-exp merge.
+"""Device functions shared by kernels: flash attention's loops over tiles, the dropout hash, the log-sum-exp merge.
 
 Shape letters: n query rows, m key rows, D head dim.
 """
@@ -15,18 +15,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 def precision(q: Tensor) -> str:
-    """The `input_precision` of products: exact for float32, without effect on 16-bit types."""
+    """Return the `input_precision` of products: exact for float32, without effect on 16-bit types."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 def block_dim(dim: int) -> int:
-    """Columns of a tile for a head dim: a power of two, at least the 16 that `tl.dot` needs."""
+    """Return the columns of a tile for a head dim: a power of two, at least the 16 that `tl.dot` needs."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @triton.jit
 def _mix(x):
-    """A bijection of 32-bit integers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -42,7 +41,7 @@ def fold(state, value):
 
 @triton.jit
 def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Rows i of a strided view, (len(i), BLOCK); zeros beyond its rows and columns. ALL: every row exists."""
+    """Return rows i of a strided view, (len(i), BLOCK); zeros beyond its rows and columns. ALL: every row exists."""
     at = base + i.to(tl.int64)[:, None] * stride + column[None, :]
     if ALL and DIM == BLOCK:
         return tl.load(at)
@@ -55,7 +54,7 @@ def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _seen(there, i, j, lower, upper, CAUSAL: tl.constexpr, BAND: tl.constexpr):
-    """Of pairs that are there, those in which query row i sees key row j."""
+    """Return the existing pairs in which query row i sees key row j."""
     if BAND:
         there = there & (j - i >= lower) & (j - i <= upper)
     elif CAUSAL:
@@ -65,8 +64,10 @@ def _seen(there, i, j, lower, upper, CAUSAL: tl.constexpr, BAND: tl.constexpr):
 
 @triton.jit
 def _band(first, size, count, lower, upper, STEP: tl.constexpr):
-    """(begin, inner, whole, end) of the columns c, of `count`, that rows first .. first + size - 1 see: lower <= c - row <=
-    upper. All of the rows see those from `inner` to below `whole`, multiples of STEP, as `begin` is."""
+    """Return (begin, inner, whole, end) of the columns that rows first .. first + size - 1 see, of `count` columns.
+
+    A row sees column c if lower <= c - row <= upper. All rows see the columns from `inner` to below `whole`. `begin`,
+    `inner` and `whole` are multiples of STEP, or equal to `end`."""
     begin = tl.minimum(tl.maximum(first + lower, 0), count) // STEP * STEP
     end = tl.maximum(begin, tl.minimum(count, first + size + upper))
     inner = tl.minimum(tl.cdiv(tl.maximum(first + size - 1 + lower, begin), STEP) * STEP, end)
@@ -80,7 +81,7 @@ def _attend(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`attend` over keys low..high; EDGE: some of them may be masked."""
+    """Run `attend` over keys low..high; EDGE: some keys may be masked."""
     column = tl.arange(0, BLOCK)
     for first in tl.range(low, high, KEYS):
         j = first + tl.arange(0, KEYS)
@@ -91,7 +92,7 @@ def _attend(
             score = tl.where(seen, score, float("-inf"))
         top = tl.maximum(most, tl.max(score, 1))
         finite = top
-        if BAND and EDGE:  # a row may see none of these keys, and none before
+        if BAND and EDGE:  # a row may have seen no key so far
             finite = tl.where(top == float("-inf"), 0.0, top)
         p = tl.exp2(score - finite[:, None])
         rescale = tl.exp2(most - finite)
@@ -112,11 +113,11 @@ def attend(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of query rows i of a tile over every key that they see (arXiv 2307.08691, algorithm 1).
+    """Compute the online softmax of query rows i of a tile over all keys that they see (arXiv 2307.08691, algorithm 1).
 
-    Takes and returns acc (ROWS, BLOCK), the sum of values by their weights, and the weights' maximum `most`, a power of 2,
-    and sum `total`. `row_state`: the dropout hash of each row; `keys`: global positions of the keys. With BAND query row i
-    sees key row j where lower <= j - i <= upper, whether CAUSAL or not.
+    Takes and returns acc (ROWS, BLOCK), the weighted sum of values; `most`, the largest score, as an exponent of 2; and
+    `total`, the sum of the weights. `row_state`: the dropout hash of each row; `keys`: global positions of the keys.
+    With BAND query row i sees key row j if lower <= j - i <= upper, for any value of CAUSAL.
     """
     inner, high = 0, m
     whole = m // KEYS * KEYS
@@ -146,7 +147,7 @@ def _key_gradients(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`key_gradients` over query rows low..high; EDGE: some of them may be masked."""
+    """Run `key_gradients` over query rows low..high; EDGE: some rows may be masked."""
     column = tl.arange(0, BLOCK)
     for first in tl.range(low, high, ROWS):
         i = first + tl.arange(0, ROWS)
@@ -167,9 +168,9 @@ def _key_gradients(
         weight = p
         if DROP:
             row_state = fold(hash_state, tl.load(queries + i, mask=i < n, other=0))
-            kept = fold(row_state[None, :], key_positions[:, None]) >= threshold
-            weight = tl.where(kept, p * keep, 0.0)
-            dp = tl.where(kept, dp * keep, 0.0)
+            keeps = fold(row_state[None, :], key_positions[:, None]) >= threshold
+            weight = tl.where(keeps, p * keep, 0.0)
+            dp = tl.where(keeps, dp * keep, 0.0)
         dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
         ds = p * (dp - row_delta[None, :])
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
@@ -183,9 +184,9 @@ def key_gradients(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(dk without the scale, dv), (KEYS, BLOCK) each, of keys j of a tile (arXiv 2307.08691, algorithm 2).
+    """Return (dk without the scale, dv), (KEYS, BLOCK) each, of keys j of a tile (arXiv 2307.08691, algorithm 2).
 
-    `hash_state`: the dropout hash before the query; `queries`: global positions of the query rows. CAUSAL and BAND: as in
+    `hash_state`: the dropout hash before the query; `queries`: global positions of the query rows. CAUSAL and BAND: see
     `attend`.
     """
     dk = tl.zeros([KEYS, BLOCK], tl.float32)
@@ -195,7 +196,7 @@ def key_gradients(
     if BAND or CAUSAL:
         if BAND:
             begin, inner, whole, high = _band(tile * KEYS, KEYS, n, -upper, -lower, ROWS)
-        else:  # rows before the tile see none of its keys; rows within it see some
+        else:  # rows before the tile see none of its keys; rows in the tile see some
             begin, inner = tile * KEYS // ROWS * ROWS, tl.minimum(tl.cdiv((tile + 1) * KEYS, ROWS) * ROWS, n)
             whole = tl.maximum(whole, inner)
         dk, dv = _key_gradients(
@@ -220,7 +221,7 @@ def _query_gradient(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`query_gradient` over keys low..high; EDGE: some of them may be masked."""
+    """Run `query_gradient` over keys low..high; EDGE: some keys may be masked."""
     column = tl.arange(0, BLOCK)
     for first in tl.range(low, high, KEYS):
         j = first + tl.arange(0, KEYS)
@@ -232,8 +233,8 @@ def _query_gradient(
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         if DROP:
-            kept = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :]) >= threshold
-            dp = tl.where(kept, dp * keep, 0.0)
+            keeps = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :]) >= threshold
+            dp = tl.where(keeps, dp * keep, 0.0)
         ds = p * (dp - row_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
     return dq
@@ -245,7 +246,7 @@ def query_gradient(
     CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dq without the scale, (ROWS, BLOCK), of query rows i of a tile; arguments as in `attend`, `row_lse` in powers of 2."""
+    """Return dq without the scale, (ROWS, BLOCK), of query rows i of a tile; see `attend`; `row_lse` has base 2."""
     dq = tl.zeros([ROWS, BLOCK], tl.float32)
     inner, high = 0, m
     whole = m // KEYS * KEYS
@@ -270,7 +271,7 @@ def query_gradient(
 
 @triton.jit
 def merge_factors(a, b):
-    """(exp(a - top), exp(b - top), top) of two log-sum-exps, top = max(a, b); (0, 0, -inf) where both are -inf."""
+    """Return (exp(a - top), exp(b - top), top) of two log-sum-exps, top = max(a, b); (0, 0, -inf) if both are -inf."""
     top = tl.maximum(a, b)
     finite = tl.where(top == float("-inf"), 0.0, top)
     return tl.exp(a - finite), tl.exp(b - finite), top
@@ -278,6 +279,6 @@ def merge_factors(a, b):
 
 @triton.jit
 def merge_part(acc, most, total, part, part_lse):
-    """Add part (rows, D) of log-sum-exp (rows,) to acc, the sum by weights with maximum `most` and sum `total`."""
+    """Add a part (rows, D) with log-sum-exp (rows,) to acc, a weighted sum with largest score `most` and sum `total`."""
     before, now, top = merge_factors(most, part_lse)
     return acc * before[:, None] + part * now[:, None], top, total * before + now

@@ -1,4 +1,4 @@
-"""Who attends to whom: branches, patterns and their geometry, as integers only."""
+"""Branches, patterns and their geometry, in integers only."""
 
 from typing import TYPE_CHECKING
 

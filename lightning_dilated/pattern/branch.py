@@ -1,4 +1,4 @@
-"""Branch, Window and Global: what a query head sees in one branch of a pattern; validated and immutable.
+"""Branch, Window and Global: the keys that a query head sees in one branch of a pattern; validated and immutable.
 
 Shape letters: w segment length, r dilation rate, t shift, o offset.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
 
-#: so that sums of positions, and products of rates with strides, stay within 64 bits
+#: with these limits, sums of positions and products of rates with strides fit 64 bits
 LARGEST = {"segment_length": 1 << 62, "dilation_rate": 1 << 40}
 #: a window of rate r is r branches
 MOST_RESIDUES = 1024
@@ -20,48 +20,49 @@ UNNAMED = ("segment_length", "dilation_rate", "width", "tokens")
 
 
 class _Branch:
-    """Base of all kinds of branches; each kind is a dataclass."""
+    """Base class of the kinds of branches; each kind is a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     heads: tuple[int, ...] | None
 
     def residues(self) -> tuple[Self, ...]:
-        """The branch itself: a head uses one residue of it."""
+        """Return the branch itself, because a head uses only one of its residues."""
         return (self,)
 
     def serves(self, head: int) -> bool:
-        """Whether a query head takes this branch."""
+        """Return whether a query head uses this branch."""
         return self.heads is None or head in self.heads
 
-    def _given(self) -> dict[str, Any]:
-        """The fields that are not at their defaults."""
+    def _changed_fields(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without fields at their defaults."""
-        return {name: list(x) if isinstance(x, tuple) else x for name, x in self._given().items()}
+        """Return plain values for YAML and JSON, without fields at their defaults."""
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in self._changed_fields().items()}
 
     def __repr__(self) -> str:
-        texts = {name: _ranges(x) if isinstance(x, tuple) else str(x) for name, x in self._given().items()}
+        texts = {name: _ranges(x) if isinstance(x, tuple) else str(x) for name, x in self._changed_fields().items()}
         parts = [text if name in UNNAMED else f"{name}={text}" for name, text in texts.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
 @dataclass(frozen=True, repr=False)
 class Branch(_Branch):
-    """One branch: global position p lies in segment (p + shift) // segment_length at index (p + shift) % segment_length,
-    and head h uses the positions whose index % dilation_rate equals the head's offset.
+    """A dilated branch: a head sees every r-th position of each segment.
+
+    Position p has index (p + shift) % segment_length in segment (p + shift) // segment_length. Head h uses the
+    positions with index % dilation_rate equal to the head's offset.
 
     Args:
-        segment_length: w, in tokens; None means one segment that holds the whole sequence.
+        segment_length: w, in tokens; None means one segment for the whole sequence.
         dilation_rate: r >= 1. It need not divide w.
         shift: t with 0 <= t < w; the first segment then holds only w - t tokens.
-        heads: the query heads that this branch serves; None means all of them.
-        offset: one offset in [0, r) for every head of the branch; None leaves it to the pattern's rule.
+        heads: the query heads that this branch serves; None means all heads.
+        offset: one offset in [0, r) for every head of the branch; None means the pattern's rule.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
+        TypeError, ValueError: with the argument, its value and the allowed values.
     """
 
     segment_length: int | None
@@ -69,9 +70,7 @@ class Branch(_Branch):
     shift: int = 0
     heads: tuple[int, ...] | None = None
     offset: int | None = None
-    #: only windows have one
     width: ClassVar[None] = None
-    #: only global branches have some
     tokens: ClassVar[None] = None
 
     def __post_init__(self) -> None:
@@ -94,32 +93,32 @@ class Branch(_Branch):
 
     @classmethod
     def of(cls, value: Any, name: str = "branch") -> AnyBranch:
-        """See `read_branch`."""
+        """Make a branch of any kind from `value`; see `read_branch`."""
         return read_branch(value, name)
 
 
 @dataclass(frozen=True, repr=False)
 class Window(_Branch):
-    """A sliding window: query p sees key j of its document where r divides p - j and |p - j| < width * r; causal, j <= p.
+    """A sliding window: query p sees key j of its document if r divides p - j and |p - j| < width * r (causal: j <= p).
 
-    With rate 1 these are the `width` latest tokens. Without an `offset` every position sees itself, and from a width of 2 on
-    there are no walls.
+    With rate 1 these are the `width` latest tokens. Without an `offset` every position sees itself. With a width of 2
+    or more there are no walls.
 
     Args:
-        width: keys that a causal query sees, itself among them; 2 width - 1 where attention is not causal.
+        width: keys that a causal query sees, itself included; without causal attention a query sees 2 width - 1 keys.
         dilation_rate: r >= 1, the distance between these keys.
-        heads: the query heads that this window serves; None means all of them.
-        offset: the one residue (position mod r) whose positions see each other; None: all of them.
+        heads: the query heads that this window serves; None means all heads.
+        offset: the only residue (position mod r) with positions that see each other; None means all residues.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
+        TypeError, ValueError: with the argument, its value and the allowed values.
     """
 
     width: int
     dilation_rate: int = 1
     heads: tuple[int, ...] | None = None
     offset: int | None = None
-    #: the window moves within one segment, the whole document
+    #: the whole document is one segment
     segment_length: ClassVar[None] = None
     shift: ClassVar[int] = 0
     tokens: ClassVar[None] = None
@@ -135,7 +134,7 @@ class Window(_Branch):
         _fix_heads_and_offset(self)
 
     def residues(self) -> tuple[Window, ...]:
-        """A window for each residue, so that a head uses one residue of each, as it does of a `Branch`."""
+        """Return a window for each residue: as in a `Branch`, a head then uses one residue of each window."""
         if self.offset is not None or self.dilation_rate == 1:
             return (self,)
         return tuple(replace(self, offset=o) for o in range(self.dilation_rate))
@@ -143,21 +142,21 @@ class Window(_Branch):
 
 @dataclass(frozen=True, repr=False)
 class Global(_Branch):
-    """Global tokens: query p sees key j of its document where p or j is one of the first `tokens`; causal, j <= p.
+    """Global tokens: query p sees key j of its document if p or j is one of the first `tokens` (causal: j <= p).
 
-    So the first tokens of a document, such as the class token of a slide, see all others and are seen by all, in O(N).
+    The first tokens of a document, such as the class token of a slide, see and are seen by all tokens, in O(N).
 
     Args:
-        tokens: g, the global tokens of a document; of a shorter one all of its tokens.
-        heads: the query heads that this branch serves; None means all of them.
+        tokens: g, the number of global tokens; all tokens of a shorter document are global.
+        heads: the query heads that this branch serves; None means all heads.
 
     Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
+        TypeError, ValueError: with the argument, its value and the allowed values.
     """
 
     tokens: int
     heads: tuple[int, ...] | None = None
-    #: one segment, the whole document, of which every token is used
+    #: the whole document is one segment, without dilation
     segment_length: ClassVar[None] = None
     dilation_rate: ClassVar[int] = 1
     shift: ClassVar[int] = 0
@@ -172,12 +171,12 @@ class Global(_Branch):
 
 
 AnyBranch: TypeAlias = Branch | Window | Global
-#: what a pattern takes as a branch
+#: values that a pattern accepts as a branch
 BranchLike: TypeAlias = AnyBranch | tuple[int | None, int] | Mapping[str, Any]
 
 
 def read_branch(value: Any, name: str = "branch") -> AnyBranch:
-    """A branch of any kind as it is, or one from a mapping of its fields or a (segment_length, dilation_rate) pair."""
+    """Return a branch unchanged, or make one from a mapping of its fields or a (segment_length, dilation_rate) pair."""
     if isinstance(value, AnyBranch):
         return value
     if isinstance(value, Mapping):
@@ -199,7 +198,7 @@ def read_branch(value: Any, name: str = "branch") -> AnyBranch:
 
 
 def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
-    """The branches with r neighbouring windows, one of each residue, as the window that they are the `residues` of."""
+    """Replace r consecutive windows that are the `residues` of one window by that window."""
     out: list[AnyBranch] = []
     i = 0
     while i < len(branches):
@@ -215,13 +214,11 @@ def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
 
 
 def _fix_heads(branch: AnyBranch) -> None:
-    """Check the heads, and store them as a sorted tuple."""
     if branch.heads is not None:
         object.__setattr__(branch, "heads", _checked_heads(branch.heads))
 
 
 def _fix_heads_and_offset(branch: Branch | Window) -> None:
-    """The same, and check the offset."""
     _fix_heads(branch)
     if branch.offset is not None:
         object.__setattr__(branch, "offset", integer(branch.offset, "offset", 0))
@@ -241,7 +238,7 @@ def _checked_heads(heads: Any) -> tuple[int, ...]:
 
 
 def _named(name: str, make: Any, *args: Any, **kwargs: Any) -> AnyBranch:
-    """make(...), with the branch's name in front of its error messages."""
+    """Call make(...), and put the branch's name in front of its error messages."""
     try:
         return make(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -249,7 +246,7 @@ def _named(name: str, make: Any, *args: Any, **kwargs: Any) -> AnyBranch:
 
 
 def _ranges(heads: tuple[int, ...]) -> str:
-    """`range(a, b)` where the heads are consecutive, else the list."""
+    """Return the text `range(a, b)` if the heads are consecutive, else the list."""
     if len(heads) > 2 and heads == tuple(range(heads[0], heads[-1] + 1)):
         return f"range({heads[0]}, {heads[-1] + 1})"
     return str(list(heads))

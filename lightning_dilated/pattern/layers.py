@@ -1,4 +1,4 @@
-"""The patterns of a model's layers: read from one pattern, a repeating list or a hybrid, and expanded to one a layer.
+"""Reads the patterns of a model's layers from one pattern, a repeating list or a hybrid.
 
 Shape letters: H query heads, w segment length.
 """
@@ -13,33 +13,33 @@ from lightning_dilated._validation import integer, known_keys
 from lightning_dilated.pattern.pattern import LAYERS, DilatedPattern
 from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
-#: what a model takes as `pattern`: one for all layers, or a list of them for layers 0, 1, ..., which repeats
+#: a model's `pattern`: one for all layers, or a list for layers 0, 1, ..., which repeats
 LayersLike: TypeAlias = DilatedPattern | Mapping[str, Any] | Sequence[DilatedPattern | Mapping[str, Any]]
 
-#: options of {"hybrid": {...}}; the model gives the others
+#: options of {"hybrid": {...}}; the model sets the other arguments
 HYBRID = tuple(inspect.signature(DilatedPattern.hybrid).parameters)[3:]
 
 
 def read_patterns(
     value: LayersLike, depth: int, num_heads: int, num_kv_heads: int | None = None
 ) -> DilatedPattern | tuple[DilatedPattern, ...]:
-    """One pattern for all layers, or the shortest tuple of patterns that layers 0, 1, ... take in turns.
+    """Return one pattern for all layers, or the shortest tuple of patterns that repeats over layers 0, 1, ...
 
     Args:
-        value: a pattern or a mapping of one (see `DilatedPattern.from_dict`); a list of those; or {"hybrid": options} of
-            `DilatedPattern.hybrid`.
+        value: a pattern, or its mapping (see `DilatedPattern.from_dict`); a list of patterns or mappings; or
+            {"hybrid": options} with options of `DilatedPattern.hybrid`.
         depth: layers of the model.
-        num_heads, num_kv_heads: of the model; every pattern is checked against them.
+        num_heads, num_kv_heads: heads of the model; every pattern is checked against them.
 
     Raises:
-        TypeError, ValueError: for anything else, an empty list, or one that is longer than the model is deep.
+        TypeError, ValueError: for any other value, an empty list, or a list longer than `depth`.
     """
     depth = integer(depth, "depth", 1, most=LAYERS)
     if isinstance(value, Mapping) and "hybrid" in value:
-        others = [name for name in value if name != "hybrid"]
-        if others:
+        extra = [name for name in value if name != "hybrid"]
+        if extra:
             raise ValueError(
-                f"pattern names hybrid and {', '.join(others)}: give hybrid alone, or a pattern without it."
+                f"pattern names hybrid and {', '.join(extra)}: give hybrid alone, or a pattern without it."
             )
         options = {} if value["hybrid"] is None else value["hybrid"]
         if not isinstance(options, Mapping):
@@ -70,13 +70,13 @@ def layer_patterns(
     shift_layers: str = "none",
     shift_below: int | None = None,
 ) -> tuple[DilatedPattern, ...]:
-    """The pattern of each of `depth` layers.
+    """Return the pattern of each of `depth` layers.
 
-    `shift_layers="odd"` shifts every segment of w < `shift_below` (every finite one if None) by w // 2 in layers 1, 3, ...,
-    whatever the sequence's length, so that no position is a wall for every layer.
+    `shift_layers="odd"` shifts every segment of w < `shift_below` (every finite one if None) by w // 2 in layers
+    1, 3, ..., at every sequence length, so that no position is a wall for all layers.
 
     Raises:
-        ValueError: for another value, for patterns without a defined shift, and where nothing would move.
+        ValueError: for another value, for patterns without a defined shift, and if no segment would move.
     """
     cycle = (pattern,) if isinstance(pattern, DilatedPattern) else tuple(pattern)
     if shift_layers not in ("none", "odd"):
@@ -108,5 +108,5 @@ def layer_patterns(
 
 
 def plain_patterns(pattern: DilatedPattern | Sequence[DilatedPattern]) -> dict[str, Any] | list[dict[str, Any]]:
-    """Plain values for YAML, JSON and checkpoints, which `read_patterns` reads."""
+    """Return plain values for YAML, JSON and checkpoints, which `read_patterns` reads."""
     return pattern.to_dict() if isinstance(pattern, DilatedPattern) else [member.to_dict() for member in pattern]

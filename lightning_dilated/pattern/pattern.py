@@ -1,4 +1,4 @@
-"""DilatedPattern: the validated, immutable description of which positions attend to each other.
+"""DilatedPattern: the validated, immutable description of the positions that attend to each other.
 
 Shape letters: H query heads, Hkv kv heads, N tokens, w segment length, r dilation rate, t shift, o offset.
 """
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 OFFSETS = ("interleaved", "blocked")
 OFFSET_HEADS = ("query", "kv")
 PADDING = ("masked", "attended")
-#: the most branches of a pattern, layers and query heads of a model: a file may say any number
+#: most branches of a pattern, layers and query heads of a model: limits for numbers that files may contain
 BRANCHES, LAYERS, HEADS = 1024, 10_000, 65_536
 
 
 @dataclass(frozen=True)
 class DilatedPattern:
-    """Branches of dilated attention; immutable, hashable, and free of the sequence length.
+    """Branches of dilated attention for any sequence length; immutable and hashable.
 
     Args:
         branches: `Branch`, `Window` and `Global` objects, (segment_length, dilation_rate) pairs, or mappings of their
             fields. A window of rate r becomes r windows, one for each residue.
-        offsets: how a head's offset follows from its number in a branch of rate r: "interleaved" is h mod r (the LongNet
-            paper), "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's own `offset` wins.
+        offsets: the rule for the offset of head h in a branch of rate r: "interleaved" is h mod r (the LongNet paper),
+            "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's `offset` takes precedence.
         offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
-        padding: "masked", or "attended": reproduces released checkpoints, whose zero pads took softmax mass.
+        padding: "masked", or "attended" to reproduce released checkpoints, in which zero pads took softmax mass.
 
     Raises:
-        TypeError, ValueError: naming the branch and the argument.
+        TypeError, ValueError: with the branch and the argument.
     """
 
     branches: tuple[AnyBranch, ...]
     offsets: str = "interleaved"
     offset_heads: str = "query"
     padding: str = "masked"
-    #: the pattern as one string, the form in which it enters the compiled op
+    #: the pattern as one string, for the compiled op
     code: str = field(init=False, repr=False, compare=False, default="")
 
-    if TYPE_CHECKING:  # `__post_init__` makes branches of pairs and mappings; the generated __init__ would not say so
+    if TYPE_CHECKING:  # the generated __init__ would not accept pairs and mappings, which `__post_init__` converts
 
         def __init__(
             self,
@@ -98,12 +98,12 @@ class DilatedPattern:
     # -- constructors -----------------------------------------------------------------------------------------------
     @classmethod
     def longnet(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], **kwargs: Any) -> DilatedPattern:
-        """Every head takes every branch, as in LongNet (arXiv 2307.02486, section 2.3)."""
+        """Make a pattern in which every head uses every branch, as in LongNet (arXiv 2307.02486, section 2.3)."""
         return cls(_paired(segment_lengths, dilation_rates), **kwargs)
 
     @classmethod
     def geometric(cls, first: int, last: int, ratio: int = 2, **kwargs: Any) -> DilatedPattern:
-        """Branches (first, 1), (first*ratio, ratio), (first*ratio^2, ratio^2), ... up to segment length `last`.
+        """Make branches (first, 1), (first*ratio, ratio), (first*ratio^2, ratio^2), ... up to segment length `last`.
 
         Args:
             kwargs: `offsets`, `offset_heads` and `padding` of the pattern.
@@ -127,10 +127,12 @@ class DilatedPattern:
     def head_groups(
         cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], num_heads: int, **kwargs: Any
     ) -> DilatedPattern:
-        """Branch i serves its own share of the heads, with offset i mod r_i; the first groups take one head more.
+        """Make a pattern in which each branch i serves a separate group of heads, with offset i mod r_i.
+
+        If the branches do not divide the heads, the first groups have one more head.
 
         Raises:
-            ValueError: if the lists differ in length, or `num_heads` is less than the branches.
+            ValueError: if the lists differ in length, or there are fewer heads than branches.
         """
         plain = cls(_paired(segment_lengths, dilation_rates)).branches  # checked, with the branch named in errors
         num_heads = integer(num_heads, "num_heads", 1)
@@ -138,10 +140,10 @@ class DilatedPattern:
             raise ValueError(
                 f"head_groups needs a head for each of the {len(plain)} branches, got num_heads={num_heads}."
             )
-        share, more = divmod(num_heads, len(plain))
+        share, larger_groups = divmod(num_heads, len(plain))
         branches, start = [], 0
         for i, branch in enumerate(plain):
-            stop = start + share + (i < more)
+            stop = start + share + (i < larger_groups)
             length, rate, heads = branch.segment_length, branch.dilation_rate, tuple(range(start, stop))
             branches.append(Branch(length, rate, heads=heads, offset=i % rate))
             start = stop
@@ -160,33 +162,30 @@ class DilatedPattern:
         global_first: int | None = None,
         window: bool = False,
     ) -> list[DilatedPattern]:
-        """The patterns of `depth` layers: local segments everywhere, and a few heads that see the whole sequence.
+        """Make the patterns of `depth` layers with local segments, and with a few heads that see the whole sequence.
 
-        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, with the query heads
-        that share them, have dense attention over the whole sequence. All other heads, of all layers, have segments of
-        `local` tokens.
+        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, and their query
+        heads, have dense attention over the whole sequence. All other heads have segments of `local` tokens.
 
         Args:
             depth: layers of the model.
-            num_heads, num_kv_heads: of the model; None: as many kv heads as query heads.
+            num_heads, num_kv_heads: query heads and kv heads of the model; None: one kv head for each query head.
             local: tokens of a local segment.
-            global_every: every so many layers one has dense heads.
+            global_every: distance between layers with dense heads.
             global_heads: kv heads of such a layer that are dense; "all" makes the layer ordinary attention.
-            far: a pattern whose branches the layers without a dense head take next to the local one, with its offset
-                rule.
+            far: a pattern with further branches for layers without a dense head; its offset rule applies to them.
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
                 have different boundaries.
-            global_first: the first layer with dense heads, counted from 0; None: `global_every - 1`, the last of the first
-                `global_every`. So placed, a model copied over 32,768 tokens that vary, where 0 learned nothing
-                (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys take 0 and `kv_conv`: one dense head
-                in the first of four layers recalled 99.99 % at 65,536 tokens, one in the last 0.06 %
-                (benchmarks/results/2026-11-24_h100_recall_first.md). Dense heads in layer 0 as well recalled single
+            global_first: the first layer with dense heads, counted from 0; None means `global_every - 1`. With that
+                default a model copied over 32,768 tokens that vary; with 0 it learned nothing
+                (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys take 0 and `kv_conv`: one dense
+                head in the first of four layers recalled 99.99 % at 65,536 tokens, one in the last layer 0.06 %
+                (benchmarks/results/2026-11-24_h100_recall_first.md). Dense heads in layer 0 in addition recalled single
                 keys, but learned to copy in one seed of two (benchmarks/results/2026-11-25_h200_learning.md).
-
             window: sliding windows of `local` tokens in place of segments; they have no boundaries to shift.
 
         Raises:
-            TypeError, ValueError: naming the argument.
+            TypeError, ValueError: with the name of the argument.
         """
         depth, local, window = (
             integer(depth, "depth", 1, most=LAYERS),
@@ -225,13 +224,13 @@ class DilatedPattern:
 
     @classmethod
     def dense(cls, segment_length: int | None = None, **kwargs: Any) -> DilatedPattern:
-        """Ordinary attention: over the whole sequence, or inside segments of `segment_length`."""
+        """Make a pattern of ordinary attention over the whole sequence, or in segments of `segment_length` tokens."""
         return cls((Branch(segment_length, 1),), **kwargs)
 
     def shifted(self, fraction: float = 0.5, below: int | None = None) -> DilatedPattern:
-        """The same pattern with segments shifted by floor(fraction * w) where w < `below` (everywhere if None).
+        """Return the pattern with segments of w < `below` (all segments if None) shifted by floor(fraction * w).
 
-        Meant for every other layer: it removes the walls that nested segments leave (see `explain`).
+        Shifts in every second layer remove the walls of nested segments (see `explain`).
         """
         real(fraction, "fraction", least=0, below=1, hint=" 0.5 shifts by half a segment.")
         if below is not None:
@@ -248,7 +247,7 @@ class DilatedPattern:
 
     # -- plain values ----------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML, JSON and checkpoints; `from_dict` gives an equal pattern back."""
+        """Return plain values for YAML, JSON and checkpoints; `from_dict` makes an equal pattern from them."""
         return {
             "branches": [b.to_dict() for b in join_residues(self.branches)],
             "offsets": self.offsets,
@@ -258,11 +257,11 @@ class DilatedPattern:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | DilatedPattern) -> DilatedPattern:
-        """A pattern from `to_dict`'s form, or from {segment_lengths, dilation_rates, ...} as `longnet` takes them.
+        """Make a pattern from the values of `to_dict`, or from {segment_lengths, dilation_rates, ...} as in `longnet`.
 
         Raises:
-            TypeError: for what is neither a mapping nor a pattern.
-            ValueError: for a mapping with neither or with both of these forms, or with unknown keys.
+            TypeError: if `values` is neither a mapping nor a pattern.
+            ValueError: if a mapping has neither or both of these forms, or unknown keys.
         """
         if isinstance(values, DilatedPattern):
             return values
@@ -286,7 +285,7 @@ class DilatedPattern:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def decode(code: str) -> DilatedPattern:
-        """The pattern whose `code` this is."""
+        """Return the pattern with this `code`."""
         return DilatedPattern.from_dict(json.loads(code))
 
     def __repr__(self) -> str:
@@ -298,9 +297,9 @@ class DilatedPattern:
         rules = "".join(f", {name}={getattr(self, name)!r}" for name, value in defaults if getattr(self, name) != value)
         return f"DilatedPattern([{inner}]{rules})"
 
-    # -- what it means ---------------------------------------------------------------------------------------------
+    # -- geometry ---------------------------------------------------------------------------------------------------
     def offset(self, branch: AnyBranch, head: int, num_heads: int, num_kv_heads: int | None = None) -> int:
-        """The residue o that query head `head` uses in `branch` (index mod r == o)."""
+        """Return the residue o that query head `head` uses in `branch` (index mod r == o)."""
         if branch.offset is not None:
             return branch.offset
         total = num_heads
@@ -311,24 +310,22 @@ class DilatedPattern:
         return head % r if self.offsets == "interleaved" else head // -(-total // r)
 
     def listed(self, number: int) -> tuple[int, AnyBranch]:
-        """(place in the list of branches as it was given, the branch there) of `branches[number]`.
-
-        A window of rate r is one branch in that list, and r in `branches`.
+        """Return (index, branch) of `branches[number]` in the user's list, in which a window of rate r is one branch.
 
         Raises:
             IndexError: if there is no such branch.
         """
-        for place, branch in enumerate(join_residues(self.branches)):
+        for index, branch in enumerate(join_residues(self.branches)):
             number -= len(branch.residues())
             if number < 0:
-                return place, branch
+                return index, branch
         raise IndexError(f"the pattern has {len(self.branches)} branches.")
 
     def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> tuple[int, int]:
-        """(H, Hkv) after checking that every branch's heads exist and that groups are whole.
+        """Return (H, Hkv), after a check that the model has the heads of every branch.
 
         Raises:
-            ValueError: naming the branch and its heads.
+            ValueError: if a head does not exist, or a branch splits a kv group with offset_heads="kv".
         """
         num_heads = integer(num_heads, "num_heads", 1, most=HEADS)
         num_kv_heads = num_heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads", 1)
@@ -360,7 +357,7 @@ class DilatedPattern:
         num_kv_heads: int | None = None,
         cu_seqlens: Sequence[int] | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """c(p, j, h), the number of branches in which query p sees key j: the definition itself.
+        """Return c(p, j, h), the number of branches in which query p sees key j: the definition of the op.
 
         Returns:
             (H, N, N) int64 on the CPU, indexed [head, query, key]. Memory O(H N^2).
@@ -375,9 +372,9 @@ class DilatedPattern:
         causal: bool,
         num_kv_heads: int | None = None,
     ) -> Explanation:
-        """Walls, dead residues, layers to full reach, FLOPs, keys a row and sight at this length; `print` it.
+        """Return walls, dead residues, layers to full reach, FLOPs, keys per row and sight at this length, to `print`.
 
-        For layers with different patterns: `model.explain(seq_len)`.
+        `model.explain(seq_len)` does so for layers with different patterns.
         """
         return hook("explain patterns")(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
@@ -390,14 +387,15 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """A matplotlib Figure of who attends to whom, written to `path` if given: of all heads and of up to three single
-        ones, first one for each set of branches that heads take; or of `head` alone.
+        """Plot the attention pattern as a matplotlib Figure, and write it to `path` if there is one.
+
+        The figure shows all heads together and up to three single heads, if possible with different branches; or only
+        `head`.
         """
         return hook("plot a pattern")(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 
 
 def _first_global_layer(depth: int, every: int, first: int | None) -> int:
-    """`global_first` of `DilatedPattern.hybrid`, counted from 0."""
     if first is None and every > depth:
         raise ValueError(
             f"global_every={every} leaves none of {depth} layers with a dense head: it must be at most depth."
@@ -409,7 +407,7 @@ def _first_global_layer(depth: int, every: int, first: int | None) -> int:
 
 
 def _paired(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int], ...]:
-    """((w, r), ...) from two lists of equal length."""
+    """Return ((w, r), ...) from two lists of equal length."""
     for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
             raise TypeError(f"{name} must be a list of integers, got {values!r}.")

@@ -1,7 +1,7 @@
-"""Geometry of a pattern: which positions a head uses in which segments, as the definition states it and as strided blocks.
+"""Geometry of a pattern: the positions that a head uses in each segment, by the definition and as strided blocks.
 
-All other code takes segments, rows and padded keys from here. `counts` and `pads` spell the definition out and are never
-optimised: everything else is tested against them. `in_turns` gives each layer its pattern.
+All other code takes segments, rows and padded keys from here. `counts` and `pads` state the definition and are never
+optimised: everything else is tested against them.
 Shape letters: H query heads, N tokens of a document, w segment length, r dilation rate, t shift, o offset.
 """
 
@@ -23,22 +23,20 @@ if TYPE_CHECKING:
 
 
 def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
-    """The patterns of `depth` layers that take a list in turns."""
+    """Repeat a list of patterns over `depth` layers."""
     return tuple(patterns[i % len(patterns)] for i in range(depth))
 
 
 def shortest_cycle(patterns: Sequence[Any]) -> tuple[Any, ...]:
-    """The shortest prefix of the list that gives it when repeated."""
+    """Return the shortest prefix that gives the list when it is repeated."""
     lengths = (n for n in range(1, len(patterns)) if all(x == patterns[i % n] for i, x in enumerate(patterns)))
     return tuple(patterns[: next(lengths, len(patterns))])
 
 
 # -- segments and rows -------------------------------------------------------------------------------------------------
 class Segment(NamedTuple):
-    """The positions [start, stop) of a segment in its document; `first` is the position of its index 0.
-
-    `first` is below 0 in a first segment that a shift cuts.
-    """
+    """Positions [start, stop) of a segment in its document; `first` is the position of index 0, negative if a shift
+    cuts the segment."""
 
     start: int
     stop: int
@@ -46,46 +44,46 @@ class Segment(NamedTuple):
 
 
 def segment_width(branch: AnyBranch, seq_len: int) -> int:
-    """w of a branch over a document: a segment longer than N + t holds the same positions as one of that length."""
+    """Return w of a branch, at most N + t, because no longer segment holds more positions of a document."""
     longest = seq_len + branch.shift
     return longest if branch.segment_length is None else min(branch.segment_length, longest)
 
 
 def window_reach(branch: AnyBranch) -> int | None:
-    """The distance from which on a window sees no key, width * r; None for a branch without a window."""
+    """Return width * r, the smallest distance at which a window sees no key; None for a branch without a window."""
     return None if branch.width is None else branch.width * branch.dilation_rate
 
 
 def window_band(branch: AnyBranch, causal: bool) -> tuple[int, int] | None:
-    """(lower, upper): a query row sees the key rows from `lower` to `upper` rows after it; None without a window."""
+    """Return (lower, upper): query row i sees key rows i + lower to i + upper; None without a window."""
     return None if branch.width is None else (1 - branch.width, 0 if causal else branch.width - 1)
 
 
 def windowed(pattern: DilatedPattern) -> list[AnyBranch]:
-    """The windows among the branches as they were given."""
+    """Return the windows in the user's list of branches."""
     return list(dict.fromkeys(pattern.listed(i)[1] for i, b in enumerate(pattern.branches) if b.width is not None))
 
 
 def global_tokens(pattern: DilatedPattern) -> list[AnyBranch]:
-    """The branches with global tokens."""
+    """Return the branches with global tokens."""
     return [b for b in pattern.branches if b.tokens is not None]
 
 
 def without_global(pattern: DilatedPattern) -> DilatedPattern | None:
-    """The pattern without its branches of global tokens; None where it has no others."""
-    others = tuple(b for b in pattern.branches if b.tokens is None)
-    return None if not others else pattern if others == pattern.branches else replace(pattern, branches=others)
+    """Return the pattern without branches of global tokens; None if it has no other branches."""
+    branches = tuple(b for b in pattern.branches if b.tokens is None)
+    return None if not branches else pattern if branches == pattern.branches else replace(pattern, branches=branches)
 
 
 def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
-    """The segment of a branch that holds a position."""
+    """Return the segment of a branch that contains a position."""
     width = segment_width(branch, seq_len)
     first = (position + branch.shift) // width * width - branch.shift
     return Segment(max(first, 0), min(first + width, seq_len), first)
 
 
 def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-    """(start, number, tokens, first index) of each class of equal segments: a short first one, whole ones, the tail."""
+    """Yield (start, number, tokens, first index) of each class of equal segments: a cut one, full ones, a tail."""
     start = 0
     if shift:
         start = min(width - shift, length)
@@ -99,14 +97,14 @@ def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, 
 
 
 def head_rows(start: int, stop: int, first: int, rate: int, offset: int) -> range:
-    """The positions p in [start, stop) that a head of this offset uses: (p - first) mod r == o."""
+    """Return the positions p in [start, stop) that a head with this offset uses: (p - first) mod r == o."""
     return range(start + (first + offset - start) % rate, stop, rate)
 
 
 def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: int) -> int:
-    """n_pad of a segment in which a head has `keys` keys: ceil(min(w, N) / r) - keys; 0 unless padding="attended".
+    """Return n_pad of a segment with `keys` keys of a head: ceil(min(w, N) / r) - keys; 0 unless padding="attended".
 
-    Callers leave it out of causal attention, where the pads come after every query.
+    Callers omit pads from causal attention, because all pads follow the queries.
     """
     if pattern.padding != "attended":
         return 0
@@ -114,7 +112,7 @@ def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: 
 
 
 def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
-    """Raise where padding="attended" is not defined: segments that r does not divide, and more than one of them."""
+    """Raise ValueError if padding="attended" is not defined: several segments with a length that r does not divide."""
     if pattern.padding != "attended":
         return
     for i, branch in enumerate(pattern.branches):
@@ -129,13 +127,13 @@ def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
 
 # -- the definition ----------------------------------------------------------------------------------------------------
 def segment_index(branch: AnyBranch, seq_len: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number of the segment, index within it) of int64 positions."""
+    """Return (segment number, index in the segment) of int64 positions."""
     width = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
     return (positions + branch.shift) // max(width, 1), (positions + branch.shift) % max(width, 1)
 
 
 def used_index(pattern: DilatedPattern, branch_index: int, seq_len: int, num_heads: int, num_kv_heads: int | None):
-    """(segment of p, is p used by h): (N,) int64 and (H, N) bool for one branch over one document."""
+    """Return segment[p], (N,) int64, and used[h, p], (H, N) bool, for one branch over one document."""
     branch = pattern.branches[branch_index]
     segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     used = torch.zeros(num_heads, seq_len, dtype=torch.bool)
@@ -145,14 +143,14 @@ def used_index(pattern: DilatedPattern, branch_index: int, seq_len: int, num_hea
 
 
 def seen_within(branch: AnyBranch, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | bool:
-    """Which positions of queries see which of keys, of those in one segment: all but in windows and global branches."""
+    """Return whether each query position sees each key position of its segment; True if all do."""
     if (reach := window_reach(branch)) is not None:
         return (query - key).abs() < reach
     return True if branch.tokens is None else (query < branch.tokens) | (key < branch.tokens)
 
 
 def check_bounds(bounds: list[int], seq_len: int) -> list[int]:
-    """`bounds` of packed documents, or an error unless they rise from 0 to the number of tokens."""
+    """Return `bounds` of packed documents. Raises: ValueError unless they rise from 0 to the number of tokens."""
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in itertools.pairwise(bounds)):
         shown = str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
         raise ValueError(
@@ -169,7 +167,7 @@ def counts(
     num_kv_heads: int | None = None,
     cu_seqlens: Sequence[int] | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """c(p, j, h) as (H, N, N) int64; see `DilatedPattern.counts`."""
+    """Return c(p, j, h) as (H, N, N) int64; see `DilatedPattern.counts`."""
     seq_len = integer(seq_len, "seq_len", 0)
     pattern.check_heads(num_heads, num_kv_heads)
     flag(causal, "causal")
@@ -188,10 +186,10 @@ def counts(
 def pads(
     pattern: DilatedPattern, seq_len: int, num_heads: int, causal: bool, num_kv_heads: int | None = None
 ) -> torch.Tensor:
-    """(H, N) int64: the zero keys that a released checkpoint lets query p of head h see, summed over branches.
+    """Return (H, N) int64: the zero keys that query p of head h sees in a released checkpoint, summed over branches.
 
-    0 everywhere unless `padding="attended"` and not causal. In a branch that holds (p, h): ceil(w'/r) minus the keys of h
-    that really are in p's segment, w' = min(w, N).
+    0 everywhere unless `padding="attended"` and not causal. A branch that contains (p, h) adds ceil(w'/r), with
+    w' = min(w, N), minus the keys that h has in p's segment.
     """
     total = torch.zeros(num_heads, seq_len, dtype=torch.int64)
     if pattern.padding != "attended" or causal:
@@ -207,10 +205,10 @@ def pads(
 
 
 def row_pairs(rows: int, width: int | None, causal: bool) -> int:
-    """Pairs among the rows of a head in a segment, in a window of `width` rows if there is one."""
+    """Return the pairs among the rows of a head in a segment, limited to a window of `width` rows if there is one."""
     width = rows if width is None else min(width, rows)
-    until = width * (width + 1) // 2 + (rows - width) * width  # with keys not after the query
-    return until if causal else 2 * until - rows
+    causal_pairs = width * (width + 1) // 2 + (rows - width) * width
+    return causal_pairs if causal else 2 * causal_pairs - rows
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -218,11 +216,11 @@ def row_pairs(rows: int, width: int | None, causal: bool) -> int:
 class Block:
     """`segments` x `heads` x `rows` positions that one kernel call serves.
 
-    Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride: in a strided
-    view of (B, N, H, D) the head stride may move along the sequence too, so heads of different offsets share a call.
-    `pads` zero keys are attended next to the rows (padding="attended"). With a `width` row i sees row j only where
-    |i - j| < width. With `keys` = (first, rows) the keys are these positions and not the rows themselves, and every row sees
-    all of them; where they come after the rows, only if attention is not causal.
+    Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride. The head
+    stride of a strided view of (B, N, H, D) may also move along the sequence, so heads of different offsets share a
+    call. Rows attend to `pads` zero keys in addition (padding="attended"). With a `width`, row i sees row j only if
+    |i - j| < width. With `keys` = (first, rows) every row sees these positions instead of the block's rows; keys that
+    follow the rows are seen only if attention is not causal.
     """
 
     branch: int
@@ -243,25 +241,25 @@ class Block:
 
     @property
     def key_rows(self) -> int:
-        """Key rows of a head in a segment."""
+        """Return the key rows of a head in a segment."""
         return self.rows if self.keys is None else self.keys[1]
 
     @property
     def query_rows(self) -> int:
-        """Query rows of all its heads and segments."""
+        """Return the query rows of all heads and segments."""
         return self.segments * self.heads * self.rows
 
     def pairs(self, causal: bool) -> int:
-        """(query, key) pairs of the block."""
+        """Return the number of (query, key) pairs."""
         if self.keys is not None:
-            later = causal and self.keys[0] > self.first
-            return 0 if later else self.segments * self.heads * self.rows * self.keys[1]
+            unseen = causal and self.keys[0] > self.first
+            return 0 if unseen else self.segments * self.heads * self.rows * self.keys[1]
         return self.segments * self.heads * row_pairs(self.rows, self.width, causal)
 
 
 @dataclass(frozen=True)
 class _HeadRows:
-    """One head's rows in a class of equal segments, before heads are joined into blocks."""
+    """Rows of one head in a class of equal segments; heads are joined into blocks later."""
 
     head: int
     kv_head: int
@@ -280,11 +278,11 @@ def blocks(
     heads: tuple[int, int] | None = None,
     whole: bool = False,
 ) -> tuple[Block, ...]:
-    """All blocks of one document of `seq_len` tokens, branch by branch. No block is empty, no row is left out.
+    """Return all blocks of one document of `seq_len` tokens, branch by branch. No block is empty.
 
-    `part` = (start, stop) takes only those positions, with segments cut at its ends and rows counted from its start; with
-    `whole`, segments that it cuts are left out. `heads` = (first, stop) takes only those query heads, numbered from `first`
-    (and kv heads from that of `first`). n_pad of a cut segment is that of the whole one.
+    `part` = (start, stop) selects these positions, cuts segments at its ends and counts rows from its start; `whole`
+    omits the cut segments. `heads` = (first, stop) selects these query heads, and counts them from `first` (and kv
+    heads from the kv head of `first`). A cut segment has the n_pad of the whole segment.
     """
     check_padding(pattern, seq_len)
     start, stop = part or (0, seq_len)
@@ -295,14 +293,14 @@ def blocks(
     out: list[Block] = []
     for i, branch in enumerate(pattern.branches):
         if branch.tokens is not None:
-            of_head = [(h - window.start, h // group - window.start // group) for h in window if branch.serves(h)]
+            numbers = [(h - window.start, h // group - window.start // group) for h in window if branch.serves(h)]
             cut = whole and (start, stop) != (0, seq_len)
-            out += () if cut else _global_blocks(i, branch.tokens, (start, stop), of_head, num_heads, num_kv_heads)
+            out += () if cut else _global_blocks(i, branch.tokens, (start, stop), numbers, num_heads, num_kv_heads)
             continue
         width, rate = segment_width(branch, seq_len), branch.dilation_rate
         offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in window if branch.serves(h)]
         strides, attended = _head_strides(num_heads, num_kv_heads, rate), pattern.padding == "attended"
-        for begin, number, length, _ in segment_classes(width, (start + branch.shift) % width, stop - start):
+        for begin, segments, length, _ in segment_classes(width, (start + branch.shift) % width, stop - start):
             segment = segment_at(branch, seq_len, start + begin)
             if whole and (segment.start < start or segment.stop > stop):
                 continue
@@ -312,26 +310,24 @@ def blocks(
                 if rows:
                     keys = head_rows(*segment, rate, offset)
                     zero_keys = padded_keys(pattern, branch, seq_len, len(keys)) if attended else 0
-                    numbers = h - window.start, h // group - window.start // group
-                    all_rows.append(_HeadRows(*numbers, rows.start - start, len(rows), zero_keys))
+                    number, kv_number = h - window.start, h // group - window.start // group
+                    all_rows.append(_HeadRows(number, kv_number, rows.start - start, len(rows), zero_keys))
             runs = _runs(tuple(all_rows), strides)
-            out += (_block(i, run, number, width, rate, branch.width) for run in runs)
+            out += (_block(i, run, segments, width, rate, branch.width) for run in runs)
     return tuple(out)
 
 
 def _global_blocks(
     branch: int, tokens: int, part: tuple[int, int], heads: list[tuple[int, int]], num_heads: int, num_kv_heads: int
 ) -> Iterator[Block]:
-    """The global tokens among themselves, the other positions of `part` with these as keys, and the other way round.
-
-    `heads`: (head, kv head) of those that the branch serves.
-    """
+    """Yield blocks of the (head, kv head) pairs in `heads`: global rows with themselves as keys, local rows with global
+    keys, and global rows with local keys."""
     length, edge = part[1] - part[0], min(max(tokens - part[0], 0), part[1] - part[0])
-    first, rest = (0, edge), (edge, length - edge)
-    for rows, keys in ((first, None), (rest, first), (first, rest)):
+    global_rows, local_rows = (0, edge), (edge, length - edge)
+    for rows, keys in ((global_rows, None), (local_rows, global_rows), (global_rows, local_rows)):
         if rows[1] and (keys is None or keys[1]):
-            of_head = tuple(_HeadRows(h, kv_head, rows[0], rows[1], 0) for h, kv_head in heads)
-            for run in _runs(of_head, _head_strides(num_heads, num_kv_heads, 1)):
+            all_rows = tuple(_HeadRows(h, kv_head, rows[0], rows[1], 0) for h, kv_head in heads)
+            for run in _runs(all_rows, _head_strides(num_heads, num_kv_heads, 1)):
                 yield replace(_block(branch, run, 1, length, 1, None), keys=keys)
 
 
@@ -343,26 +339,26 @@ def pairs(
     causal: bool,
     heads: tuple[int, int] | None = None,
 ) -> int:
-    """(query, key) pairs over branches and all heads, or those of (first, stop): 4 D of them are the forward FLOPs, 10 D the
-    backward ones."""
+    """Return the (query, key) pairs over branches and heads (all, or first to stop): a pair takes 4 D FLOPs in the
+    forward and 10 D in the backward."""
     return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads, heads=heads))
 
 
 def query_rows(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int | None) -> int:
-    """Query rows over branches and all heads."""
+    """Return the query rows over branches and all heads."""
     return sum(b.query_rows for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads))
 
 
 def pairs_of_part(
     pattern: DilatedPattern, part: range, num_heads: int, num_kv_heads: int | None = None
 ) -> tuple[int, int]:
-    """Causal pairs over branches and all heads of the queries at these positions of a document: (those with keys of the
-    part, those with keys before it)."""
+    """Return the causal pairs of the queries in a part of a document, over branches and all heads: (pairs with keys in
+    the part, pairs with earlier keys)."""
     kv_heads = num_kv_heads or num_heads
-    own = sum(b.pairs(True) for b in blocks(pattern, part.stop, num_heads, kv_heads, (part.start, part.stop)))
-    # no query sees a later key, so those before the part have the pairs of a document that ends there
-    until = [pairs(pattern, at, num_heads, kv_heads, True) if at else 0 for at in (part.start, part.stop)]
-    return own, until[1] - until[0] - own
+    local = sum(b.pairs(True) for b in blocks(pattern, part.stop, num_heads, kv_heads, (part.start, part.stop)))
+    # no query sees a later key, so queries before a position have the pairs of a document that ends there
+    before = [pairs(pattern, at, num_heads, kv_heads, True) if at else 0 for at in (part.start, part.stop)]
+    return local, before[1] - before[0] - local
 
 
 def _block(branch: int, run: list[_HeadRows], segments: int, segment: int, rate: int, width: int | None) -> Block:
@@ -386,7 +382,7 @@ def _block(branch: int, run: list[_HeadRows], segments: int, segment: int, rate:
 
 
 def _head_strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ...]:
-    """Head strides worth trying: neighbours, equal offsets of either rule, and kv groups."""
+    """Return the head strides to try: neighbours, equal offsets of either rule, and kv groups."""
     group = num_heads // num_kv_heads
     tries = {1, rate, group, group * rate, -(-num_heads // rate), group * -(-num_kv_heads // rate)}
     return tuple(sorted(t for t in tries if 1 <= t <= num_heads))
@@ -394,7 +390,7 @@ def _head_strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ..
 
 @functools.lru_cache(maxsize=16384)
 def _runs(all_rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[list[_HeadRows], ...]:
-    """Fewest groups of heads that one strided view can hold: equal steps of head, kv head and first position."""
+    """Group heads into the fewest runs that strided views can hold: equal steps of head, kv head and first position."""
     best: list[list[_HeadRows]] | None = None
     for stride in strides:
         runs: list[list[_HeadRows]] = []
@@ -406,7 +402,7 @@ def _runs(all_rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[li
 
 
 def _split(all_rows: list[_HeadRows], stride: int) -> list[list[_HeadRows]]:
-    """Heads that are equal modulo `stride`, split into arithmetic runs from the left."""
+    """Split heads that are equal modulo `stride` into arithmetic runs, from the left."""
     runs: list[list[_HeadRows]] = []
     for rows in all_rows:
         if runs and _continues(runs[-1], rows, stride):

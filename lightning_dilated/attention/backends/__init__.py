@@ -1,6 +1,6 @@
-"""The registry of engines, and how "auto" picks one for a call.
+"""The registry of engines, and the choice of "auto" for a call.
 
-The thresholds at the top were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). Change an entry for
+The thresholds below were measured on an H200 (`benchmarks/results/2026-11-21_h200_speed.md`). Change an entry for
 another machine; `engine=` overrides all of them.
 """
 
@@ -20,20 +20,19 @@ from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.attention.backends.triton import TRITON
 from lightning_dilated.attention.backends.windows import with_windows
 
-#: compute capability -> mean FLOPs of forward and backward of a block below which the triton engine's grouped launches are
-#: faster than one call of cuDNN for each block, which takes the host about 0.2 ms each way
+#: compute capability -> FLOPs (mean of a block, forward and backward) below which triton's grouped launches are faster
+#: than a call of cuDNN for each block, which takes the host about 0.2 ms in each pass
 GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
-#: the same for every other compute capability: never
+#: the threshold for other compute capabilities: triton's grouped launches are never preferred
 DEFAULT = 0.0
-#: the same where shapes change from call to call: the host takes some 30 ms to compile a graph of cuDNN for each new shape.
-#: In twelve layers with a block of so many FLOPs triton loses about as much to cuDNN on an H100
+#: as GROUPED_BELOW, if shapes change from call to call: the host takes about 30 ms to compile a graph of cuDNN for a
+#: new shape. With blocks of these FLOPs in twelve layers, triton loses about the same time to cuDNN on an H100
 CHANGING_BELOW: dict[tuple[int, int], float] = {(9, 0): 5.0e12}
-#: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running result,
-#: is faster than cuDNN's and a merge; used for keys that arrive from other ranks or chunks
+#: compute capability -> (query, key) pairs of a head up to which triton's forward, which continues from the running
+#: result, is faster than cuDNN's forward and a merge; for keys from other ranks or chunks
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
-#: the same of batches whose shapes change from call to call, forward and backward
+#: as CHAINED_UP_TO, in forward and backward, for batches with shapes that change from call to call
 CHANGING_UP_TO = 2.0**24
-
 
 __all__ = [
     "ENGINES",
@@ -50,9 +49,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-#: every engine by its name
+#: all engines by name
 ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH)}
-#: names for the first of several engines that serves the call
+#: names that pick the first of several engines that serves the call
 FAMILIES: dict[str, tuple[str, ...]] = {
     "sdpa": ("cudnn", "flash", "cpu_flash"),
     "auto": ("cudnn", "flash", "cpu_flash", "triton", "math"),
@@ -61,7 +60,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine picked for a request, and why each engine before it was rejected."""
+    """The engine picked for a request, and the reasons against the engines before it."""
 
     engine: Engine
     rejected: dict[str, str]
@@ -76,7 +75,7 @@ class Choice:
 
 
 def environment(device: torch.device) -> tuple[object, ...]:
-    """What the choice of engine and executor follows from besides the request, and what may change between calls."""
+    """Return the settings besides the request that decide on engine and executor and may change between calls."""
     capability = kernels.capability(device) or (0, 0)
     limits = [table.get(capability, DEFAULT) for table in (GROUPED_BELOW, CHANGING_BELOW)]
     impl = torch.nn.attention.current_flash_attention_impl()
@@ -84,19 +83,19 @@ def environment(device: torch.device) -> tuple[object, ...]:
 
 
 def engine_names() -> list[str]:
-    """Every value that `engine=` takes."""
+    """Return all values of `engine=`."""
     return [*FAMILIES, *ENGINES]
 
 
 def for_rows(engine: Engine, rows: int) -> Engine:
-    """The engine, or the math engine for fewer rows (of queries or of keys) than it takes."""
+    """Return the engine, or the math engine if there are too few rows of queries or keys for it."""
     return engine if rows >= engine.min_rows else MATH
 
 
 def for_band(engine: Engine, request: Request) -> Engine:
-    """The engine, or one that takes a `Band` where it does not.
+    """Return the engine if it takes a `Band`, else another engine that does.
 
-    On a GPU that is triton, if it serves the request; long windows are cuDNN's where nvidia-cudnn-frontend is installed.
+    On a GPU this is triton if it serves the request, and cuDNN for long windows if nvidia-cudnn-frontend is installed.
     """
     if engine.bands:
         return engine
@@ -107,10 +106,10 @@ def for_band(engine: Engine, request: Request) -> Engine:
 
 
 def check_name(name: str) -> str:
-    """`name`.
+    """Return `name`.
 
     Raises:
-        ValueError: if no engine has this name; lists the engines.
+        ValueError: if no engine or family has this name.
     """
     if name not in FAMILIES and name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(engine_names())}; got {name!r}.")
@@ -118,9 +117,9 @@ def check_name(name: str) -> str:
 
 
 def _candidates(name: str) -> tuple[str, ...]:
-    """The engines that a name stands for, in order of preference.
+    """Return the names of the engines of a family, or the engine, in order of preference.
 
-    Where the user has activated another flash attention in torch, it comes before cuDNN
+    "flash" precedes cuDNN if the user activated another flash attention in torch
     (`torch.nn.attention.activate_flash_attention_impl("FA3")`).
     """
     names = FAMILIES.get(check_name(name), (name,))
@@ -130,7 +129,7 @@ def _candidates(name: str) -> tuple[str, ...]:
 
 
 def _grouped(request: Request) -> str | None:
-    """Why the triton engine's grouped launch is preferred to engines that are called block by block; None if it is not."""
+    """Return why triton's grouped launches are preferred to engines that are called block by block, or None."""
     capability = request.capability or kernels.capability(request.device)
     if capability is None:
         return None
@@ -141,7 +140,7 @@ def _grouped(request: Request) -> str | None:
 
 
 def triton_up_to(name: str, request: Request) -> tuple[float, float]:
-    """(query, key) pairs of a head up to which "auto" takes triton for what arrives from others, forward and backward."""
+    """Return (forward, backward): most pairs of a head for which "auto" computes keys from other ranks by triton."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0, 0.0
     if request.changing:
@@ -150,12 +149,11 @@ def triton_up_to(name: str, request: Request) -> tuple[float, float]:
     return (0.0 if capability is None else CHAINED_UP_TO.get(capability, 0.0)), 0.0
 
 
-#: kinds of calls whose choice was logged
+#: kinds of calls with a logged choice
 _seen: set[tuple] = set()
 
 
 def _log_choice(choice: Choice, request: Request) -> Choice:
-    """The choice, after logging it once for each kind of call."""
     if torch.compiler.is_compiling():
         return choice
     kind = choice.name, request.dtype, request.device.type, request.head_dim
@@ -167,12 +165,12 @@ def _log_choice(choice: Choice, request: Request) -> Choice:
 
 
 def choose(name: str, request: Request, say: bool = True) -> Choice:
-    """The first engine of `name` that serves the request.
+    """Return the first engine of `name` that serves the request.
 
-    With `say` the choice of "auto" is logged at level INFO, once for each kind of call.
+    With `say`, log the choice of "auto" at level INFO, once for each kind of call.
 
     Raises:
-        ValueError: if none does, with the reason of each and the engines that would.
+        ValueError: if no engine of `name` does, with reasons and the engines that serve the request.
     """
     rejected, candidates = dict[str, str](), _candidates(name)
     if name == "auto" and (grouped := _grouped(request)) is not None and TRITON.why_not(request) is None:

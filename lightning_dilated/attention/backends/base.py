@@ -1,4 +1,4 @@
-"""What an engine is: dense attention with log-sum-exp over one block, what it accepts, and how two results merge.
+"""Engine: dense attention with log-sum-exp over one block, its requirements, and the merge of two results.
 
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
@@ -21,7 +21,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Band(NamedTuple):
-    """Which pairs of a block are computed: query row i and key row j where lower <= j - i <= upper."""
+    """The computed pairs of a block: query row i and key row j with lower <= j - i <= upper."""
 
     lower: int
     upper: int
@@ -31,10 +31,10 @@ class Terms(NamedTuple):
     """Arguments of an engine besides rows.
 
     Attributes:
-        causal: whether query row i sees key rows up to i only; without effect if there is a band.
+        causal: whether query row i sees only key rows up to i; ignored if there is a band.
         scale: the factor of q.k.
-        dropout: the pairs that are dropped; None: none.
-        band: the pairs that are computed; None: all. Only engines with `bands` take one.
+        dropout: the dropped pairs; None: no dropout.
+        band: the computed pairs; None: all pairs. Only engines with `bands` take a band.
     """
 
     causal: bool
@@ -45,14 +45,14 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a call requires of an engine.
+    """The requirements of a call.
 
     Attributes:
         dropout: whether attention weights are dropped.
         scale: the factor of q.k.
-        block_flops: mean FLOPs of forward and backward of a block; infinite where the blocks cannot share a few launches.
-        capability: compute capability of the GPU, which this machine need not have; None: of the device.
-        changing: whether shapes of blocks change from call to call, as documents of any length have them.
+        block_flops: mean FLOPs of a block's forward and backward; infinite if the blocks cannot share a few launches.
+        capability: compute capability of a GPU that this machine may not have; None: the capability of the device.
+        changing: whether shapes of blocks change from call to call, as with documents of any length.
     """
 
     device: torch.device
@@ -66,7 +66,7 @@ class Request:
 
     @classmethod
     def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None, block_flops: float = math.inf) -> Request:
-        """The request of attention over `q` (B, N, H, D)."""
+        """Return the request of attention over `q` (B, N, H, D)."""
         return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale, block_flops)
 
 
@@ -74,26 +74,26 @@ class Request:
 class Engine:
     """One way to compute a block.
 
-    forward(q, k, v, terms) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where causal, and returns
+    forward(q, k, v, terms) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n if causal, and returns
     out (G, J, n, D) and its natural log-sum-exp (G, J, n).
     backward(grad, q, k, v, out, lse, terms) takes the *merged* out and lse of the block's rows and returns dq, dk, dv.
-    `terms` are `Terms`; with a band every query row sees a key. Every statement below is tested.
+    `terms` are `Terms`; with a band every query row sees a key. Tests check every attribute.
 
     Attributes:
-        devices: device types it runs on; empty: any.
-        dtypes: dtypes it takes; empty: every floating one.
-        max_head_dim, head_dim_multiple: the head dims it takes.
+        devices: supported device types; empty: any.
+        dtypes: supported dtypes; empty: all floating dtypes.
+        max_head_dim, head_dim_multiple: limits of the head dim.
         dropout: whether it applies `PairDropout` exactly, in the backward as well.
         bands: whether it takes a `Band`.
-        empty: whether a call with no rows is safe (the op never makes one).
-        alignment: bytes that every row must be aligned to.
+        empty: whether a call without rows is safe (the op never makes one).
+        alignment: alignment of every row, in bytes.
         deterministic: whether every run gives the same bits, in the backward as well.
-        any_scale: whether it is also correct for a scale of 0 or below.
-        rows_in_place: whether its results have the layout of q, where q's rows are adjacent.
-        forward_into: None, or forward(..., into) that continues, in place, from a running state into = (out (B, L, H, D),
-            lse (B, H, L), the flat row of out of each query row (G, J, n), number of zero keys to attend as well).
-        min_rows: fewest query rows and key rows that it takes; the op gives smaller blocks to the math engine.
-        available: device -> None, or why it cannot run there.
+        any_scale: whether a scale of 0 or below gives correct results.
+        rows_in_place: whether the results have the layout of q if q's rows are adjacent.
+        forward_into: None, or forward(..., into), which updates a running state in place: into = (out (B, L, H, D),
+            lse (B, H, L), flat rows of out for the query rows (G, J, n), number of additional zero keys).
+        min_rows: fewest query rows and key rows; the op gives smaller blocks to the math engine.
+        available: device -> None, or the reason why the engine cannot run there.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Engine:
     available: Callable[[torch.device], str | None] = lambda device: None
 
     def why_not(self, request: Request) -> str | None:
-        """None where the engine serves the request, else the reason."""
+        """Return None if the engine serves the request, else the reason why not."""
         if self.devices and request.device.type not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {request.device.type}"
         if self.dtypes and request.dtype not in self.dtypes:
@@ -129,23 +129,23 @@ class Engine:
             return "has no attention dropout that is exact in the backward and independent of tiles"
         if not self.deterministic and torch.are_deterministic_algorithms_enabled():
             return "differs in the last bits from run to run, and torch.use_deterministic_algorithms is on"
-        # kernels receive the scale in float32, where a tiny one becomes 0
+        # kernels receive the scale in float32, in which a tiny scale becomes 0
         if not self.any_scale and struct.unpack("f", struct.pack("f", request.scale))[0] <= 0:
             return f"takes a scale above 0, not {request.scale:g}"
         return self.available(request.device) if request.capability is None else None
 
     def takes_strides(self, x: Tensor) -> bool:
-        """Whether the engine takes a (B, N, H, D) tensor with its present strides and address."""
+        """Return whether the engine takes the strides and the address of a (B, N, H, D) tensor."""
         step = self.alignment // x.element_size() if self.alignment > 1 else 1
         aligned = all(s % max(step, 1) == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
         return x.stride(-1) == 1 and aligned and x.data_ptr() % self.alignment == 0
 
 
 def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(merged log-sum-exp, weight of the result so far, weight of the part) of two results over different keys.
+    """Merge two results over different keys: return (log-sum-exp, weight of the result so far, weight of the part).
 
-    The tensors have equal shapes (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over the keys
-    of both; both weights are 0 where neither has a key (-inf).
+    The tensors have equal shapes (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over all
+    keys. Both weights are 0 for rows without a key (-inf).
     """
     part_lse = part_lse.to(lse.dtype)
     total = torch.logaddexp(lse, part_lse)

@@ -1,7 +1,7 @@
 """Sliding windows by cuDNN: a band in one call, by graphs of nvidia-cudnn-frontend (extra `windows`).
 
-torch's own cuDNN attention takes no band. A graph is built for each shape, strides, scale and band, which takes a while, so
-short blocks, whose lengths vary, are left to the Triton kernels; so is what cuDNN refuses.
+torch's cuDNN attention takes no band. Building a graph for each shape, strides, scale and band takes time, so the
+Triton kernels serve short blocks, which vary in length, and bands that cuDNN refuses.
 Shape letters: G samples and segments, J heads, n rows, D head dim.
 """
 
@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
 _log = logging.getLogger(__name__)
-#: blocks of fewer rows are left to the other engine
+#: fewest rows of a block for cuDNN
 FEWEST = 8192
-#: graphs that are remembered; a hybrid model needs two for each shape of a batch
+#: most cached graphs; a hybrid model needs two for each shape of a batch
 REMEMBERED = 256
 #: cuDNN's handles, one for each thread and device: a handle belongs to one stream at a time
 _handles = threading.local()
@@ -31,27 +31,27 @@ _handles = threading.local()
 
 @functools.cache
 def installed() -> bool:
-    """Whether the extra is."""
+    """Return whether nvidia-cudnn-frontend is installed."""
     return importlib.util.find_spec("cudnn") is not None
 
 
 @functools.cache
 def with_bands(engine: Engine, other: Engine) -> Engine:
-    """cuDNN's engine with `bands`; those that its graphs do not serve are computed by `other`."""
+    """Return cuDNN's engine with `bands`; `other` computes the bands that cuDNN's graphs do not serve."""
     forward = functools.partial(_forward, engine, other)
     return replace(engine, forward=forward, backward=functools.partial(_backward, engine, other), bands=True)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A graph that was built, its tensors by name, and bytes of its workspace."""
+    """A built graph, its tensors by name, and the bytes of its workspace."""
 
     graph: Any
     tensors: Mapping[str, Any]
     workspace: int
 
     def run(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Compute the results among `tensors`, on torch's current stream."""
+        """Write the results in `tensors`, on torch's current stream."""
         space = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=device)
         named = {self.tensors[name]: x for name, x in tensors.items()}
         self.graph.execute(named, space, handle=_handle(device))
@@ -66,7 +66,7 @@ def _place(x: Tensor) -> _Place:
 
 
 def _serves(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Whether graphs are built for such blocks: every row sees itself, and lies in a tensor without repeated elements."""
+    """Return whether graphs serve such blocks: every row sees itself, and no stride of 0 repeats elements."""
     dense = all(step for x in (q, k) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
     return q.shape == k.shape and q.shape[2] >= FEWEST and band.lower <= 0 <= band.upper and dense
 
@@ -99,13 +99,13 @@ def _backward(
 
 
 def _like(x: Tensor) -> Tensor:
-    """An uninitialised tensor like x (G, J, n, D), with adjacent heads of a row, as (B, N, H, D) tensors have them."""
+    """Allocate a tensor like x (G, J, n, D), with a row's heads adjacent in memory, as in (B, N, H, D) tensors."""
     samples, heads, rows, dim = x.shape
     return torch.empty(samples, rows, heads, dim, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _graph(tensors: Mapping[str, Tensor], band: Band, scale: float) -> _Graph | None:
-    """The graph for such tensors; None where cuDNN refuses it."""
+    """Return the graph for tensors of these shapes and strides; None if cuDNN refuses it."""
     q = tensors["q"]
     places = tuple((name, *_place(x)) for name, x in tensors.items())
     with torch.cuda.device(q.device):
@@ -165,13 +165,13 @@ def _built(
 
 
 def _handle(device: torch.device) -> Any:
-    """This thread's handle of a device, on torch's current stream."""
+    """Return this thread's handle of a device, on torch's current stream."""
     import cudnn
 
-    if not hasattr(_handles, "of"):
-        _handles.of = {}
-    if device not in _handles.of:
+    if not hasattr(_handles, "by_device"):
+        _handles.by_device = {}
+    if device not in _handles.by_device:
         with torch.cuda.device(device):
-            _handles.of[device] = cudnn.create_handle()
-    cudnn.set_stream(handle=_handles.of[device], stream=torch.cuda.current_stream(device).cuda_stream)
-    return _handles.of[device]
+            _handles.by_device[device] = cudnn.create_handle()
+    cudnn.set_stream(handle=_handles.by_device[device], stream=torch.cuda.current_stream(device).cuda_stream)
+    return _handles.by_device[device]

@@ -1,6 +1,6 @@
 """The math engine: plain torch for any device and floating dtype, with exact dropout, in bounded memory.
 
-Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n where causal), D head dim.
+Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n if causal), D head dim.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_dilated.attention.backends.base import Band, Engine, Terms
 
-#: scores formed at once, in elements (16 MiB in fp32); a single row of scores may exceed it
+#: most scores in memory at once, in elements (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
-#: memory of a dropout mask's integers, as a multiple of that of its scores
+#: memory of a dropout mask's integers, as a multiple of the memory of the scores
 DROPOUT_ROOM = 8
 
 
@@ -24,12 +24,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _tiles(q: Tensor, keys: int, band: Band | None, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
-    """(groups, rows, keys) rectangles of scores within the budget; of a band, the keys that any of the rows sees."""
+    """Yield (groups, rows, keys) rectangles of scores within the budget; with a band, only keys that a row sees."""
     groups, heads, rows, _ = q.shape
     budget = (SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET) // max(1, heads)
     band = band or Band(-rows, keys)
     span = band.upper - band.lower
-    # a tile of s rows has s * min(keys, s + span) scores; in a narrow band more rows than `span` would be mostly masked
+    # a tile of s rows has s * min(keys, s + span) scores; with more than `span` rows most of them would be masked
     most = max(budget // max(1, keys), (math.isqrt(span * span + 4 * budget) - span) // 2)
     row_step = max(1, min(rows, most, max(64, span)))
     group_step = max(1, budget // max(1, min(keys, row_step + span) * row_step))
@@ -41,7 +41,7 @@ def _tiles(q: Tensor, keys: int, band: Band | None, dropout: bool = False) -> It
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, band: Band | None, i: slice, j: slice) -> Tensor:
-    """Scores of query rows i and key rows j, -inf where the band has no pair."""
+    """Return the scores of query rows i and key rows j, -inf outside the band."""
     s = (q * scale) @ k.transpose(-1, -2)
     if band is not None:
         distance = (
@@ -56,7 +56,7 @@ def _band(q: Tensor, terms: Terms) -> Band | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """See `Engine`."""
+    """Compute a block's out and lse, see `Engine`."""
     scale, dropout, band = terms.scale, terms.dropout, _band(q, terms)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape, dtype=wide)
@@ -74,7 +74,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Engine`: the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
+    """Compute a block's dq, dk and dv by the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
     scale, dropout, band = terms.scale, terms.dropout, _band(q, terms)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def _without_dropout(function: Callable) -> Callable:
-    """`Engine.forward` or `Engine.backward` from a function that takes no dropout."""
+    """Make `Engine.forward` or `Engine.backward` from a function without dropout."""
 
     @functools.wraps(function)
     def call(*arguments: Tensor | Terms) -> tuple[Tensor, ...]:
@@ -35,44 +35,43 @@ def _without_dropout(function: Callable) -> Callable:
 def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """cuDNN's backward of tensors that its cached graph reads correctly; flash attention's where that costs too much."""
-    laid_out = _as_first_read((q, k, v), grad, out)
-    if laid_out is None:
+    """Call cuDNN's backward with the strides that its cached graph reads; flash attention if copies are too large."""
+    restrided = _as_first_read((q, k, v), grad, out)
+    if restrided is None:
         return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
-    return compat.cudnn_attention_backward(laid_out[0], q, k, v, laid_out[1], lse, causal, scale)
+    return compat.cudnn_attention_backward(restrided[0], q, k, v, restrided[1], lse, causal, scale)
 
 
-#: copies whose storage would span more than this many times that of q or of the gradient are not made
+#: largest storage of a copy, as a multiple of the storage of q or the gradient
 MOST_SPREAD = 4
-#: shapes and strides of q, k, v -> strides of grad and out in the first backward with them. Entries stay as long as torch's
-#: graphs do, for the life of the process: without its entry a later call would read its gradient at the wrong places
+#: shapes and strides of q, k, v -> strides of grad and out in the first backward with them. Entries and torch's graphs
+#: live as long as the process: without an entry, a later call could read its gradient with wrong strides
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
 
 def _as_first_read(inputs: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor] | None:
-    """grad and out with the strides that they had in the first backward with such q, k, v; copies where theirs differ.
+    """Return grad and out with their strides in the first backward with such q, k, v; copy them if the strides differ.
 
-    torch (seen in 2.11) caches the graph of cuDNN's backward by the shapes and strides of q, k and v alone, and the graph
-    reads grad and out with the strides of its first call: seen as gradients wrong by their own size, without an error.
+    torch (seen in 2.11) caches the graph of cuDNN's backward only by the shapes and strides of q, k and v. The graph
+    reads grad and out with the strides of its first call. With other strides, gradients are wrong, without an error.
 
-    Returns:
-        None where such copies would take far more memory, as in a short call after a long one, and flash attention is
-        available instead.
+    Returns None if copies would take far more memory, as in a short call after a long one, and flash attention is
+    available.
     """
     key = tuple((x.shape, x.stride()) for x in inputs)
-    if (first := _READ.get(key)) is None:  # the strides of an expanded gradient, which share memory, suit no copy
+    if (first := _READ.get(key)) is None:  # a copy cannot have the strides of an expanded gradient, which share memory
         first = _READ.setdefault(
             key, tuple((x.contiguous() if _extent(x.shape, x.stride()) is None else x).stride() for x in read)
         )
-    laid_out = []
+    restrided = []
     for x, strides in zip(read, first, strict=True):
         if not _has_strides(x, strides):
             allowed = MOST_SPREAD * max(_extent(y.shape, y.stride()) or y.numel() for y in (x, inputs[0]))
             if _extent(x.shape, strides) > allowed and _flash_available(x.device) is None:
                 return None
             x = _copy(x, strides)
-        laid_out.append(x)
-    return laid_out
+        restrided.append(x)
+    return restrided
 
 
 def _has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
@@ -92,7 +91,7 @@ def _log_copies() -> None:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Elements from the first to the last of a tensor; None where two elements may share memory."""
+    """Return the number of elements from a tensor's first to its last; None if two elements may share memory."""
     extent = 1
     for stride, n in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1):
         if stride < extent:
@@ -117,8 +116,8 @@ def _cuda_available(device: torch.device, name: str, op: str) -> str | None:
     return f"{name} needs compute capability 8.0" if version < (8, 0) else compat.missing_op(op)
 
 
-# Seen: cuDNN returns NaN for fp32 and None for no rows, without an error, and refuses a single row; the CPU op kills the
-# process when given no rows; all three mask before they scale, so causal results with scale <= 0 are wrong without an error.
+# Observed, without an error: cuDNN returns NaN for fp32 and None for no rows. cuDNN refuses a single row. The CPU op
+# kills the process if there are no rows. All three mask before they scale, so causal results with scale <= 0 are wrong.
 CPU_FLASH = Engine(
     name="cpu_flash",
     forward=_without_dropout(compat.cpu_flash_attention_forward),

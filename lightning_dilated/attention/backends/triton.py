@@ -1,6 +1,6 @@
-"""The triton engine: this package's flash attention kernels, for what cuDNN does not take.
+"""The triton engine: this package's flash attention kernels, for calls that cuDNN does not serve.
 
-Head dims up to 256, float32, dropout with the same mask as every other engine; deterministic.
+Takes head dims up to 256, float32, and dropout with the same mask as every other engine; deterministic.
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def _drop(dropout: PairDropout | None, device: torch.device) -> Drop | None:
-    """The kernels' form of a block's dropout."""
     if dropout is None:
         return None
     from lightning_dilated.kernels.dense import Drop

@@ -1,8 +1,8 @@
-"""Windows by engines that have no bands: blocks of `width` rows, each with its own keys and with its neighbours'.
+"""Windows by engines that have no bands: blocks of `width` rows attend to themselves and to neighbouring blocks.
 
-Within a block the window is ordinary causal attention. Of the block before, row a sees the keys after a: turned round, that
-is causal attention, too. Where attention is not causal a block sees itself whole, and of the block after, row a the keys
-before a. What whole blocks leave over is left to the math engine.
+Within a block the window is causal attention. In the block before, row a sees the keys after a: with both orders
+reversed this is causal attention, too. Without causal attention a block sees all its rows, and row a sees the keys
+before a in the block after. The math engine computes the rows after the last full block.
 Shape letters: G samples and segments, J heads, n rows, D head dim, w width.
 """
 
@@ -18,33 +18,34 @@ from torch import Tensor
 from lightning_dilated.attention.backends.base import Band, Engine, Terms, merge
 from lightning_dilated.attention.backends.math import MATH
 
-#: narrower windows are as fast by the math engine
+#: the math engine is equally fast for narrower windows
 NARROW = 16
-#: elements of a tensor whose blocks are computed at once
+#: elements of the blocks that are computed in one call
 AT_ONCE = 1 << 24
 
 
 @functools.cache
 def with_windows(engine: Engine) -> Engine:
-    """The engine with `bands`: windows over at least two blocks are its own work, other bands that of the math engine."""
+    """Return an engine with `bands`: `engine` computes windows over two or more blocks, the math engine other bands."""
     forward = functools.partial(_forward, engine)
     return replace(engine, forward=forward, backward=functools.partial(_backward, engine), bands=True)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of the queries, or of the keys, of a piece.
+    """Query rows or key rows of a piece.
 
-    With `width` they are whole blocks, each computed as a sample; `inner` are the rows of each block, None: all.
+    With `width` the rows are blocks, each computed as a sample. `inner` selects rows of each block (None: all), and
+    `reverse` reverses their order.
     """
 
     rows: slice
     width: int = 0
     inner: slice | None = None
-    turned: bool = False
+    reverse: bool = False
 
     def view(self, x: Tensor) -> Tensor:
-        """A view of the rows of (G, J, n, ...): (G, blocks, J, rows, ...) of blocks, else (G, J, rows, ...)."""
+        """Return a view of the rows of (G, J, n, ...): (G, blocks, J, rows, ...) for blocks, else (G, J, rows, ...)."""
         x = x[:, :, self.rows]
         if not self.width:
             return x
@@ -52,33 +53,33 @@ class _Rows:
         return (blocks if self.inner is None else blocks[:, :, :, self.inner]).transpose(1, 2)
 
     def take(self, x: Tensor) -> Tensor:
-        """The rows as an engine takes them."""
+        """Return the rows in the form that an engine takes."""
         if not self.width:
             return self.view(x)
         rows = self.view(x).flatten(0, 1)
-        return rows.flip(2) if self.turned else rows
+        return rows.flip(2) if self.reverse else rows
 
     def placed(self, part: Tensor, like: Tensor) -> Tensor:
-        """An engine's result in the order and shape of `like`, a view."""
-        return (part.flip(2) if self.turned else part).view(like.shape) if self.width else part
+        """Return an engine's result in the order and shape of `like`, which is a `view`."""
+        return (part.flip(2) if self.reverse else part).view(like.shape) if self.width else part
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A rectangle of rows, and how it is computed; the math engine computes those with a band."""
+    """A rectangle of query rows and key rows; the math engine computes pieces with a band."""
 
     queries: _Rows
     keys: _Rows
     causal: bool = False
     band: Band | None = None
 
-    def of(self, engine: Engine, scale: float) -> tuple[Engine, Terms]:
-        """The engine of the piece, and its terms."""
+    def engine_of(self, engine: Engine, scale: float) -> tuple[Engine, Terms]:
+        """Return the engine for the piece, and its terms."""
         return engine if self.band is None else MATH, Terms(self.causal, scale, None, self.band)
 
 
 def _pieces(n: int, width: int, causal: bool, size: int) -> Iterator[_Piece]:
-    """All pairs of a window over n rows, each once; `size` elements of a row in all samples and heads."""
+    """Yield pieces with all pairs of a window over n rows; a row has `size` elements in all samples and heads."""
     blocks = n // width
     step, end = max(1, AT_ONCE // (size * width)), blocks * width
     for first in range(0, blocks, step):
@@ -99,7 +100,7 @@ def _pieces(n: int, width: int, causal: bool, size: int) -> Iterator[_Piece]:
 
 
 def _serves(q: Tensor, k: Tensor, band: Band) -> int:
-    """The width of a window that is computed by blocks; 0 for other bands."""
+    """Return the width of a window that is computed by blocks; 0 for other bands."""
     width = 1 - band.lower
     window = q.shape[2] == k.shape[2] >= 2 * width and band.upper in (0, width - 1)
     return width if window and width >= NARROW else 0
@@ -113,8 +114,8 @@ def _forward(engine: Engine, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> t
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
     for piece in _pieces(q.shape[2], width, band.upper == 0, q[:, :, 0].numel()):
-        queries, keys, (run, of_piece) = piece.queries, piece.keys, piece.of(engine, terms.scale)
-        part, part_lse = run.forward(queries.take(q), keys.take(k), keys.take(v), of_piece)
+        queries, keys, (piece_engine, piece_terms) = piece.queries, piece.keys, piece.engine_of(engine, terms.scale)
+        part, part_lse = piece_engine.forward(queries.take(q), keys.take(k), keys.take(v), piece_terms)
         rows, rows_lse = queries.view(out), queries.view(lse)
         total, weight, part_weight = merge(rows_lse, queries.placed(part_lse, rows_lse))
         rows.mul_(weight[..., None]).addcmul_(queries.placed(part, rows).to(wide), part_weight[..., None])
@@ -132,9 +133,9 @@ def _backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     sums = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
     for piece in _pieces(q.shape[2], width, band.upper == 0, q[:, :, 0].numel()):
-        queries, keys, (run, of_piece) = piece.queries, piece.keys, piece.of(engine, terms.scale)
+        queries, keys, (piece_engine, piece_terms) = piece.queries, piece.keys, piece.engine_of(engine, terms.scale)
         inputs = queries.take(grad), queries.take(q), keys.take(k), keys.take(v), queries.take(out)
-        parts = run.backward(*inputs, queries.take(lse).contiguous(), of_piece)
+        parts = piece_engine.backward(*inputs, queries.take(lse).contiguous(), piece_terms)
         for total, part, side in zip(sums, parts, (queries, keys, keys), strict=True):
             rows = side.view(total)
             rows += side.placed(part, rows).to(wide)

@@ -1,7 +1,7 @@
-"""Executors: the ways to compute a call, behind one protocol, and the choice between those for the blocks of a rank.
+"""Executors: the ways to compute a call, behind one protocol, and the choice of one for the blocks of a rank.
 
-`Grouped` runs all blocks in a few launches, `Fused` writes each output row once, `Blockwise` serves everything, and
-`BesideGlobal` adds the blocks of global tokens to what another computed. `remote` has those that wrap one of them on
+`Grouped` runs all blocks in a few launches, `Fused` writes each output row once, `Blockwise` serves every call, and
+`WithGlobalTokens` adds the blocks of global tokens to another executor. The executors in `remote` wrap one of these on
 several ranks.
 """
 
@@ -25,62 +25,62 @@ __all__ = ["Call", "Executor", "HeadWindow", "Layout", "choose"]
 
 
 def choose(call: Call, spans: Sequence[Span], q: Layout) -> Executor:
-    """The executor of the blocks of `spans` in tensors like q."""
+    """Return the executor for the blocks of `spans` in tensors like q."""
     if 0 in q.shape:
-        return Nothing()
-    if (two := _parted(call, spans, q)) is not None:
-        return two
+        return EmptyExecutor()
+    if (executor := _with_global_tokens(call, spans, q)) is not None:
+        return executor
     if (works := grouped.plan(call, spans, q)) is not None:
         return grouped.Grouped(call, works)
     return (fused.Fused if fused.serves(call.window.pattern, q) else Blockwise)(call, tuple(spans))
 
 
-def _parted(call: Call, spans: Sequence[Span], q: Layout) -> BesideGlobal | None:
-    """Branches without global tokens by an executor of all their blocks together, where there is one for them.
+def _with_global_tokens(call: Call, spans: Sequence[Span], q: Layout) -> WithGlobalTokens | None:
+    """Return an executor that computes global tokens apart; None if `Blockwise` must compute the other branches, too.
 
-    Dropout follows from the number of a branch, so with it these branches come first.
+    Dropout depends on the index of a branch, so with dropout these branches must come first.
     """
     pattern = call.window.pattern
-    others, numbers = without_global(pattern), [b.tokens is not None for b in pattern.branches]
-    if others is None or not any(numbers) or (q.dropout and numbers != sorted(numbers)):
+    local_pattern, is_global = without_global(pattern), [b.tokens is not None for b in pattern.branches]
+    if local_pattern is None or not any(is_global) or (q.dropout and is_global != sorted(is_global)):
         return None
-    first = choose(replace(call, window=call.window._replace(pattern=others)), spans, q)
-    if isinstance(first, Blockwise):
+    local = choose(replace(call, window=call.window._replace(pattern=local_pattern)), spans, q)
+    if isinstance(local, Blockwise):
         return None
-    rest = frozenset(i for i, is_global in enumerate(numbers) if is_global)
-    return BesideGlobal(first, Blockwise(replace(call, branches=rest), tuple(spans)))
+    branches = frozenset(i for i, has_tokens in enumerate(is_global) if has_tokens)
+    return WithGlobalTokens(local, Blockwise(replace(call, branches=branches), tuple(spans)))
 
 
 @dataclass(frozen=True)
-class BesideGlobal:
-    """The executor of a pattern with global tokens: their blocks are merged into the result of the other branches."""
+class WithGlobalTokens:
+    """The executor of a pattern with global tokens, which merges their blocks into the result of the other branches."""
 
-    others: Executor
-    crossing: Blockwise
+    local: Executor
+    global_blocks: Blockwise
 
-    def masked(self, mask: Dropout) -> BesideGlobal:
-        return BesideGlobal(self.others.masked(mask), self.crossing.masked(mask))
+    def masked(self, mask: Dropout) -> WithGlobalTokens:
+        return WithGlobalTokens(self.local.masked(mask), self.global_blocks.masked(mask))
 
     @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
-        out, lse, _ = self.others.forward(inputs, False)
-        self.crossing.merge(inputs, out, lse)
+        out, lse, _ = self.local.forward(inputs, False)
+        self.global_blocks.merge(inputs, out, lse)
         return out, lse, None
 
     @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
-        # in fp32: gradients of the others that were rounded before could not be added to
+        # in fp32, because both executors add to these gradients
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
-        return self.crossing.backward(tensors, lse, None, self.others.backward(tensors, lse, None, total))
+        return self.global_blocks.backward(tensors, lse, None, self.local.backward(tensors, lse, None, total))
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """The executor of a rank without a token or a head."""
+class EmptyExecutor:
+    """The executor of a rank without tokens or heads."""
 
-    def masked(self, mask: Dropout) -> Nothing:
+    def masked(self, mask: Dropout) -> EmptyExecutor:
         return self
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:

@@ -1,4 +1,4 @@
-"""What executors share: the call that they compute, the `Executor` protocol, and the state that a merge begins with.
+"""The parts that executors share: the call, the `Executor` protocol, and the initial state of a merge.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows.
 """
@@ -21,9 +21,9 @@ from lightning_dilated.pattern.rows import Block, blocks, global_tokens
 
 
 class HeadWindow(NamedTuple):
-    """Query heads from `heads[0]` to below `heads[1]`, of `num_heads` that attend by the pattern: tensors hold these.
+    """The query heads [heads[0], heads[1]) of a pattern for `num_heads` heads; tensors hold these heads only.
 
-    With `whole` only segments that a span holds whole are computed; other ranks compute the rest.
+    With `whole`, only segments that are complete in a span are computed; other ranks compute the cut segments.
     """
 
     pattern: DilatedPattern
@@ -33,7 +33,7 @@ class HeadWindow(NamedTuple):
     whole: bool = False
 
     def blocks(self, document: int, part: tuple[int, int] | None) -> tuple[Block, ...]:
-        """The blocks of a document of `document` tokens, or of its part `part`, branch by branch in a fixed order."""
+        """Return the blocks of a document of `document` tokens, or of its part, branch by branch in a fixed order."""
         return blocks(self.pattern, document, self.num_heads, self.num_kv_heads, part, self.heads, self.whole)
 
 
@@ -41,8 +41,8 @@ class HeadWindow(NamedTuple):
 class Call:
     """Settings that all blocks of one call share.
 
-    With `branches` only those of these numbers are computed. What arrives from other ranks or chunks is computed by triton
-    up to `in_triton` (query, key) pairs of a head, forward and backward.
+    `branches`, if set, are the indices of the only branches that are computed. For keys from other ranks or chunks,
+    triton computes batches of up to `in_triton` (query, key) pairs of a head, (forward, backward).
     """
 
     engine: Engine
@@ -54,18 +54,18 @@ class Call:
     branches: frozenset[int] | None = None
 
     def blocks(self, span: Span) -> tuple[Block, ...]:
-        """Those of a span, branch by branch in a fixed order."""
-        every = self.window.blocks(span.document, span.part)
+        """Return the blocks of a span, branch by branch in a fixed order."""
+        span_blocks = self.window.blocks(span.document, span.part)
         if self.branches is not None:
-            every = tuple(b for b in every if b.branch in self.branches)
+            span_blocks = tuple(b for b in span_blocks if b.branch in self.branches)
         if self.causal and global_tokens(self.window.pattern):
-            every = tuple(b for b in every if b.pairs(True))
-        return every
+            span_blocks = tuple(b for b in span_blocks if b.pairs(True))
+        return span_blocks
 
 
 class Layout(NamedTuple):
-    """What is known of q (B, N, H, D) before it is there; whether weights are dropped, and lengths stay on the device, or
-    the bounds of 2**bits documents."""
+    """Properties of q (B, N, H, D) for planning; whether there is dropout, and whether `lengths`, or the bounds of
+    2**bits documents, are on the device."""
 
     shape: Sequence[int]
     dtype: torch.dtype
@@ -76,29 +76,29 @@ class Layout(NamedTuple):
 
 
 class Executor(Protocol):
-    """Computes a call. One is chosen for the blocks that a rank holds; others wrap it and add what other ranks hold."""
+    """Computes a call. One executor computes a rank's local blocks; others wrap it and add the rows of other ranks."""
 
     def masked(self, mask: Dropout) -> Self:
-        """The same with a dropout mask."""
+        """Return this executor with a dropout mask."""
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out (B, N, H, D), lse (B, H, N), rows to save for the backward or None) of q, k and v.
+        """Return (out (B, N, H, D), lse (B, H, N), rows to save for the backward or None) of q, k and v.
 
-        Rows without a key are 0, and -inf in lse. Where nothing is merged into out afterwards (`final`) it may come in
-        q's dtype, else it is fp32 (fp64 for float64), as lse is.
+        Rows without a key are 0, and -inf in lse. lse is fp32 (fp64 for float64). out has the same dtype, or q's dtype
+        if it is `final`, because nothing will be merged into it.
         """
 
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """dq, dk, dv from grad, q, k, v, the merged out and lse, and what the forward saved; added to `total` if given.
+        """Return dq, dk, dv from (grad, q, k, v, merged out), the merged lse and the rows saved by the forward.
 
-        Without `total` they may come in the dtype of q, k and v.
+        With `total`, add to it; without, the gradients may have the dtype of q, k and v.
         """
 
 
 def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of no branch at all: zeros (B, N, H, D) and -inf (B, H, N), in fp32 (fp64 for float64 inputs)."""
+    """Return the initial (out, lse) of a merge: zeros (B, N, H, D) and -inf (B, H, N), fp32 (fp64 for float64)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, seq_len, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -106,6 +106,6 @@ def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_pads(part: Tensor, part_lse: Tensor, pads: int) -> tuple[Tensor, Tensor]:
-    """Let `pads` zero keys with zero values (score 0) into a block's softmax: out is scaled by exp(lse - lse')."""
+    """Add `pads` zero keys with zero values (score 0) to a block's softmax: scales out by exp(lse - lse')."""
     total, weight, _ = merge(part_lse, torch.full_like(part_lse, math.log(pads)))
     return part * weight.to(part.dtype)[..., None], total

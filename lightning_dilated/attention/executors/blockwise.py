@@ -1,8 +1,8 @@
-"""Block by block in torch: strided views in, a running merge out. It serves every call, and blocks one by one.
+"""The blockwise executor: computes one block after another in torch, for every kind of call.
 
-Forward merges every block into a running (out, lse). Backward needs no branch's own result: with the merged out and lse,
-each block's ordinary flash-attention backward gives its share of the exact gradient.
-Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, G samples and segments, J heads, n rows of a block.
+The forward merges each block into a running (out, lse). The backward needs no result of a single branch: with the
+merged out and lse, the flash-attention backward of each block gives its share of the exact gradient.
+Shape letters: B batch, N tokens, H query heads, D head dim, G samples and segments, J heads and n rows of a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_dilated.pattern.rows import Block, window_band
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The executor: the blocks of `spans`, one part held at a time."""
+    """The executor: the blocks of `spans`, with one part in memory at a time."""
 
     call: Call
     spans: tuple[Span, ...]
@@ -35,13 +35,13 @@ class Blockwise:
     @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         if final and (only := self._only(inputs)) is not None:
-            return *_alone(self.call, suited(self.call.engine, *inputs), *only), None
+            return *_single_block(self.call, suited(self.call.engine, *inputs), *only), None
         out, lse = empty_state(inputs[0])
         self.merge(inputs, out, lse)
         return out, lse, None
 
     def merge(self, inputs: Sequence[Tensor], out: Tensor, lse: Tensor) -> None:
-        """Merge every block into a running out (B, N, H, D) and lse (B, H, N), in place."""
+        """Merge all blocks into a running out (B, N, H, D) and lse (B, H, N), in place."""
         tensors = suited(self.call.engine, *inputs)
         for span, block in self._walk(tensors):
             merge_block(out, lse, *block_forward(self.call, tensors, span, block), span, block)
@@ -60,17 +60,17 @@ class Blockwise:
         return total
 
     def _only(self, inputs: Sequence[Tensor]) -> tuple[Span, Block] | None:
-        """The block of every row of q and of k, where there is no other: its results are those of the call."""
+        """Return the only block if it has every row of q and k, because its results are the results of the call."""
         batch, seq_len, heads, _ = inputs[0].shape
         blocks = self.call.blocks(self.spans[0]) if len(self.spans) == 1 else ()
         if len(blocks) != 1 or heads != inputs[1].shape[2]:
             return None
         (span,), (block,) = self.spans, blocks
-        every = span.batches * block.query_rows == batch * seq_len * heads and block.keys is None
-        return (span, block) if every and 1 in (span.batches, block.segments) else None
+        has_all_rows = span.batches * block.query_rows == batch * seq_len * heads and block.keys is None
+        return (span, block) if has_all_rows and 1 in (span.batches, block.segments) else None
 
     def _walk(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Span, Block]]:
-        """Every (span, block) in a fixed order; samples are split where strides demand it."""
+        """Yield every (span, block) in a fixed order; split the samples if the strides need it."""
         for span in self.spans:
             for block in self.call.blocks(span):
                 for part in joined(span, block, *tensors):
@@ -78,20 +78,20 @@ class Blockwise:
 
 
 def suited(engine: Engine, *tensors: Tensor) -> list[Tensor]:
-    """The tensors as they are where their strides suit the engine; a copy only of those that do not."""
-    # clone, because .contiguous() would return a contiguous tensor at a misaligned address as it is
+    """Return the tensors, with copies in place of tensors with strides that the engine does not take."""
+    # clone, because .contiguous() would not copy a contiguous tensor at a misaligned address
     return [x if engine.takes_strides(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
-def _alone(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
-    """(out (B, N, H, D), lse (B, H, N)) of q, k, v with one block."""
+def _single_block(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
+    """Return (out (B, N, H, D), lse (B, H, N)) of q, k, v with one block."""
     out, lse = block_forward(call, inputs, span, block)
     lse = lse.unflatten(0, (span.batches, block.segments)).transpose(1, 2).flatten(2)
     return _rows_of(out, inputs[0]), lse.to(torch.promote_types(inputs[0].dtype, torch.float32))
 
 
 def _rows_of(part: Tensor, like: Tensor) -> Tensor:
-    """A (G, J, n, D) part of every row as a contiguous tensor of the shape of `like`, (B, N, H, D)."""
+    """Return a (G, J, n, D) part of all rows as a contiguous tensor with the shape of `like`, (B, N, H, D)."""
     return part.transpose(1, 2).reshape(like.shape).contiguous()
 
 
@@ -105,7 +105,7 @@ def merge_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, span: 
 
 
 def engine_of(call: Call, span: Span, block: Block, q: Tensor) -> tuple[Engine, Terms]:
-    """The engine of a block, and its terms."""
+    """Return the engine for a block, and its terms."""
     keep = call.mask and BlockDropout(call.mask, span, block, call.window.heads[0])
     causal = call.causal and block.keys is None
     if block.width is None:
@@ -117,7 +117,7 @@ def engine_of(call: Call, span: Span, block: Block, q: Tensor) -> tuple[Engine, 
 
 
 def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
-    """A block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
+    """Return a block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
     q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
     engine, terms = engine_of(call, span, block, q)
     part, part_lse = engine.forward(q, k, v, terms)
@@ -129,7 +129,7 @@ def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block
 def block_backward(
     call: Call, tensors: Sequence[Tensor], lse: Tensor, span: Span, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's shares of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
+    """Return a block's shares of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
     views = [row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True)]
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
     engine, terms = engine_of(call, span, block, views[1])
@@ -137,6 +137,5 @@ def block_backward(
 
 
 def _add(total: Sequence[Tensor], parts: Sequence[Tensor], span: Span, block: Block) -> None:
-    """Add a block's shares of dq, dk and dv."""
     for x, part, kv in zip(total, parts, (False, True, True), strict=True):
         add_rows(x, part, span, block, kv)

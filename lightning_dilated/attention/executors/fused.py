@@ -1,7 +1,7 @@
-"""The fused executor: each branch gives parts, and one kernel combines them, so that every output row is written once.
+"""The fused executor: branches compute parts, and one kernel combines them, so that each output row is written once.
 
-The sequence is cut into chunks that no narrow segment crosses. They are computed one after another, so that only the parts
-of one chunk, and the small parts of wide segments, are in memory together with the results.
+The sequence is cut into chunks that no narrow segment crosses, and the chunks are computed one after another. Only the
+parts of one chunk, and the small parts of wide segments, are in memory together with the results.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, w segment length, r dilation rate.
 """
 
@@ -34,8 +34,8 @@ Part = TypeVar("Part")
 class Chunk:
     """Positions [start, stop) of a span.
 
-    The parts of its blocks are computed when it begins and freed at its end. `inner` are the chunks that it is cut into,
-    with the blocks of narrower or denser branches; parts are combined in chunks without inner ones.
+    The parts of `blocks` are computed when the chunk begins and freed when it ends. `inner` are smaller chunks with the
+    blocks of narrower or denser branches. Parts are combined in chunks without inner chunks.
     """
 
     start: int
@@ -44,7 +44,7 @@ class Chunk:
     inner: tuple[Chunk, ...] = ()
 
 
-#: spans with their chunks, and the branch whose part can be the result (see `_result_branch`)
+#: spans with their chunks, and the branch that `_result_branch` returned
 Pieces = tuple[list[tuple[Span, Chunk]], int | None]
 
 
@@ -52,24 +52,23 @@ Pieces = tuple[list[tuple[Span, Chunk]], int | None]
 def layout(
     window: HeadWindow, document: int, part: tuple[int, int], limits: tuple[int, int], at_once: int | None = None
 ) -> Chunk:
-    """The chunks of positions `part` of a document.
+    """Return the chunks of positions `part` of a document.
 
     Args:
-        document: its tokens.
+        document: tokens of the document.
         part: (start, stop) in the document.
-        limits: most positions of a chunk for dense branches, and for thin ones, whose parts have half the rows or fewer.
-        at_once: a branch that is computed for all positions at once, since its part takes no more room than the result.
+        limits: most positions of a chunk for dense branches, and for thin ones, with parts of at most half the rows.
+        at_once: a branch that is computed for all positions at once, because its part is not larger than the result.
     """
-    length, every = part[1] - part[0], frozenset(range(len(window.pattern.branches)))
-    short = length <= limits[0 if at_once is None else 1]
-    levels = (
-        [(length, every)] if short else _levels(window.pattern, window.num_heads, limits, every - {at_once}, length)
-    )
+    length, branches = part[1] - part[0], frozenset(range(len(window.pattern.branches)))
+    levels = [(length, branches)]
+    if length > limits[0 if at_once is None else 1]:
+        levels = _levels(window.pattern, window.num_heads, limits, branches - {at_once}, length)
 
     def blocks_of(start: int, stop: int, branches: frozenset[int]) -> tuple[Block, ...]:
         positions = part[0] + start, part[0] + stop
-        every_branch = window.blocks(document, positions) if branches else ()
-        return tuple(replace(b, first=b.first + start) for b in every_branch if b.branch in branches)
+        blocks = window.blocks(document, positions) if branches else ()
+        return tuple(replace(b, first=b.first + start) for b in blocks if b.branch in branches)
 
     def chunk(start: int, stop: int, depth: int) -> Chunk:
         inner: tuple[Chunk, ...] = ()
@@ -85,19 +84,19 @@ def layout(
 def _levels(
     pattern: DilatedPattern, num_heads: int, limits: tuple[int, int], names: frozenset[int], length: int
 ) -> list[tuple[int, frozenset[int]]]:
-    """(positions of a chunk, its branches) from the whole span inwards; the span has what fits into no shorter chunk."""
+    """Return (positions of a chunk, its branches), outermost first; the span has the branches that fit no chunk."""
     branches = pattern.branches
     dense = {i for i in names if 2 * len(branches[i].heads or range(num_heads)) > num_heads * branches[i].dilation_rate}
     fine, inner = _fitting(pattern, dense, limits[0], 1)
     coarse, middle = _fitting(pattern, names - inner, limits[1], fine)
-    # a multiple of all segments, as long as the limit allows
+    # the largest multiples of all segments within the limits
     cuts = [(coarse * (limits[1] // coarse), middle), (fine * (limits[0] // fine), inner)]
     cuts = [(step, taken) for step, taken in cuts if taken and step < length]
     return [(length, frozenset(range(len(branches))).difference(*(taken for _, taken in cuts))), *cuts]
 
 
 def _fitting(pattern: DilatedPattern, among: Iterable[int], limit: int, step: int) -> tuple[int, frozenset[int]]:
-    """(a multiple of `step` of at most `limit` positions, the branches whose segments all end at its multiples)."""
+    """Return a multiple of `step`, at most `limit`, and the branches with segments that end at all its multiples."""
     taken = set()
     for i in sorted(among, key=lambda i: pattern.branches[i].segment_length or math.inf):
         branch = pattern.branches[i]
@@ -115,64 +114,62 @@ def walk(
     outer: tuple[Block, ...] = (),
     outer_parts: Sequence[Part] = (),
 ) -> None:
-    """Make every block's part and combine them in the innermost chunks, with the parts of the chunks around these."""
-    every, parts = outer + chunk.blocks, [*outer_parts, *map(make, chunk.blocks)]
+    """Make the parts of all blocks, and combine them in the innermost chunks with the parts of the outer chunks."""
+    blocks, parts = outer + chunk.blocks, [*outer_parts, *map(make, chunk.blocks)]
     if not chunk.inner:
-        combine(chunk, every, parts)
+        combine(chunk, blocks, parts)
     for inner in chunk.inner:
-        walk(inner, make, combine, every, parts)
+        walk(inner, make, combine, blocks, parts)
 
 
 def every_block(chunk: Chunk) -> list[Block]:
-    """Its blocks and those of all chunks inside."""
+    """Return the blocks of a chunk and of all its inner chunks."""
     return [*chunk.blocks, *(b for inner in chunk.inner for b in every_block(inner))]
 
 
-#: limits of a chunk, in (position, head, feature) triples: 131,072 tokens of 12 heads of 64, and multiples of it
+#: limits of a chunk are multiples of this number of (position, head, feature) triples: 131,072 tokens of 12 heads of 64
 HELD = 131072 * 12 * 64
-#: of the forward, which holds one tensor where the backward holds three and the engine's workspace
+#: limit in the forward, which has one tensor in memory; the backward has three and the engine's workspace
 FORWARD = 4 * HELD
-#: of the backward: of branches that have most rows; of the others, whose calls are small and gain by more segments
+#: limits in the backward: for branches with most rows, and for all others, where small calls gain by more segments
 DENSE, THIN = HELD, 2 * HELD
 #: a call up to this size is one chunk in the backward
 WHOLE = 2 * HELD
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-#: parts may have this many rows for each of q; branches that overlap more are merged one by one, with one part in memory
+#: most rows of parts for each row of q; patterns with more overlap are merged block by block, with one part in memory
 OVERLAP = 2.5
 
 
 def serves(pattern: DilatedPattern, q: Layout) -> bool:
-    """Whether the kernels take tensors like q here, and `suits` says that they may."""
+    """Return whether the kernels serve tensors like q on this device now."""
     return suits(pattern, q.shape, q.dtype) and kernels.available(q.device) and not captured(q.device)
 
 
 def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether the kernels take a (B, N, H, D) q, and the parts of all branches are few enough to be in memory together."""
+    """Return whether the kernels take a (B, N, H, D) q, and the parts of all branches fit memory together."""
     batch, tokens, heads, _ = shape
     overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
-    fits = batch < 2**16 and tokens < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
+    fits = batch < 2**16 and tokens < 2**31 - 2**16  # limits of a launch's grid, and of positions in 32 bits
     return overlap <= OVERLAP and fits and dtype in DTYPES and not global_tokens(pattern)
 
 
 def captured(device: torch.device) -> bool:
-    """Whether a CUDA graph records the call: its replay would read addresses from a table that is gone by then."""
+    """Return whether a CUDA graph records the call: its replay would read addresses from a table that was freed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def forward_pieces(call: Call, spans: Sequence[Span], inputs: Sequence[Tensor], final: bool) -> Pieces:
-    """Of the forward; `inputs` are q, k and v."""
+    """Return the pieces of the forward; `inputs` are q, k and v."""
     return _pieces(call, spans, inputs, (FORWARD, FORWARD), final)
 
 
 def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], add: bool) -> Pieces:
-    """Of the backward; `tensors` are grad, q, k, v and out, and gradients are added to a total or not."""
+    """Return the pieces of the backward, which may `add` to gradients; `tensors` are grad, q, k, v and out."""
     if tensors[1].numel() <= WHOLE:
         return _pieces(call, spans, tensors, (WHOLE, WHOLE), not add)
     pieces, _ = _pieces(call, spans, tensors, (DENSE, THIN), False)
     branch = None if add or len(pieces) > 1 else _result_branch(call, spans, tensors)
-    # what chunks cut stays cut: the engine's workspace for all rows at once would take more than this saves
+    # a branch that chunks cut stays cut: the engine's workspace for all rows would take more memory than this saves
     at_once = any(b.branch == branch for _, chunk in pieces for b in chunk.blocks)
     return pieces, branch if at_once else None
 
@@ -190,7 +187,7 @@ def _pieces(
 def _cut(
     call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], limits: tuple[int, int], at_once: int | None
 ) -> Iterator[tuple[Span, Chunk]]:
-    """Spans with their chunks; samples one by one where blocks cannot fold them into one axis."""
+    """Yield spans with their chunks; sample by sample if blocks cannot fold the samples into one axis."""
     q = tensors[0]
     for span in spans:
         part = span.part or (0, span.length)
@@ -205,14 +202,14 @@ def _cut(
 
 
 def _result_branch(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor]) -> int | None:
-    """A branch that has every row of the call in one block, where the engine lays those out as they lie in q."""
+    """Return a branch with every row of the call in one block, if the engine returns rows in the layout of q."""
     batch, seq_len, heads, _ = tensors[0].shape
     if len(spans) != 1 or not call.engine.rows_in_place or spans[0].batches * spans[0].length != batch * seq_len:
         return None
     span = spans[0]
     for b in call.blocks(span):
-        every = b.segments * b.rows == span.length and b.heads == heads and b.row_stride == 1
-        if every and not b.pads and b.rows >= call.engine.min_rows:
+        has_all_rows = b.segments * b.rows == span.length and b.heads == heads and b.row_stride == 1
+        if has_all_rows and not b.pads and b.rows >= call.engine.min_rows:
             return b.branch
     return None
 
@@ -222,7 +219,7 @@ def _where(span: Span, chunk: Chunk) -> tuple[int, int, int, int]:
 
 
 def _result(shape: torch.Size, dtype: torch.dtype, device: torch.device, part: Tensor | None, covered: bool) -> Tensor:
-    """The tensor of a result: a part's own memory, where that has every row of every head in place."""
+    """Return the tensor for a result: the part itself if it has all rows of all heads in place, else a new tensor."""
     if part is not None and part.shape[1] == shape[2] and part.dtype == dtype:
         rows = part.transpose(1, 2)
         if rows.is_contiguous():
@@ -231,20 +228,19 @@ def _result(shape: torch.Size, dtype: torch.dtype, device: torch.device, part: T
 
 
 def _covered(spans: Sequence[Span], x: Tensor) -> bool:
-    """Whether spans hold every position of a (B, N, ...) tensor."""
+    """Return whether the spans have every position of a (B, N, ...) tensor."""
     return sum(span.batches * span.length for span in spans) == x.shape[0] * x.shape[1]
 
 
-def _is_result(parts: Sequence[Tensor], number: int | None, out: Tensor) -> bool:
-    """Whether the memory of part `number` is that of the result already."""
-    return number is not None and parts[number].data_ptr() == out.data_ptr()
+def _is_result(parts: Sequence[Tensor], index: int | None, out: Tensor) -> bool:
+    return index is not None and parts[index].data_ptr() == out.data_ptr()
 
 
 def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callable, parts: list) -> None:
-    """`walk` through a span's outermost chunk, whose own parts exist.
+    """Walk through a span's outermost chunk, given its `parts`.
 
-    On a GPU its inner chunks take turns on two streams, so that the sums and last waves of one run concurrently with the
-    products of another. They write to no common row; what one allocates is freed before its turn ends.
+    On a GPU the inner chunks alternate between two streams, so that the sums and last waves of one chunk run
+    concurrently with the products of the next. They write different rows, and free their memory on their stream.
     """
     if device.type != "cuda" or len(chunk.inner) < 2:
         walk(replace(chunk, blocks=()), make, combine, chunk.blocks, parts)
@@ -262,7 +258,7 @@ def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callab
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same one for all calls: memory that was freed on a stream is reused on that stream only."""
+    """Return one side stream for all calls, because memory freed on a stream is reused on that stream only."""
     return torch.cuda.Stream(device)
 
 
@@ -272,7 +268,7 @@ def _stream(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Fused:
-    """The executor: the parts of a chunk, then one kernel that writes its output rows."""
+    """The executor: computes the parts of a chunk, then writes its output rows by one kernel."""
 
     call: Call
     spans: tuple[Span, ...]
@@ -289,26 +285,26 @@ class Fused:
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
         for span, chunk in pieces:
             make = functools.partial(block_forward, call, inputs, span)
-            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, branch)
+            parts, index = [make(b) for b in chunk.blocks], _index(chunk.blocks, branch)
             if out is None:
-                out = _result(q.shape, dtype, q.device, None if at is None else parts[at][0], covered)
+                out = _result(q.shape, dtype, q.device, None if index is None else parts[index][0], covered)
             _descend(q.device, chunk, make, functools.partial(_merge, branch, span, out, lse), parts)
-            del parts  # before those of the next span are made
+            del parts  # before the next span's parts are made
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
     @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """dq, dk, dv at every position of the spans, in q's dtype, or added to `total`."""
+        """Return dq, dk, dv at every position of the spans in q's dtype, or add them to `total`."""
         call, tensors = self.call, suited(self.call.engine, *tensors)
         q, add, total = tensors[1], total is not None, total or []
         pieces, branch = backward_pieces(call, self.spans, tensors, add)
         for span, chunk in pieces:
             make = functools.partial(block_backward, call, tensors, lse, span)
-            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, branch)
+            parts, index = [make(b) for b in chunk.blocks], _index(chunk.blocks, branch)
             if not total:
-                likes = zip(tensors[1:4], (None, None, None) if at is None else parts[at], strict=True)
+                likes = zip(tensors[1:4], (None, None, None) if index is None else parts[index], strict=True)
                 total = [_result(x.shape, x.dtype, x.device, p, _covered(self.spans, q)) for x, p in likes]
             _descend(q.device, chunk, make, functools.partial(_sum, branch, span, total, add), parts)
             del parts
@@ -316,46 +312,43 @@ class Fused:
 
 
 def _merge(
-    branch: int | None, span: Span, out: Tensor, lse: Tensor, chunk: Chunk, every: tuple[Block, ...], parts: list
+    branch: int | None, span: Span, out: Tensor, lse: Tensor, chunk: Chunk, blocks: tuple[Block, ...], parts: list
 ) -> None:
-    """Merge parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import merge_parts
 
     length = chunk.stop - chunk.start
-    table = entries(every, out.shape[2], False, out.device, chunk.start, length, _stream(out.device))
+    table = entries(blocks, out.shape[2], False, out.device, chunk.start, length, _stream(out.device))
     samples = slice(span.batch, span.batch + span.batches)
     out, lse = out[samples], lse[samples]
     values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
-    in_place = _is_result(values, _number(every, branch), out)
+    in_place = _is_result(values, _index(blocks, branch), out)
     with kernels.on(out.device):
         merge_parts(out, lse, _of_one_dtype(values, out), weights, table, _where(span, chunk), in_place)
 
 
 def _sum(
-    branch: int | None, span: Span, total: list[Tensor], add: bool, chunk: Chunk, every: tuple[Block, ...], parts: list
+    branch: int | None, span: Span, total: list[Tensor], add: bool, chunk: Chunk, blocks: tuple[Block, ...], parts: list
 ) -> None:
-    """Sum parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import sum_parts
 
     length, samples = chunk.stop - chunk.start, slice(span.batch, span.batch + span.batches)
-    sums, device, number = [x[samples] for x in total], total[0].device, _number(every, branch)
+    sums, device, index = [x[samples] for x in total], total[0].device, _index(blocks, branch)
     tables = [
-        entries(every, x.shape[2], i > 0, device, chunk.start, length, _stream(device)) for i, x in enumerate(sums)
+        entries(blocks, x.shape[2], i > 0, device, chunk.start, length, _stream(device)) for i, x in enumerate(sums)
     ]
     by_sum = list(zip(*parts, strict=True)) or [()] * len(sums)
-    in_place = [_is_result(p, number, x) for p, x in zip(by_sum, sums, strict=True)]
+    in_place = [_is_result(p, index, x) for p, x in zip(by_sum, sums, strict=True)]
     with kernels.on(device):
-        alike = [_of_one_dtype(p, x) for p, x in zip(by_sum, sums, strict=True)]
-        sum_parts(sums, alike, tables, _where(span, chunk), add, in_place)
+        parts_of_sums = [_of_one_dtype(p, x) for p, x in zip(by_sum, sums, strict=True)]
+        sum_parts(sums, parts_of_sums, tables, _where(span, chunk), add, in_place)
 
 
-def _number(every: tuple[Block, ...], branch: int | None) -> int | None:
-    """Which block is the branch's."""
-    return next((i for i, b in enumerate(every) if b.branch == branch), None)
+def _index(blocks: tuple[Block, ...], branch: int | None) -> int | None:
+    return next((i for i, b in enumerate(blocks) if b.branch == branch), None)
 
 
 def _of_one_dtype(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Parts of one dtype with contiguous rows; the math engine, which takes the blocks too small for others, makes fp32."""
+    """Convert parts to one dtype with contiguous rows: the math engine, which serves small blocks, returns fp32."""
     dtypes = {p.dtype for p in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else like.dtype
     parts = [p.to(dtype) for p in parts]

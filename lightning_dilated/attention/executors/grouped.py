@@ -1,6 +1,6 @@
-"""The grouped executor: a constant number of kernel launches for all blocks of a rank, however many documents and branches.
+"""The grouped executor: a constant number of kernel launches for all blocks, documents and branches of a rank.
 
-The parts of the whole call are in memory together, so calls above a size go to `fused`.
+The parts of the whole call are in memory together, so `fused` serves larger calls.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
 
@@ -28,14 +28,14 @@ from lightning_dilated.pattern.rows import global_tokens, without_global
 if TYPE_CHECKING:
     from lightning_dilated.kernels.grouped import GroupedDrop, Work
 
-#: a launch has spans of up to this many (position, head, feature) triples: 262,144 tokens of 12 heads of 64
+#: most (position, head, feature) triples of a launch's spans: 262,144 tokens of 12 heads of 64
 LIMIT = 2 * fused.HELD
-#: tables that CUDA graphs read; a replay comes at any time, so they stay
+#: tables that CUDA graphs read; they are never freed, because a graph may be replayed at any time
 _recorded: dict[int, Work] = {}
 
 
 def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | None:
-    """The work of a call on tensors like q, each a few launches, or None where it is not to be done so."""
+    """Return the `Work`s of a call on tensors like q, each of a few launches; None if `Grouped` does not serve it."""
     if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
         return None
     if q.shape[3] > 256 or not spans or not fits(spans, q.shape) or global_tokens(call.window.pattern):
@@ -43,7 +43,7 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
     captured = fused.captured(q.device)
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
     try:
-        works = tuple(work_of(call, some, q.device, *sizes, q.lengths, q.bits) for some in _launches(spans, q.shape))
+        works = tuple(work_of(call, group, q.device, *sizes, q.lengths, q.bits) for group in _launches(spans, q.shape))
     except LookupError:
         return None
     if captured:
@@ -52,20 +52,20 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
 
 
 def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
-    """Whether each span of a (B, N, H, D) tensor is small enough for a launch."""
+    """Return whether each span of a (B, N, H, D) tensor is small enough for a launch."""
     return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in spans)
 
 
 def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
-    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped."""
+    """Return the mean FLOPs of a block's forward and backward in a (B, N, H, D) call; infinite if it is not grouped."""
     pattern = without_global(window.pattern)  # blocks of global tokens are computed one by one
     if not spans or not fits(spans, shape) or pattern is None:
         return math.inf
     window = window._replace(pattern=pattern)
     pairs, calls, rows = 0, 0, 0
     for span in spans:
-        of_span, of_calls, of_rows = _work_of(window, causal, span.document, span.part)
-        pairs, calls, rows = pairs + span.batches * of_span, calls + of_calls, rows + span.batches * of_rows
+        span_pairs, span_calls, span_rows = _work_of(window, causal, span.document, span.part)
+        pairs, calls, rows = pairs + span.batches * span_pairs, calls + span_calls, rows + span.batches * span_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
         return math.inf
     return 14 * shape[3] * pairs / max(1, calls)
@@ -73,13 +73,12 @@ def block_flops(window: HeadWindow, causal: bool, spans: Sequence[Span], shape: 
 
 @functools.lru_cache(maxsize=4096)
 def _work_of(window: HeadWindow, causal: bool, document: int, part: tuple[int, int] | None) -> tuple[int, int, int]:
-    """(pairs, blocks, rows) of a document, or of a part of it."""
-    every = window.blocks(document, part)
-    return sum(b.pairs(causal) for b in every), len(every), sum(b.segments * b.heads * b.rows for b in every)
+    """Return (pairs, blocks, rows) of a document, or of a part of it."""
+    blocks = window.blocks(document, part)
+    return sum(b.pairs(causal) for b in blocks), len(blocks), sum(b.query_rows for b in blocks)
 
 
 def _launches(spans: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
-    """Spans of one launch each."""
     launches: list[list[Span]] = [[]]
     total = 0
     for span in spans:
@@ -93,7 +92,7 @@ def _launches(spans: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
 
 
 def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...], int]:
-    """Rows of a program of each launch, and output rows of one that combines."""
+    """Return the rows of a program in each launch, and the output rows of a program that combines."""
     from lightning_dilated.kernels import combine, grouped
 
     over_keys, over_rows = (grouped.backward_config(dtype, dim, causal, keys) for keys in (True, False))
@@ -102,7 +101,6 @@ def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...],
 
 
 def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
-    """The kernels' form of a call's dropout."""
     if call.mask is None:
         return None
     from lightning_dilated.kernels.grouped import GroupedDrop
@@ -114,23 +112,22 @@ def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
 
 @functools.lru_cache(maxsize=64)
 def _states(mask: Dropout, branches: int, device: torch.device, stream: int) -> Tensor:
-    """(branches,) int64, sent by that stream; cached for the backward of the same call."""
+    """Return (branches,) int64 on the device, sent on `stream`; cached for the backward of the call."""
     return send(mask.states(branches), device)
 
 
 def _empty(covered: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for a result like a (B, N, ...) tensor; zeros where no span may write."""
+    """Allocate a result like a (B, N, ...) tensor; zeros unless the spans cover all rows."""
     return (torch.empty if covered else torch.zeros)(like.shape, dtype=dtype, device=like.device)
 
 
 def _wait(work: Work, device: torch.device) -> None:
-    """Have this stream wait for the tables, which another may have sent; what is recorded began after all that was."""
+    """Let this stream wait for the tables, which another stream may have sent; a CUDA graph never waits for them."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         work.wait()
 
 
 def _covered(works: Sequence[Work], q: Tensor) -> bool:
-    """Whether spans hold every position of a (B, N, ...) tensor."""
     return sum(work.positions for work in works) == q.shape[0] * q.shape[1]
 
 
@@ -143,12 +140,12 @@ def _sum(
     add: bool,
     lengths: Tensor | None,
 ) -> None:
-    """Write a work's gradients to their rows, or add them."""
+    """Write a work's gradients to their rows, or add them to the rows."""
     from lightning_dilated.kernels.combine import sum_jobs
     from lightning_dilated.kernels.grouped import Backward
 
     run = Backward.of(work, list(tensors), lse, call.causal, call.scale, _drop(call, lse.device), lengths)
-    sum_jobs(total[1:], run.keys(), work, True, add, lengths)  # these parts are freed before dq's are made
+    sum_jobs(total[1:], run.keys(), work, True, add, lengths)  # frees these parts before the parts of dq are made
     sum_jobs(total[:1], run.queries(), work, False, add, lengths)
 
 
@@ -156,7 +153,7 @@ def _sum(
 class Grouped:
     """The executor: all blocks in the launches of `works`.
 
-    With `lengths` on the device those of samples so long, (B,), or of documents with these bounds, (2**bits + 1,) int32.
+    `lengths` on the device are the lengths of samples, (B,), or the bounds of documents, (2**bits + 1,) int32.
     """
 
     call: Call
@@ -167,9 +164,9 @@ class Grouped:
         return replace(self, call=replace(self.call, mask=mask))
 
     def cut(self, lengths: Tensor) -> Grouped:
-        """The same for samples of these lengths, or for documents of these bounds; its works are made for them."""
+        """Return this executor with lengths of samples or bounds of documents; the works must be built for these."""
         for work in self.works[:1]:
-            if work.bits and len(lengths) <= 2**work.bits:  # further documents are empty
+            if work.bits and len(lengths) <= 2**work.bits:  # the missing documents are empty
                 lengths = torch.cat([lengths, lengths[-1:].expand(2**work.bits + 1 - len(lengths))])
         return replace(self, lengths=lengths.contiguous())
 
@@ -193,7 +190,7 @@ class Grouped:
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """dq, dk, dv of the blocks, in q's dtype, or added to `total`."""
+        """Return dq, dk, dv of the blocks in q's dtype, or add them to `total`."""
         add, tensors = total is not None, suited(self.call.engine, *tensors)
         if total is None:
             total = [_empty(_covered(self.works, tensors[1]), x, x.dtype) for x in tensors[1:4]]

@@ -1,11 +1,11 @@
-"""Executors of a part of a sequence: each wraps the executor of a rank's own blocks and adds what other ranks hold.
+"""Executors of a part of a sequence: each wraps the executor of a rank's local blocks and adds rows of other ranks.
 
-`RowExchange` brings rows of K and V here; `AllToAll` sends queries, too, to the owners of (segment, head) problems, and
-brings their outputs back; `HeadParallel` trades tokens for heads around either. `RowExchange` also takes rows that a rank
-carries, such as those of a stream's earlier chunks. Rows are picked by number: a batch has requests of equal shape, whose
-keys lie in a store of rows from many ranks, or from many chunks.
-Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of each; a row
-of the store is (2, D): K and V.
+`RowExchange` receives rows of K and V, and also takes rows that a rank carries, such as rows of a stream's earlier
+chunks. `AllToAll` sends queries, keys and values to the owners of (segment, head) problems, which send outputs back.
+`HeadParallel` exchanges tokens for heads around either. A batch has requests of equal shape, with indices of keys in a
+store of rows from other ranks or chunks.
+Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of a
+request; a row of the store is (2, D): K and V.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_dilated.sequence.exchange.transport import Wire
 
 
 def _engine_of(call: Call, batch: Batch, q: Tensor, in_triton: float) -> tuple[Engine, Terms]:
-    """The engine of a batch, and its terms. Triton's computes up to `in_triton` pairs of a head."""
+    """Return the engine for a batch, and its terms; triton serves up to `in_triton` pairs of a head."""
     keep = call.mask and BatchDropout(call.mask, batch.branch, *batch.positions())
     n, m = batch.queries.shape[1], batch.keys.shape[1]
     terms = Terms(batch.causal, call.scale, keep, None if batch.band is None else Band(*batch.band))
@@ -43,13 +43,13 @@ def _engine_of(call: Call, batch: Batch, q: Tensor, in_triton: float) -> tuple[E
 
 
 def _keys(rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """K and V of a batch, (G, 1, m, D) each."""
+    """Return K and V of a batch, (G, 1, m, D) each."""
     k, v = take_apart(rows, batch.keys)
     return k[:, None], v[:, None]
 
 
 def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the flat rows of a (B, L, H) numbering lie in lse (B, H, L)."""
+    """Return the indices in lse (B, H, L) of flat rows of (B, L, H)."""
     heads, length = lse.shape[1:]
     return rows // (heads * length), rows % heads, rows // heads % length
 
@@ -68,7 +68,7 @@ def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, 
 
 
 def _merges(out: Tensor, lse: Tensor, part: Tensor) -> bool:
-    """Whether the kernel serves, which reads and writes every row once."""
+    """Return whether the kernel, which reads and writes each row once, serves these tensors."""
     plain = out.dtype == lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
     return plain and part.stride(-1) == 1 and kernels.available(out.device)
 
@@ -88,7 +88,7 @@ def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: T
 def add_batch(
     call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
 ) -> None:
-    """Add a batch's share to dq (B, L, H, D), contiguous, and to the store's gradients; `tensors` are grad, q and out."""
+    """Add a batch's share to dq (B, L, H, D), contiguous, and the store's gradients; `tensors` are grad, q and out."""
     engine, terms = _engine_of(call, batch, tensors[1], call.in_triton[1])
     k, v = _keys(rows, batch)
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
@@ -100,12 +100,12 @@ def add_batch(
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Rows leave first, local blocks are computed, and what arrives is merged.
+    """Sends rows, computes the local blocks meanwhile, and merges the rows that arrive.
 
     Attributes:
-        local: the executor of the rank's own blocks.
-        route: which rows go where.
-        wires: of the forward and of the backward; None where no rows move.
+        local: the executor of the rank's local blocks.
+        route: the compiled exchange.
+        wires: the wires of forward and backward; (None, None) if no rows move.
     """
 
     call: Call
@@ -120,12 +120,12 @@ class RowExchange:
     def forward(
         self, inputs: Sequence[Tensor], final: bool, carried: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `Executor`; `carried` (n, 2, D) are rows that the rank holds besides those of k and v."""
+        """Return as `Executor`; `carried` (n, 2, D) are rows that the rank has besides k and v."""
         q, k, v = inputs
-        reached = self.route.queries
+        queries = self.route.queries
         with Run(self.route, self.wires[0], k, v, carried=carried) as run:
-            out, lse, _ = self.local.forward(inputs, reached is not None)
-            _merge_requests(self.call, reached, (q, out, lse), ((x.batches, x.rows) for x in run.arrivals()))
+            out, lse, _ = self.local.forward(inputs, queries is not None)
+            _merge_requests(self.call, queries, (q, out, lse), ((x.batches, x.rows) for x in run.arrivals()))
         return out, lse, run.received
 
     @with_room
@@ -137,7 +137,7 @@ class RowExchange:
         total: list[Tensor] | None = None,
         carried: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
-        """As `Executor`; `carried` are the rows of the forward, and their gradients, which are added to."""
+        """Return as `Executor`; `carried` are the rows of the forward, and their gradients, to which this adds."""
         grad, q, k, v, out = tensors
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype, carried) as run:
             arrivals = ((x.batches, x.rows, x.grads) for x in run.arrivals())
@@ -150,59 +150,61 @@ class RowExchange:
 
 def _merge_requests(
     call: Call,
-    reached: Rows | None,
+    selected: Rows | None,
     tensors: tuple[Tensor, Tensor, Tensor],
     arrivals: Iterable[tuple[Sequence[Batch], Tensor]],
 ) -> None:
-    """Merge batches and the rows that they read into out and lse, in place; `tensors` are q, out and lse."""
+    """Merge batches and their rows into out and lse, in place; `tensors` are q, out and lse."""
     q, out, lse = tensors
-    if reached is not None and not len(reached.flat):  # what arrives is nobody's, but others wait for the exchange
+    if selected is not None and not len(
+        selected.flat
+    ):  # no query reads the rows, but other ranks wait for the exchange
         for _ in arrivals:
             pass
         return
-    queries, state = _picked(reached, q), (_picked(reached, out).to(lse.dtype), _picked_lse(reached, lse))
+    queries, state = _select(selected, q), (_select(selected, out).to(lse.dtype), _select_lse(selected, lse))
     for batches, rows in arrivals:
         for batch in batches:
             merge_batch(call, batch, queries, rows, *state)
         del rows  # before the next round is posted
-    if reached is not None:
-        reached.put(out, state[0][0, :, 0])
-        reached.put(lse.transpose(1, 2), state[1][0, 0])
+    if selected is not None:
+        selected.put(out, state[0][0, :, 0])
+        selected.put(lse.transpose(1, 2), state[1][0, 0])
 
 
 def _add_requests(
     call: Call,
-    reached: Rows | None,
+    selected: Rows | None,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     arrivals: Iterable[tuple[Sequence[Batch], Tensor, Tensor]],
 ) -> Tensor:
-    """dq of the reached rows, (n, D), or of all, (B, L, H, D); `tensors` are grad, q, out and lse.
+    """Return dq of the selected rows, (n, D), or of all rows, (B, L, H, D); `tensors` are grad, q, out and lse.
 
-    Gradients of the rows of each arrival are added to its third tensor.
+    Adds the gradients of each arrival's rows to its third tensor.
     """
     *sides, lse = tensors
-    chosen, rows_lse = tuple(_picked(reached, x) for x in sides), _picked_lse(reached, lse)
-    dq = torch.zeros(chosen[1].shape, dtype=lse.dtype, device=lse.device)
+    inputs, rows_lse = tuple(_select(selected, x) for x in sides), _select_lse(selected, lse)
+    dq = torch.zeros(inputs[1].shape, dtype=lse.dtype, device=lse.device)
     for batches, rows, grads in arrivals:
         for batch in batches:
-            add_batch(call, batch, chosen, rows, rows_lse, dq, grads)
-        del rows, grads  # as above
-    return dq if reached is None else dq[0, :, 0]
+            add_batch(call, batch, inputs, rows, rows_lse, dq, grads)
+        del rows, grads  # before the next round is posted
+    return dq if selected is None else dq[0, :, 0]
 
 
-def _picked(reached: Rows | None, x: Tensor) -> Tensor:
-    """(1, n, 1, D) of a (B, L, H, D) tensor, or all of it."""
-    return x if reached is None else reached.take(x)[None, :, None]
+def _select(selected: Rows | None, x: Tensor) -> Tensor:
+    """Return the selected rows (1, n, 1, D) of a (B, L, H, D) tensor, or the tensor."""
+    return x if selected is None else selected.take(x)[None, :, None]
 
 
-def _picked_lse(reached: Rows | None, lse: Tensor) -> Tensor:
-    """(1, 1, n) of a (B, H, L) tensor, or all of it."""
-    return lse if reached is None else reached.take(lse.transpose(1, 2))[None, None]
+def _select_lse(selected: Rows | None, lse: Tensor) -> Tensor:
+    """Return the selected rows (1, 1, n) of a (B, H, L) tensor, or the tensor."""
+    return lse if selected is None else selected.take(lse.transpose(1, 2))[None, None]
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Each (segment, head) problem is computed by its owner, to which q, k and v go; outputs come back and are merged."""
+    """Sends q, k and v to the owner of each (segment, head) problem, and merges the outputs that owners send back."""
 
     call: Call
     local: Executor
@@ -222,10 +224,10 @@ class AllToAll:
         state = empty_state(queries)
         for batch in self.route.batches:
             merge_batch(self.call, batch, queries, rows, *state)
-        # out and lse side by side, in fp32: only the merge into the result rounds
+        # out and lse in one fp32 tensor: only the merge into the result rounds
         partial = torch.cat([state[0][0, :, 0], state[1][0, 0, :, None]], 1)
-        for at, part in run.by_peer(run.home(partial).wait()):
-            merge_rows(at, part[:, :-1], part[:, -1], out, lse)
+        for indices, part in run.by_peer(run.home(partial).wait()):
+            merge_rows(indices, part[:, :-1], part[:, -1], out, lse)
         return out, lse, run.kept
 
     @with_room
@@ -253,18 +255,18 @@ class AllToAll:
 
 
 def _as_tensor(rows: Tensor) -> Tensor:
-    """(m, D) rows as a (1, m, 1, D) tensor, so that row numbers are flat numbers."""
+    """Return (m, D) rows as a (1, m, 1, D) tensor, so that a row's index is its flat index."""
     return rows[None, :, None]
 
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """Neighbouring ranks trade tokens for heads, and each computes all their tokens for its own heads.
+    """Exchanges tokens for heads in a group of neighbouring ranks; each computes all the group's tokens for its heads.
 
     Attributes:
         inner: the executor of the rank's heads.
-        groups: the neighbours, of the forward and of the backward.
-        cuts, kv_cuts: (first, stop) of the query heads, and of the kv heads, of each neighbour.
+        groups: the head groups of forward and backward.
+        cuts, kv_cuts: (first, stop) of the query heads and kv heads of each rank of the group.
     """
 
     call: Call
@@ -279,10 +281,10 @@ class HeadParallel:
     @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         group, q = self.groups[0], inputs[0]
-        traded = group.to_heads(inputs, (self.cuts, self.kv_cuts, self.kv_cuts))
-        out, lse, received = self.inner.forward(traded, True)
-        saved = [x.reshape(-1, x.shape[-1]) for x in (*traded, received) if x is not None]
-        # dtypes that ranks send follow from the call: executors differ between ranks, and with them the dtypes of results
+        by_heads = group.to_heads(inputs, (self.cuts, self.kv_cuts, self.kv_cuts))
+        out, lse, received = self.inner.forward(by_heads, True)
+        saved = [x.reshape(-1, x.shape[-1]) for x in (*by_heads, received) if x is not None]
+        # ranks may have different executors with results of different dtypes, but must send the same dtype
         wide = torch.promote_types(q.dtype, torch.float32)
         out = group.to_tokens(out.to(q.dtype), self.cuts, q.shape[2])
         lse = group.to_tokens(lse.to(wide).transpose(1, 2)[..., None], self.cuts, q.shape[2])
@@ -293,22 +295,22 @@ class HeadParallel:
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         group, (grad, q, k, v, out) = self.groups[1], tensors
-        *traded, received = self._saved(received, q, k)
+        *by_heads, received = self._saved(received, q, k)
         grad, out = group.to_heads((grad, out), (self.cuts, self.cuts))
         (lse,) = group.to_heads((lse.transpose(1, 2)[..., None],), (self.cuts,))
         lse = lse[..., 0].transpose(1, 2).contiguous()
-        # sums in fp32 on every rank, also on one that holds no head: other ranks expect them so
-        parts = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in traded]
-        parts = self.inner.backward((grad, *traded, out), lse, received, parts)
+        # sums in fp32, because all ranks must send the same dtype, even a rank without a head
+        parts = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in by_heads]
+        parts = self.inner.backward((grad, *by_heads, out), lse, received, parts)
         sides = zip(parts, (self.cuts, self.kv_cuts, self.kv_cuts), (q, k, v), strict=True)
         return [group.to_tokens(x, cuts, like.shape[2]) for x, cuts, like in sides]
 
     def _saved(self, rows: Tensor, q: Tensor, k: Tensor) -> list[Tensor]:
-        """q, k and v of the rank's heads as the forward received them, and what the inner executor saved."""
+        """Return q, k and v of the rank's heads from the forward, and the rows that the inner executor saved."""
         batch, tokens = q.shape[0], sum(self.groups[1].lengths)
         first, stop = self.call.window.heads
         group = q.shape[2] // k.shape[2]
         widths = [stop - first, *[-(-stop // group) - first // group] * 2]
         sizes = [batch * tokens * w for w in widths]
-        *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
-        return [*(p.view(batch, tokens, w, q.shape[3]) for p, w in zip(parts, widths, strict=True)), rest]
+        *parts, inner_rows = rows.split([*sizes, len(rows) - sum(sizes)])
+        return [*(p.view(batch, tokens, w, q.shape[3]) for p, w in zip(parts, widths, strict=True)), inner_rows]

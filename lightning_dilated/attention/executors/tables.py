@@ -1,6 +1,6 @@
-"""Tables that kernels read, made from blocks: where each output row's parts lie, and the work of a grouped launch.
+"""Integer tables for kernels, made from blocks: the parts of each output row, and the work of grouped launches.
 
-Integers only; built once for all layers and both passes.
+All layers and both passes share a table.
 Shape letters: N tokens, H query heads, K kv heads, n rows of a block.
 """
 
@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=4096)
 def entries(
-    every: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
+    blocks: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
 ) -> Entries:
-    """The table of the rows of blocks at start..start + length by output head (kv head with `kv`).
+    """Return the table of the blocks' rows at positions start..start + length, by output head (kv head with `kv`).
 
-    One for each stream: its memory, once freed, is reused by what runs after its last reader.
+    Each stream has its own table, because freed memory is reused on its stream only.
     """
     from lightning_dilated.kernels.combine import COLUMNS, Entries
 
-    rows = rows_by_head(every, heads, kv)
-    step = _step(every, length)
+    rows = rows_by_head(blocks, heads, kv)
+    step = _step(blocks, length)
     classes = [
-        [(*x, step // x[6] * (step % x[6] == 0)) for x in of_head if _meets(x, start + residue, step)]
+        [(*x, step // x[6] * (step % x[6] == 0)) for x in head_rows if _meets(x, start + residue, step)]
         for residue in range(step)
-        for of_head in rows
+        for head_rows in rows
     ]
     begins = list(itertools.accumulate(map(len, classes), initial=0))
     tensor = lambda x: send(torch.tensor(x, dtype=torch.int32, device="cpu"), device)  # noqa: E731
@@ -51,55 +51,64 @@ def entries(
     return Entries(table, tensor(begins), tensor(several), tensor(range(len(classes))), step)
 
 
-def rows_by_head(every: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
-    """By output head (kv head with `kv`): (block, head in it, first position, segments, width, rows, rate) of its blocks."""
+def rows_by_head(blocks: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
+    """Return, for each output head (kv head with `kv`), the entries of its blocks.
+
+    An entry is (block, head in the block, first position, segments, width, rows, rate).
+    """
     rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
-    for number, b in enumerate(every):
+    for number, b in enumerate(blocks):
         for j in range(b.heads):
             head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
             first = b.first + j * b.position_step
-            # one segment may be wider than these positions, and than 32 bits
+            # a single segment may be wider than its positions, and wider than 32 bits
             width = b.segment_stride if b.segments > 1 else first + b.rows * rate_of(b)
             rows[head].append((number, j, first, b.segments, width, b.rows, rate_of(b)))
     return rows
 
 
 def rate_of(b: Block) -> int:
-    """Positions between a block's rows; any where it has but one."""
+    """Return the distance between a block's rows, in positions; 1 for a single row."""
     return b.row_stride if b.rows > 1 else 1
 
 
-def _step(every: tuple[Block, ...], length: int) -> int:
-    """A multiple of most rates at which a program's rows are still in one segment, mostly."""
+def _step(blocks: tuple[Block, ...], length: int) -> int:
+    """Return a multiple of most rates with which a program's rows usually stay in one segment."""
     from lightning_dilated.kernels.combine import SUM
 
-    step, widths = 1, [b.segment_stride for b in every if b.segments > 1]
-    for rate in sorted({b.row_stride for b in every}):
-        together = math.lcm(step, rate)
-        step = together if together <= 64 and together * SUM[0] <= min([length, *widths]) else step
+    widths = [b.segment_stride for b in blocks if b.segments > 1]
+    return _common_multiple({b.row_stride for b in blocks}, min([length, *widths]) // SUM[0])
+
+
+def _common_multiple(rates: Iterable[int], most: int) -> int:
+    """Return a common multiple, at most 64 and `most`, of as small rates as possible; the other rates are skipped."""
+    step = 1
+    for rate in sorted(set(rates)):
+        multiple = math.lcm(step, rate)
+        step = multiple if multiple <= min(64, most) else step
     return step
 
 
 def _meets(entry: tuple[int, ...], position: int, step: int) -> bool:
-    """Whether an entry can have rows at position, position + step, ..."""
+    """Return whether an entry can have rows at position, position + step, ..."""
     _, _, first, segments, width, _, rate = entry
-    together = math.gcd(rate, step) if segments == 1 else math.gcd(rate, step, width)
-    return (position - first) % together == 0
+    divisor = math.gcd(rate, step) if segments == 1 else math.gcd(rate, step, width)
+    return (position - first) % divisor == 0
 
 
-#: a thousand spans are hashed and compared sooner as tuples than as dataclasses
+#: tuples are hashed and compared faster than dataclasses; a call may have a thousand spans
 _fields = operator.attrgetter("batch", "batches", "start", "length", "whole", "offset", "origin")
 
 
 @dataclass(frozen=True)
 class _Document:
-    """One span's share of the table, as if it were the only one and began at 0.
+    """A span's share of the table, computed for a single span that begins at 0.
 
     Attributes:
         jobs: (blocks, 16) int64, without offsets.
-        windows: (blocks,) int32, as `Work` has them.
-        rows: by query head and by kv head: entries (entries, 7) int32, and how many each head has.
-        step, tiles: of the programs that combine, in one sample.
+        windows: (blocks,) int32, as in `Work`.
+        rows: by query head and by kv head: entries (entries, 7) int32, and their number for each head.
+        step, tiles: step and tiles of the programs that combine, in one sample.
     """
 
     jobs: Tensor
@@ -118,14 +127,14 @@ def work_of(
     cut: bool = False,
     bits: int = 0,
 ) -> Work:
-    """The table of all blocks of a call, and the programs of tiles of `sizes` rows; programs that combine have `tokens`.
+    """Return the table of all blocks of a call, with programs for tiles of `sizes` rows.
 
-    With `cut` lengths on the device say how much of each sample is there; with `bits` the bounds of 2**bits documents say
-    where these lie in the one span.
+    A program that combines has `tokens` rows. With `cut`, the lengths of samples are on the device; with `bits`, the
+    bounds of 2**bits documents in the only span.
 
     Raises:
-        LookupError: while a CUDA graph records and the table is not there yet (it cannot be sent then), and for documents
-            of positions that do not fit in 32 bits.
+        LookupError: while a CUDA graph records, if the table does not exist yet, because it cannot be sent then; and
+            for documents with positions of more than 32 bits.
     """
     return _work(call.window, tuple(map(_fields, spans)), device, sizes, tokens, cut, bits)
 
@@ -143,11 +152,11 @@ def _work(
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LookupError("no table yet")
     with torch.device("cpu"):
-        some = [Span(*fields) for fields in span_fields]
+        spans = [Span(*fields) for fields in span_fields]
         if bits:
-            work = _build_packed(window, some[0].length, device, sizes, tokens, bits)
+            work = _build_packed(window, spans[0].length, device, sizes, tokens, bits)
         else:
-            work = _build(window, some, device, sizes, tokens, cut)
+            work = _build(window, spans, device, sizes, tokens, cut)
     if device.type != "cuda":
         return work
     stream = torch.cuda.current_stream(device)
@@ -160,21 +169,21 @@ def _build(
     from lightning_dilated.kernels.grouped import JOB, Work
 
     documents = [_document(window, s.document, s.part, tokens) for s in spans]
-    each = torch.tensor([len(d.jobs) for d in documents], dtype=torch.int64)
+    job_counts = torch.tensor([len(d.jobs) for d in documents], dtype=torch.int64)
     facts = torch.tensor([(s.batch, s.start, s.origin, s.batches, d.step, d.tiles, s.length)
                           for s, d in zip(spans, documents, strict=True)], dtype=torch.int64).reshape(-1, 7)  # fmt: skip
     jobs = _join([d.jobs for d in documents], len(JOB))
     column = {name: jobs[:, i] for i, name in enumerate(JOB)}
-    batch, start, origin, batches = facts[:, :4].repeat_interleave(each, 0).unbind(1)
+    batch, start, origin, batches = facts[:, :4].repeat_interleave(job_counts, 0).unbind(1)
     column["sample"].add_(batch)
     column["first"].add_(start)
     column["origin"].copy_(origin)
-    heads = batches * column["segments"] * column["heads"]  # samples and segments of each
+    heads = batches * column["segments"] * column["heads"]  # in all samples and segments
     counts = heads * column["rows"]
     column["offset"].copy_(counts.cumsum(0) - counts)
     pattern = window.pattern
     pads = bool((column["pads"] > 0).any())
-    if cut:  # how many pads follows from the length, the segment length and the rate, of jobs of one row, too
+    if cut:  # kernels compute the pads from the length, the segment length and the rate, even for jobs of one row
         pads, tokens_of = pattern.padding == "attended", max(1, max(s.length for s in spans))
         widths = torch.tensor([min(b.segment_length or tokens_of, tokens_of) for b in pattern.branches])
         rates = torch.tensor([min(b.dilation_rate, tokens_of) for b in pattern.branches])
@@ -195,34 +204,35 @@ def _build(
         tiles=int(tiles.sum()),
         spans=to(table),
         span=to(torch.arange(len(spans), dtype=torch.int32).repeat_interleave(tiles)),
-        queries=_outputs([d.rows[0] for d in documents], each, to),
-        keys=_outputs([d.rows[1] for d in documents], each, to),
+        queries=_outputs([d.rows[0] for d in documents], job_counts, to),
+        keys=_outputs([d.rows[1] for d in documents], job_counts, to),
     )
 
 
 def _width(width: int | None) -> int:
-    """A window's width as kernels read it."""
     from lightning_dilated.kernels.grouped import ENDLESS
 
     return ENDLESS if width is None else min(width, ENDLESS)
 
 
 def _windows(widths: Tensor, to: functools.partial[Tensor]) -> Tensor | None:
-    """The windows of jobs, where any has one."""
+    """Return the windows of jobs; None if no job has one."""
     return to(widths.int()) if bool((widths < _width(None)).any()) else None
 
 
 def bits_of(documents: int) -> int:
-    """Of the number of a document among as many as 2**bits, at least 4: few tables serve all rows."""
+    """Return the bits for the index of a document, at least 2. Rounding up lets a few tables serve all rows."""
     return max(2, (documents - 1).bit_length())
 
 
 def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
-    """(jobs + 1, 16) int64, columns as in `DOCUMENT_JOB`, of a row of N `tokens`: one of each head and branch that may have
-    positions there; a last line has only the size of the buffer, as its first row.
+    """Return the jobs of a row of N `tokens`, (jobs + 1, 16) int64 with the columns of `DOCUMENT_JOB`.
+
+    Each head and branch that may have positions has a job. The last line has only the size of the buffer, as its first
+    row.
 
     Raises:
-        LookupError: for positions that do not fit in 32 bits.
+        LookupError: for positions of more than 32 bits.
     """
     pattern, num_heads, num_kv_heads, heads, _ = window
     group, jobs, rows = num_heads // num_kv_heads, [], 0
@@ -234,7 +244,7 @@ def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
             if not branch.serves(h) or o >= longest:
                 continue
             w, r = segment_width(branch, tokens), min(branch.dilation_rate, longest)
-            numbers = 0 if r == 1 else 2 if t else 1  # without one, rows of two segments may be the same
+            numbers = 0 if r == 1 else 2 if t else 1  # without them, rows of two segments could coincide
             numbered = tokens // w + numbers * documents if numbers else 0
             head, kv_head = h - heads[0], h // group - heads[0] // group
             length = min(branch.segment_length or tokens, tokens)
@@ -246,16 +256,13 @@ def packed_jobs(window: HeadWindow, tokens: int, documents: int) -> Tensor:
 def _build_packed(
     window: HeadWindow, length: int, device: torch.device, sizes: tuple[int, ...], tokens: int, bits: int
 ) -> Work:
-    """The table for a row of N = `length` tokens that holds up to 2**bits documents."""
+    """Return the table for a row of N = `length` tokens with up to 2**bits documents."""
     from lightning_dilated.kernels.grouped import Work
 
     pattern, num_heads, num_kv_heads, heads, _ = window
     jobs, to = packed_jobs(window, length, 2**bits), functools.partial(send, device=device)
     jobs, rows = jobs[:-1], int(jobs[-1, 12])
-    step = 1
-    for rate in sorted({r for r in jobs[:, 5].tolist()}):
-        together = math.lcm(step, rate)
-        step = together if together <= 64 and together * tokens <= length else step
+    step = _common_multiple(jobs[:, 5].tolist(), length // tokens)
     tiles = -(-length // (tokens * step)) * step
     kv_heads = -(-heads[1] * num_kv_heads // num_heads) - heads[0] * num_kv_heads // num_heads
     return Work(
@@ -277,20 +284,19 @@ def _build_packed(
 
 
 def _packed_grid(jobs: Tensor, size: int, documents: int, to: functools.partial[Tensor]) -> Grid:
-    """As many programs as any documents need, the jobs with most rows in a segment first."""
+    """Return enough programs for any bounds of the documents; jobs with most rows in a segment run first."""
     from lightning_dilated.kernels.grouped import Grid, slots
 
     columns = jobs[:, [3, 1, 5, 0]].tolist()
-    each = torch.tensor([slots(w, t, r, size, n) for w, t, r, n in columns], dtype=torch.int64).reshape(-1, 3)
-    programs = jobs[:, 0] // each[:, 0] + jobs[:, 0] // each[:, 1] + each[:, 2] * documents
+    job_slots = torch.tensor([slots(w, t, r, size, n) for w, t, r, n in columns], dtype=torch.int64).reshape(-1, 3)
+    programs = jobs[:, 0] // job_slots[:, 0] + jobs[:, 0] // job_slots[:, 1] + job_slots[:, 2] * documents
     order, first = (jobs[:, 3] // jobs[:, 5]).argsort(descending=True, stable=True), torch.empty_like(programs)
     first[order] = programs[order].cumsum(0) - programs[order]
     ordered = order.int().repeat_interleave(programs[order])
-    return Grid(int(programs.sum()), to(ordered), to(torch.cat([first[:, None], each], 1).int()))
+    return Grid(int(programs.sum()), to(ordered), to(torch.cat([first[:, None], job_slots], 1).int()))
 
 
 def _packed_outputs(head: Tensor, heads: int, to: functools.partial[Tensor]) -> Outputs:
-    """The jobs of each output head."""
     from lightning_dilated.kernels.grouped import Outputs
 
     order = head.argsort(stable=True)
@@ -305,7 +311,7 @@ def _join(tables: list[Tensor], columns: int) -> Tensor:
 
 
 def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor]) -> Grid:
-    """Programs of tiles of `size` rows, the jobs of most rows first: short ones fill the gaps at the end."""
+    """Return programs for tiles of `size` rows; jobs with most rows run first, so that short jobs fill the gaps."""
     from lightning_dilated.kernels.grouped import Grid
 
     programs, order = heads * ((rows + size - 1) // size), rows.argsort(descending=True, stable=True)
@@ -314,41 +320,37 @@ def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor])
     return Grid(int(programs.sum()), to(order.int().repeat_interleave(ordered)), to(first.int()))
 
 
-def _outputs(rows: list[tuple[Tensor, Tensor]], each: Tensor, to: functools.partial[Tensor]) -> Outputs:
-    """Entries of all spans, with the jobs' numbers among all."""
+def _outputs(rows: list[tuple[Tensor, Tensor]], job_counts: Tensor, to: functools.partial[Tensor]) -> Outputs:
+    """Join the entries of all spans, and number the jobs over all spans."""
     from lightning_dilated.kernels.grouped import Outputs
 
     entries = _join([table for table, _ in rows], 7).int()
     lengths = torch.tensor([len(table) for table, _ in rows], dtype=torch.int64)
-    entries[:, 0] += (each.cumsum(0) - each).repeat_interleave(lengths).int()
+    entries[:, 0] += (job_counts.cumsum(0) - job_counts).repeat_interleave(lengths).int()
     counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(c for _, c in rows)])
     return Outputs(to(entries), to(counts.cumsum(0).int()))
 
 
 @functools.lru_cache(maxsize=4096)
 def _document(window: HeadWindow, document: int, part: tuple[int, int] | None, tokens: int) -> _Document:
-    """The share of `part` of a document of so many tokens."""
-    every, heads = window.blocks(document, part), window.heads
+    """Return the share of `part` of a document of `document` tokens."""
+    blocks, heads = window.blocks(document, part), window.heads
     length, group = (part[1] - part[0] if part else document), window.num_heads // window.num_kv_heads
     jobs = [
         (0, b.segments, b.first, b.segment_stride, b.rows, rate_of(b), b.heads, b.head, b.head_step, b.kv_head,
-         b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in every
+         b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in blocks
     ]  # fmt: skip
     kv_heads = -(-heads[1] // group) - heads[0] // group
-    step = 1
-    for rate in sorted({rate_of(b) for b in every}):
-        together = math.lcm(step, rate)
-        step = together if together <= 64 and together * tokens <= length else step
+    step = _common_multiple(map(rate_of, blocks), length // tokens)
     tiles = -(-length // (tokens * step)) * step
     table = torch.tensor(jobs, dtype=torch.int64).reshape(-1, 16)
-    windows = torch.tensor([_width(b.width) for b in every], dtype=torch.int32)
-    return _Document(
-        table, windows, (_rows(every, heads[1] - heads[0], False), _rows(every, kv_heads, True)), step, tiles
-    )
+    windows = torch.tensor([_width(b.width) for b in blocks], dtype=torch.int32)
+    rows = _rows(blocks, heads[1] - heads[0], False), _rows(blocks, kv_heads, True)
+    return _Document(table, windows, rows, step, tiles)
 
 
-def _rows(every: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
-    """Entries by output head (kv head with `kv`) as `Outputs` has them, and how many each head has."""
-    rows = rows_by_head(every, heads, kv)
-    table = torch.tensor([x for of_head in rows for x in of_head], dtype=torch.int32).reshape(-1, 7)
-    return table, torch.tensor([len(of_head) for of_head in rows], dtype=torch.int64)
+def _rows(blocks: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
+    """Return the entries by output head (kv head with `kv`), as in `Outputs`, and their number for each head."""
+    rows = rows_by_head(blocks, heads, kv)
+    table = torch.tensor([x for head_rows in rows for x in head_rows], dtype=torch.int32).reshape(-1, 7)
+    return table, torch.tensor([len(head_rows) for head_rows in rows], dtype=torch.int64)
