@@ -176,7 +176,7 @@ def _without_global(x: OpCall) -> OpCall | None:
 
 
 def _beside_global(x: OpCall, inner: OpCall) -> tuple[int, int]:
-    """Follow `executors.BesideGlobal`: fp32 results of other branches, then the blocks of global tokens one by one."""
+    """Follow `executors.WithGlobalTokens`: fp32 results of other branches, then the blocks of global tokens one by one."""
     wide, (forward, backward) = max(4, x.dtype.itemsize), workspace(inner)
     crossing = {i for i, b in enumerate(x.pattern.branches) if b.tokens is not None}
     most = max((_rows(x.spans[0], b) for b in x.call.blocks(x.spans[0]) if b.branch in crossing), default=0)
