@@ -1,6 +1,6 @@
-"""A training script on two ranks of ring_dilated_fsdp that tells where things lie: offload_job.py SETTINGS, as JSON.
+"""A training script on two ranks of ring_dilated_fsdp that reports where tensors are: offload_job.py SETTINGS, as JSON.
 
-SETTINGS: accelerator, precision, strategy and model (options), fused (AdamW), steps, memory (of
+SETTINGS: accelerator, precision, strategy and model (options), fused (AdamW), steps, memory (options of
 ActivationRecompute), resume and save (paths).
 """
 
@@ -18,12 +18,12 @@ from lightning_dilated.callbacks import ActivationRecompute
 
 
 def local(x):
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def places(tensors):
-    """Kinds of devices, and whether all of the memory is page-locked."""
+    """Return device types, and "pinned" if all memory is page-locked."""
     parts = [local(t) for t in tensors]
     kinds = sorted({t.device.type for t in parts})
     return [
@@ -33,7 +33,7 @@ def places(tensors):
 
 
 class Look(pl.Callback):
-    """Losses of the steps, norms that gradients are clipped from, and where parameters, gradients and states are."""
+    """Records losses, gradient norms before clipping, and the devices of parameters, gradients and states."""
 
     def __init__(self):
         self.told = {"losses": [], "norms": []}
@@ -43,7 +43,7 @@ class Look(pl.Callback):
         self.told["gradients"] = places(grads)
         self.told["norms"].append(float(torch.nn.utils.get_total_norm(grads).full_tensor()))
         weight = local(next(pl_module.parameters()).detach())
-        pl_module.log("size", weight.norm(), sync_dist=True)  # a mean over ranks of what lies on the host
+        pl_module.log("size", weight.norm(), sync_dist=True)  # a mean over ranks of a tensor on the host
 
     def on_train_batch_end(self, trainer, pl_module, *args):
         self.told["losses"].append(float(trainer.callback_metrics["train_loss"]))

@@ -1,4 +1,4 @@
-"""The line about a pattern's walls on many ranks: rank zero says it, at the length of the whole sequence."""
+"""The warning about a pattern's walls on many ranks: rank zero prints it, for the length of the whole sequence."""
 
 import warnings
 
@@ -24,6 +24,6 @@ def told(rank, group):
 
 
 def test_rank_zero_speaks_of_the_whole_sequence(pools):
-    """No rank's own 20 tokens cross a wall; the 40 do."""
+    """A shard of 20 tokens crosses no wall; the sequence of 40 does."""
     found = pools(2).run(2, told)
     assert len(found[0]) == 1 and "at 40 tokens: 1 wall(s)" in found[0][0] and found[1] == []

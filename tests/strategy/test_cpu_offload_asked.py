@@ -1,4 +1,4 @@
-"""How cpu_offload is asked for: in Python and in recipes, of both strategies."""
+"""Ways to request cpu_offload of both strategies: in Python and in recipes."""
 
 import pytest
 import yaml
@@ -9,7 +9,7 @@ from lightning_dilated import RingDilatedStrategy
 
 
 def from_yaml(name, given):
-    """A strategy whose cpu_offload a recipe gives."""
+    """Return a strategy with the `cpu_offload` of a recipe."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=getattr(lightning_dilated, name))
     config = {"class_path": f"lightning_dilated.{name}", "init_args": {"cpu_offload": yaml.safe_load(given)}}
@@ -23,7 +23,7 @@ def test_from_yaml(given, pinned):
 
 
 def test_whole_parameters_without_asking():
-    """As a recipe says that switches between the strategies."""
+    """`cpu_offload=False` is allowed, so that a recipe can switch strategies."""
     made = RingDilatedStrategy(cpu_offload=False)
     assert made._ddp_kwargs.keys() == RingDilatedStrategy()._ddp_kwargs.keys()
     assert from_yaml("RingDilatedStrategy", "false")._ddp_kwargs.keys() == made._ddp_kwargs.keys()

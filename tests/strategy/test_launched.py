@@ -1,4 +1,4 @@
-"""What the launcher started, and steps of so many sequences: errors before anything is trained."""
+"""Errors before training: a launcher's environment that does not fit, and impossible numbers of sequences a step."""
 
 import lightning.pytorch as pl
 import pytest
@@ -18,7 +18,7 @@ SLURM = {"SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_JOB_NAME": "train", "S
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """Sets the variables of a launcher."""
+    """Return a function that sets the variables of a launcher."""
 
     def set_all(variables):
         for name, value in variables.items():
@@ -55,7 +55,7 @@ class Numbers(IterableDataset):
 
 
 def fit(strategy, batch_size=1, loader=None, kind=LongNetLM, ckpt=None, **options):
-    """A fit of one step, where options do not say how long."""
+    """Fit one step, unless the options set a length."""
     model = kind(DilatedPattern.longnet([8], [1]), dim=8, depth=1, num_heads=1)
     data = ByteDataModule(seq_len=16, batch_size=batch_size) if loader is None else loader
     long = {} if {"max_epochs", "max_steps"} & {*options} else {"max_steps": 1}
@@ -67,7 +67,7 @@ def fit(strategy, batch_size=1, loader=None, kind=LongNetLM, ckpt=None, **option
 def test_batches_of_a_step():
     made = fit(RingDilatedStrategy(global_batch=6), batch_size=2)
     assert made.accumulate_grad_batches == 3 and made.fit_loop.total_batch_idx == 2
-    made.fit_loop.epoch_loop.max_steps = 2  # the same Trainer goes on, with an accumulation that it was given before
+    made.fit_loop.epoch_loop.max_steps = 2  # the same Trainer continues, with the accumulation of its first fit
     made.fit(made.lightning_module, ByteDataModule(seq_len=16, batch_size=3))
     assert made.accumulate_grad_batches == 2
 
@@ -104,7 +104,7 @@ def test_steps_that_cannot_be(sequences, options, words):
 
 
 def test_an_epoch_ends_with_a_whole_step():
-    """Five batches of two: of steps of two batches the fifth would be a step by itself, of half a gradient."""
+    """Five batches, two a step: the fifth would be a step with half a gradient."""
     made = fit(RingDilatedStrategy(global_batch=4), loader=DataLoader(samples(10), batch_size=2), max_epochs=3)
     assert made.global_step == 6 and made.fit_loop.total_batch_idx == 11
     assert made.limit_train_batches == 1.0, "the Trainer has its own limit again"
@@ -120,7 +120,7 @@ def test_a_reloaded_loader_of_another_length():
 
 
 def test_packed_epochs_end_with_a_whole_step(tmp_path):
-    """Their numbers of packs differ, and are known as each begins."""
+    """Epochs of packed data differ in their numbers of packs, known when each epoch begins."""
     for i in range(30):
         (tmp_path / f"{i}.bin").write_bytes(b"a" * (3 + 7 * i % 23))
     data = ByteDataModule(str(tmp_path), seq_len=32, pack_tokens=32, val_fraction=0, test_fraction=0)
@@ -147,7 +147,7 @@ def test_less_than_a_step(tmp_path):
 
 
 def test_a_checkpoint_within_a_step(tmp_path):
-    """A loader that does not resume: the count of batches goes on, of other batches."""
+    """With a loader that does not resume, the count of batches continues, over other batches."""
     made = fit(RingDilatedStrategy(), loader=DataLoader(samples(8)))
     made.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match="the first step has 1 of the 4 batches that global_batch=4 takes"):

@@ -1,4 +1,4 @@
-"""LossByPosition on several ranks: the rows of one rank, for every layout and kind of batch."""
+"""LossByPosition on several ranks has the rows of one rank, for every layout and kind of batch."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.full
 
 
 def rows(rank, group, run, folder):
-    """What a rank has after a validation."""
+    """Return this rank's rows after a validation."""
     built, model, data, _ = make(run, launched(rank))
     callback = LossByPosition(table=False, picture=False)
     built.callbacks.append(callback)

@@ -1,4 +1,4 @@
-"""Sizes of the mesh, and wrong options of the strategies: errors in Trainer(...) before anything starts."""
+"""Mesh sizes and wrong options of the strategies: errors in Trainer(...) before anything starts."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_shape(world, sequence, head, want):
 
 
 OUTER = {"outer": OuterSteps()}
-#: options of RingDilatedStrategy, and what is said of them, by the constructor or in Trainer(...)
+#: options of RingDilatedStrategy, and words of the error that the constructor or Trainer(...) raises
 WRONG = [
     ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
     ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
@@ -74,7 +74,7 @@ WRONG = [
         r"use RingDilatedFSDPStrategy\(cpu_offload=CPUOffloadPolicy\(pin_memory=False",
     ),
 ]
-#: of RingDilatedFSDPStrategy
+#: options of RingDilatedFSDPStrategy
 WRONG_SHARDED = [
     ({"regions": 2}, "checkpoints hold one sharded model and optimizer"),
     (OUTER, "Take RingDilatedStrategy"),
@@ -114,7 +114,7 @@ def test_asked_too_early():
 
 
 def test_the_other_lightning_does_not_know_the_name():
-    # `pytorch_lightning` is another copy with a registry of its own: nothing of ours may pretend to be there
+    # `pytorch_lightning` is another copy with its own registry; this package registers nothing there
     assert pl.strategies.StrategyRegistry["ring_dilated"]["strategy"] is RingDilatedStrategy
 
 
@@ -129,7 +129,7 @@ def test_the_other_lightning_does_not_know_the_name():
     ],
 )
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
-    """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
+    """GPUs of one node: one bucket, after the backward. Several nodes: buckets during it, and few thread blocks."""
     made = []
     monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: made.append(overlapped) or "a group")
     monkeypatch.setattr(RingDilatedStrategy, "sizes", SimpleNamespace(region_size=2))

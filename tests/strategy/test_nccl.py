@@ -1,4 +1,4 @@
-"""Fits over NCCL: they leave nothing, and ranks that drift are named."""
+"""Fits over NCCL leave nothing behind, and name ranks that drift."""
 
 import os
 from functools import partial
@@ -19,13 +19,13 @@ DEVICE = {"accelerator": "gpu"}
 
 
 def join(rank, ranks):
-    """What a launcher tells its processes: Trainers make their own process groups."""
+    """Set a launcher's variables; Trainers make the process groups."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(x) for name, x in told.items()}, TORCHELASTIC_RUN_ID="tests")
 
 
 def many_fits(rank, ranks, fsdp):
-    """Raise where this process holds more after the 53rd fit than after the third."""
+    """Raise if this process holds more resources after the 53rd fit than after the third."""
     join(rank, ranks)
     kept = []
 
@@ -51,7 +51,7 @@ def test_fifty_fits(ranks, fsdp):
 
 
 def drifting(rank, ranks):
-    """(the error of a fit in which rank 1 drifts, its step) for a weight, a learning rate, and nothing."""
+    """Return (error of a fit in which rank 1 drifts, its step) for a weight, a learning rate, and nothing."""
     join(rank, ranks)
     found = []
     for what in ("weight", "learning rate", "nothing"):

@@ -1,4 +1,4 @@
-"""Packed batches under the strategies: training and validation on two ranks, sharing a sequence or not, are those of one."""
+"""Packed batches under the strategies: training and validation on two ranks equal one rank."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def made(kind, folder, **packing):
-    """(model, data); equal weights at every call."""
+    """Return (model, data), with equal weights at every call."""
     pl.seed_everything(4, verbose=False)
     if kind == "slides":
         sizes = {**SIZES, "feature_dim": 4, "grid": 32, "task": "classification", "num_classes": 3, "optimizer": SGD}
@@ -38,7 +38,7 @@ def made(kind, folder, **packing):
 
 
 def fit(rank, group, kind, folder, packing, sequence_size):
-    """(losses, weights, metrics of validation) of two epochs."""
+    """Return (losses, weights, validation metrics) of two epochs."""
     model, data = made(kind, folder, **packing)
     record, strategy = Record(), RingDilatedStrategy(sequence_size=sequence_size, check_first_batch=True)
     built = trainer(
@@ -77,7 +77,7 @@ def test_ranks_that_share_a_row(pools, folder, kind):
 
 
 def test_two_data_ranks_are_one_padded_batch(pools, folder):
-    """Each step: the mean over all slides of both ranks' packs; validation: each slide once."""
+    """Each step is the mean over all slides of both ranks' packs; validation counts each slide once."""
     found = pools(2).run(2, fit, "slides", folder, {"pack_tokens": 64}, 1)
     model, data = made("slides", folder)
     model.double()
@@ -117,7 +117,7 @@ def validated(rank, group, folder, packing):
 
 
 def test_metrics_of_an_epoch(pools, folder):
-    """AUROC and the like, with ranks that have unlike numbers of packs."""
+    """AUROC and the like, with unequal numbers of packs on the ranks."""
     (want,) = pools(1).run(1, validated, folder, {"batch_size": 3})
     for found in pools(2).run(2, validated, folder, {"pack_tokens": 40}):
         assert found == pytest.approx(want, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Slides under the strategies: training, and AUROC, accuracy and kappa of an epoch, are those of one rank on any ranks."""
+"""Slides under the strategies: training and the epoch's AUROC, accuracy and kappa equal one rank on any ranks."""
 
 import functools
 
@@ -15,12 +15,12 @@ from .runs import Record, full, launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: 7 slides to validate on: two data ranks get unlike numbers of them
+#: 7 slides for validation: two data ranks get unequal numbers
 TILES = (40, 23, 9, 31, 12, 5, 17)
 
 
 class Slides(Dataset):
-    """Slides of ragged lengths, with a blank row each."""
+    """Slides of different lengths, with a blank row each."""
 
     def __init__(self, count):
         self.count = count
@@ -59,7 +59,7 @@ class Data(pl.LightningDataModule):
 
 
 def fitted(rank, group, settings, options, fsdp=False):
-    """What training and validation leave on this rank."""
+    """Return this rank's results of training and validation."""
     pl.seed_everything(4, verbose=False)
     strategy = (RingDilatedFSDPStrategy if fsdp else RingDilatedStrategy)(**settings)
     record = Record()

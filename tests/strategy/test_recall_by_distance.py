@@ -1,4 +1,4 @@
-"""RecallByDistance on several ranks: the rows and metrics of one rank, for every layout, and where ranks have no token."""
+"""RecallByDistance on several ranks has one rank's rows and metrics, for every layout, even if a rank has no token."""
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 
 
 def recalled(rank, group, seq_len, strategy):
-    """What a rank has after a validation and a test."""
+    """Return this rank's rows and metrics after a validation and a test."""
     world = launched(rank)
     pl.seed_everything(5, verbose=False)
     pairs = 3 if seq_len > 8 else 1

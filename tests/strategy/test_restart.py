@@ -1,4 +1,4 @@
-"""How the ranks of one attempt under torchrun find a name that no other attempt has: threads around one store."""
+"""The ranks of one attempt under torchrun agree on a name that no other attempt has: threads around one store."""
 
 import threading
 import time
@@ -15,17 +15,17 @@ LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.5)
 
 @pytest.fixture(params=["hash", "tcp"])
 def stores(request):
-    """stores() is one more client of one store."""
+    """`stores()` returns another client of one store."""
     if request.param == "hash":
         shared = dist.HashStore()
         return lambda: shared
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    request.addfinalizer(lambda: server)  # keeps it to the end
+    request.addfinalizer(lambda: server)  # keeps it alive
     return lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 
 
 def attempt(stores, world, ranks=None, timeout=LONG, late=()):
-    """What each of these ranks gets: a token, or the words of an error. `late` ranks come after the others."""
+    """Return each rank's token, or its error message. `late` ranks start after the others."""
     found = {}
 
     def one(rank):
@@ -53,7 +53,7 @@ def test_all_ranks_get_one_token(stores, late):
 
 
 def test_restart_counts_do_not_matter(stores, monkeypatch):
-    """Each node counts its own restarts; a thread cannot have an environment of its own, so nothing may read this one."""
+    """Each node counts its own restarts. Threads share one environment, so ranks must not read it."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "not a number")
     assert len(set(attempt(stores, 2).values())) == 1
 
@@ -76,7 +76,7 @@ def test_rank_0_never_comes(stores):
 
 
 def test_an_attempt_that_died_in_the_middle_does_no_harm(stores):
-    """Ranks 1 and 2 said hello, and rank 1 took its token, before all of them were killed."""
+    """Ranks 1 and 2 registered, and rank 1 took its token, before all of them were killed."""
     died = attempt(stores, 4, [0, 1, 2], SHORT)
     assert all("[3]" in words for words in died.values())
     keys = dist.PrefixStore("lightning-dilated/token/4", stores())
@@ -91,7 +91,7 @@ def test_a_dead_ranks_hello_does_not_count(stores):
 
 
 def test_one_node_fewer(stores):
-    """The ranks that are left have other numbers, and find keys of the larger job."""
+    """The remaining ranks have other numbers, and find keys of the larger job."""
     before = attempt(stores, 3)
     after = attempt(stores, 2, late=(1,))
     assert len(set(after.values())) == 1 and after[0] != before[0]
@@ -110,7 +110,7 @@ def test_error_names_the_store(monkeypatch):
 
 
 def test_only_under_torchrun(monkeypatch):
-    """Other launchers have a store of their own for each start."""
+    """Other launchers have a new store for each start."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     mesh.join_under_torchrun("gloo", SHORT, mesh.torch.device("cpu"))
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Slides under the strategy: a rank reads its slice of the file and no more, and the parts make up the whole batch."""
+"""Slides under the strategy: a rank reads only its slice of the file, and the slices make up the whole batch."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ from .runs import launched, trainer
 
 pytestmark = pytest.mark.full
 
-#: bytes that opening a file costs, and looking at its head and the index of its chunks
+#: bytes to open a file and to read its head and the index of its chunks
 HEAD = 300_000
 COORDS = 16
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the system for."""
+    """Return the bytes that this process has read, counted by the system."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(words["rchar"])
 
@@ -33,7 +33,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="need
 
 
 def large(folder: Path, tiles: int, width: int, chunked: bool) -> int:
-    """A slide of some megabytes; bytes of one tile."""
+    """Write a slide of some megabytes. Return the bytes of one tile."""
     x = np.random.default_rng(0).standard_normal((tiles, width)).astype(np.float32)
     coords = np.stack([np.arange(tiles) % 64, np.arange(tiles) // 64], 1) * 256
     with h5py.File(folder / "large.h5", "w") as file:
@@ -61,7 +61,7 @@ def test_a_slice_is_read_and_no_more(tmp_path, layout, chunked):
 
 
 class Mean(pl.LightningModule):
-    """Fits each slide's label by its tiles; keeps its batches."""
+    """Fits each slide's label by its tiles; records its batches."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Mean(pl.LightningModule):
 
 
 def fit(rank, group, folder, batch_size, options):
-    """(batches, weights) of a fit of four steps."""
+    """Return (batches, weights) of a fit of four steps."""
     pl.seed_everything(1, verbose=False)
     data = SlideDataModule(folder, f"{folder}/labels.csv", batch_size=batch_size, **options)
     data.check()
@@ -124,7 +124,7 @@ def test_the_parts_make_up_the_batch(pools, folder, name):
 
 
 class Batched(torch.utils.data.Dataset):
-    """Reads by ranges and, whole, by batches: the ranges win."""
+    """Can read ranges, and whole batches; ranges take precedence."""
 
     seq_len = 10
 

@@ -1,4 +1,4 @@
-"""recipes/slurm.sbatch under a SLURM on this machine: preempted jobs, and those whose time is up, go on where they were."""
+"""recipes/slurm.sbatch under a SLURM on this machine: jobs that are preempted or out of time are continued."""
 
 import csv
 import re
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT, STEPS = CHECKOUT / "recipes" / "slurm.sbatch", 240
-#: of one node with two ranks on two CPUs
+#: one node with two ranks on two CPUs
 SIZES = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1"]
 SMALL = {
     "trainer.accelerator": "cpu", "trainer.precision": "32-true", "trainer.strategy.global_batch": "2",
@@ -42,7 +42,7 @@ def prepare(folder: Path) -> Path:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """{step: training loss} of all attempts, which have to agree where they repeat a step."""
+    """Return {step: training loss} over all attempts. Attempts that repeat a step must agree."""
     found: dict[int, float] = {}
     for file in sorted(folder.glob("runs/elastic/version_*/metrics.csv")):
         for row in csv.DictReader(file.read_text().splitlines()):
@@ -68,19 +68,21 @@ def text(folder: Path) -> str:
 
 
 def started(folder: Path) -> bool:
-    """Whether a first checkpoint is complete."""
+    """Return whether a first checkpoint is complete."""
     return any(folder.glob("runs/elastic/checkpoints/step-*/manifest.json"))
 
 
 def begin(cluster, folder: Path) -> str:
-    """A job that trains; its number."""
+    """Submit a job that trains. Return its number."""
     number = cluster.submit(*SIZES, str(SCRIPT), *OPTIONS, cwd=prepare(folder))
     cluster.until(lambda: started(folder) or "COMPLETED" in cluster.job(number)["JobState"], "it trains", 300)
     return number
 
 
 def ended_well(cluster, number: str, folder: Path, undisturbed: dict[int, float], status: str) -> None:
-    """That the job was requeued once, after all ranks ended with `status`, and then did all steps, with the same losses."""
+    """Check that all ranks ended with `status`, that the job was requeued once, and that all steps have the same
+    losses.
+    """
     states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
     cluster.until(lambda: cluster.job(number).get("JobState") in states, "the job ends", 400)
     job, output = cluster.job(number), text(folder)
@@ -100,7 +102,7 @@ def test_preempted(cluster, undisturbed, tmp_path):
 
 
 def test_time_is_up(cluster, undisturbed, tmp_path):
-    """SLURM's USR1, as `--signal` of the script has it sent: rank 0 requeues the job."""
+    """SLURM sends USR1, as the script's `--signal` requests: rank 0 requeues the job."""
     number = begin(cluster, tmp_path)
     cluster.ask("scancel", "--signal=USR1", number)
     ended_well(cluster, number, tmp_path, undisturbed, "138")
