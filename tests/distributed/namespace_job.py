@@ -1,4 +1,4 @@
-"""A rank of attention on two nodes: namespace_job.py EXCHANGE CALLS. Compares with one rank, and writes what it counted."""
+"""A rank of attention on two nodes: namespace_job.py EXCHANGE CALLS. Compares with one rank, and writes its counts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""sequence_sum, sequence_mean and sequence_gather equal one rank, gradients too, when the ranks' losses sum to the loss."""
+"""sequence_sum, sequence_mean and sequence_gather equal one rank, with gradients, if the ranks' losses are summed."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ N = 9  # on 4 ranks one is empty
 
 
 def numbers(seed, *shape):
-    """The same on every rank."""
+    """Draw the same numbers on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def helpers(rank, group, layout):
-    """On this rank: largest errors of the results and gradients of all three."""
+    """Return the largest errors of results and gradients of all three functions on this rank."""
     with sequence(group, layout=layout) as ours:
         x, mask = numbers(0, 2, N, 3), numbers(1, 2, N) > -0.5
         mine = positions(ours, N)
@@ -49,7 +49,7 @@ def test_equal_to_one_rank(pool, ranks, layout):
 
 
 def corners(rank, group, layout):
-    """Whole numbers beyond float32, NaN where nothing counts, no samples, and wrong dimensions."""
+    """Run corner cases: whole numbers beyond float32, NaN that does not count, no samples, and wrong dimensions."""
     with sequence(group, layout=layout) as ours:
         told = []
         for call in (
@@ -78,7 +78,7 @@ def test_corners(pool, layout):
 
 
 def changed(rank, group):
-    """A leaf after its sum was changed in place, and the sum."""
+    """Return a leaf after its sum was changed in place, and the sum."""
     with sequence(group) as ours:
         x = torch.tensor([0.0, 2.0], requires_grad=True)
         total = sequence_sum(x, ours).clamp_(min=1)

@@ -12,11 +12,11 @@ from .calls import alone, attend, by_definition, compare, compare_rounded
 from .pool import Pool
 from .strategies import ANY, DTYPES, EXCHANGES, LAYOUTS, ROUNDED, Sharded, larger_groups, sharded
 
-#: random calls for each number of ranks and each exchange that can serve so many
+#: random calls by number of ranks, for each exchange that can serve it
 EXAMPLES = {1: 6, 2: 30, 3: 40, 4: 40}
 SERVING = {1: EXCHANGES, 2: (*ANY, "butterfly"), 3: ANY, 4: EXCHANGES}
 RUNS = [(ranks, exchange) for ranks in EXAMPLES for exchange in SERVING[ranks]]
-#: what every sample has to hold, in calls that move rows; see `Sharded.features`
+#: features that every sample of the butterflies must contain, in calls that move rows; see `Sharded.features`
 BUTTERFLIES = {
     "contiguous", "causal", "not causal", "wide", "wide and dilated", "gqa, query offsets", "gqa, kv offsets", "odd heads",
     "batch", "subsets", "strides", "math",
@@ -56,19 +56,19 @@ def check(pool: Pool, case: Sharded, dtype: torch.dtype, seen: Counter) -> None:
 
 
 def features(case: Sharded, dtype: torch.dtype) -> set[str]:
-    """Those of the case, and its dtype."""
+    """Return the features of the case, and its dtype."""
     known, narrow = case.features() | {str(dtype)}, dtype in (torch.bfloat16, torch.float16)
     return known | {"rank without a head in 16 bits"} if narrow and "rank without a head" in known else known
 
 
 def required(ranks: int, exchange: str) -> set[str]:
-    """Features that a sample has to hold."""
+    """Return the features that a sample must contain."""
     wanted = FEATURES
     if "butterfly" not in exchange:
         wanted = wanted | {"window", "dilated window", "window beyond a shard"}
         wanted = wanted | {"global tokens", "global tokens on several ranks"}
     if ranks > 2:
-        wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
+        wanted = wanted | {"empty rank"}  # two ranks have an empty one only with one token
     wanted = BUTTERFLIES if "butterfly" in exchange else wanted | {"no tokens", "definition"}
     if not exchange.startswith("hierarchical"):
         wanted = wanted | {"head groups", "kv head on several", "uneven windows"}
@@ -84,7 +84,7 @@ def test_random(pool, ranks, exchange, times):
     wanted = required(ranks, exchange) if ranks > 1 else set()
 
     def sample(number: int, only: set[str] | None = None) -> None:
-        """Check random cases; with `only`, those with one of these features that was not seen yet."""
+        """Check random cases; with `only`, cases with one of these features that has not occurred yet."""
 
         @seed(number)
         @settings(max_examples=examples(times * EXAMPLES[ranks]), suppress_health_check=list(HealthCheck))
@@ -102,7 +102,7 @@ def test_random(pool, ranks, exchange, times):
     first = times * 700 + RUNS.index((ranks, exchange))  # other examples for every run
     sample(first)
     missing = {feature for feature in wanted if not seen[feature]}
-    if missing:  # what a seed draws differs between versions of hypothesis
+    if missing:  # the draws of a seed differ between versions of hypothesis
         sample(first + 50, missing)
     if ranks == 1:
         assert seen["cases"] and not seen["moved"] and not seen["refused"]
@@ -118,12 +118,12 @@ def test_random(pool, ranks, exchange, times):
 def test_more_ranks_than_heads(pool, ranks, exchange, count):
     """Some ranks of a head group hold no head, and some no token."""
     seen = Counter()
-    # of two ranks one is empty only where there is one token
+    # two ranks have an empty one only with one token
     wanted = {"rank without a head", "rank without a head in 16 bits"}
     wanted |= {"empty rank of head groups"} if ranks > 2 else set()
 
     def sample(number: int, only: set[str] | None = None) -> None:
-        """Check random cases; with `only`, those with one of these features."""
+        """Check random cases; with `only`, cases with one of these features."""
 
         @seed(number)
         @settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))
@@ -137,6 +137,6 @@ def test_more_ranks_than_heads(pool, ranks, exchange, count):
 
     sample(ranks + 10 * ANY.index(exchange))
     missing = {feature for feature in wanted if not seen[feature]}
-    if missing:  # what a seed draws differs between versions of hypothesis
+    if missing:  # the draws of a seed differ between versions of hypothesis
         sample(ranks + 10 * ANY.index(exchange) + 1000, missing)
     assert seen["cases"] >= count * 3 // 4 and all(seen[feature] for feature in wanted), seen

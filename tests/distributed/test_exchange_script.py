@@ -1,6 +1,7 @@
-"""benchmarks/exchange.py: every exchange and what "auto" chose, bytes counted as planned, and calls that move nothing.
+"""benchmarks/exchange.py: every exchange and the choice of "auto", bytes as planned, and calls that move nothing.
 
-benchmarks/choice.py: the same in turn, and what its rows say of bytes and waits."""
+benchmarks/choice.py: the same exchanges, alternating, and the bytes and waits in its rows.
+"""
 
 import contextlib
 import runpy
@@ -29,7 +30,7 @@ SIZES = (
 
 
 def table(rank, group, options):
-    """The lines, and their text."""
+    """Return the rows' cells, and the text of the lines."""
     script = runpy.run_path(str(SCRIPT))
     with mock.patch.object(sys, "argv", ["exchange.py", *SIZES.split(), *options]):
         found = list(script["lines"](rank, script["options"](), torch.device("cpu")))
@@ -60,7 +61,7 @@ def test_head_groups(pool):
 
 
 def in_turn(rank, group, options, told=None):
-    """The cells of each line. `told`: the bytes to report as counted."""
+    """Return the cells of each line. `told`: a function that replaces the summary of counts."""
     path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
     with path, mock.patch.object(sys, "argv", ["choice.py", *options.split()]):
         script = runpy.run_path(str(FOLDER / "choice.py"))
@@ -74,7 +75,7 @@ TURNS = "--device cpu --local 128 --first 128 --heads 4 --head-dim 64 --dtype fl
 
 
 def test_in_turn(pool):
-    """All ranks report the same, the best named exchange is 1.000 of itself, and bytes are those of the plan."""
+    """All ranks report the same, the best named exchange is 1.000 of itself, and bytes are as planned."""
     first, *others = pool.run(4, in_turn, TURNS + "--rounds 2 --causal 0 1")
     assert others == [first] * 3
     problem = partial(make_problem, DilatedPattern.geometric(128, 512), 512, 4, ranks=4)
@@ -93,7 +94,7 @@ def test_in_turn(pool):
 
 
 def unlike(rank, clock, links):
-    """Each rank waits a second longer than the one before, and rank 1 sends a byte too many."""
+    """Report that each rank waits a second longer than the one before, and that rank 1 sends a byte too many."""
     *rows, total = summary(clock, links)
     return [*(replace(x, sent=x.sent + (rank == 1)) for x in rows), replace(total, exposed=rank + 1.0)]
 

@@ -1,4 +1,4 @@
-"""The recorded cases on 2 and 4 ranks; the release's distributed code is wrong by 14 to 150 percent on the causal ones."""
+"""The recorded cases on 2 and 4 ranks; the release's distributed code is wrong by 14 to 150 % on the causal ones."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ FILES = sorted((Path(__file__).parents[1] / "golden" / "longnet_torchscale").glo
 
 
 def recorded(rank, group, path, exchange, head_size):
-    """(positions, out, dq, dk, dv) of this rank."""
+    """Return (positions, out, dq, dk, dv) of this rank."""
     data = torch.load(path, weights_only=True)
     pattern = DilatedPattern.longnet(data["segment_lengths"], data["dilation_rates"], offsets="blocked")
     with sequence(group, exchange=exchange, head_size=head_size) as ours:

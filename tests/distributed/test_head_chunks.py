@@ -1,4 +1,4 @@
-"""Windows of heads on several ranks: what one rank gives at once, by every exchange, and each row is sent once."""
+"""Windows of heads on several ranks equal one rank without windows, for every exchange, and each row is sent once."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ WAYS = {
 
 
 def block_of(pattern: DilatedPattern, chunks: int) -> tuple[TransformerBlock, Tensor]:
-    """(a block of 6 heads and 3 kv heads, x (2, N, DIM))."""
+    """Return (a block of 6 heads and 3 kv heads, x (2, N, DIM))."""
     torch.manual_seed(0)
     options = BlockOptions(attention_dropout=0.2)
     block = TransformerBlock(DIM, 6, 16, pattern, num_kv_heads=3, causal=True, options=options).double()
@@ -35,7 +35,7 @@ def block_of(pattern: DilatedPattern, chunks: int) -> tuple[TransformerBlock, Te
 
 
 def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
-    """out, dx and the parameters' gradients."""
+    """Return out, dx and the parameters' gradients."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
     out = block(x)
@@ -43,7 +43,7 @@ def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
 
 
 def on_ranks(rank, group, pattern, chunks, settings):
-    """(results, positions, (bytes sent forward, backward)) of a rank."""
+    """Return (results, positions, (bytes sent forward, backward)) of a rank."""
     block, x = block_of(pattern, chunks)
     with sequence(group, **settings) as ours, ours.active():
         at = positions(ours, N)
@@ -69,7 +69,7 @@ def test_equal_to_one_rank_at_once(pool, way):
 
 
 def on_empty_shards(rank, group, settings):
-    """(parameters' gradients, tokens) of a rank, of 2 tokens."""
+    """Return (parameters' gradients, number of tokens) of a rank, for a sequence of 2 tokens."""
     block, x = block_of(PATTERN, 2)
     with sequence(group, **settings) as ours, ours.active():
         return results(block, x[:, positions(ours, 2)])[2:], len(positions(ours, 2))

@@ -1,4 +1,4 @@
-"""Layers, torch.compile, CUDA graphs and FLOP counts within an active sequence: the same as one rank's."""
+"""Layers, torch.compile, CUDA graphs and FLOP counts within an active sequence equal one rank."""
 
 from contextlib import nullcontext
 
@@ -21,7 +21,7 @@ N, WIDTH = 21, 16
 
 
 def layer(encoding: str) -> MultiheadDilatedAttention:
-    """The same weights on every rank."""
+    """Build a layer with the same weights on every rank."""
     torch.manual_seed(2)
     built = MultiheadDilatedAttention(
         WIDTH, 4, PATTERN, num_kv_heads=2, causal=True, sub_layernorm=True, position_encoding=encoding
@@ -34,7 +34,7 @@ def tokens() -> torch.Tensor:
 
 
 def run_layer(module, x, **options):
-    """[out, dx, and the gradients of all parameters], of the sum of squares."""
+    """Return [out, dx, and the gradients of all parameters] for the sum of squares."""
     x = x.clone().requires_grad_()
     out, _ = module(x, **options)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))]
@@ -82,7 +82,7 @@ def test_what_a_layer_refuses(pool):
 
 
 def far_xpos(rank, group, given):
-    """xPos in fp16 overflows at the last positions only: the other ranks have to raise, too."""
+    """xPos in fp16 overflows only at the last positions: the other ranks have to raise, too."""
     with sequence(group) as ours, ours.active():
         built = layer("xpos").half()
         built.rotary.xpos_scale_base = 1.0
@@ -96,7 +96,7 @@ def far_xpos(rank, group, given):
 def test_xpos_out_of_range(pool):
     errors = pool.run(3, far_xpos, False)
     assert all(error and "overflows" in error for error in errors), errors
-    assert len(set(errors)) == 1  # where the sequence ends is known to all
+    assert len(set(errors)) == 1  # all ranks know the sequence's length
     errors = pool.run(3, far_xpos, True)
     assert all(error and "overflows" in error for error in errors), errors
     assert "rank 2 of the sequence refused the call" in errors[0]
@@ -111,7 +111,7 @@ CALLS = {
 
 
 def flops_of(case, at, group=None):
-    """(forward, backward) FLOPs of the call on some positions."""
+    """Return (forward, backward) FLOPs of the call at some positions."""
     q, k, v, grad = slices(case, at, torch.float32)
     found = []
     with FlopCounterMode(display=False) as counter:
@@ -140,7 +140,7 @@ def test_flops(pool, name, layout, head_size):
 
 
 def compiled_and_plain(rank, group, exchange, backend, given):
-    """Whether a compiled call equals the plain one bit by bit, forward and backward; twice, to detect constants."""
+    """Return whether a compiled call equals the plain one bit by bit, in both passes; twice, to detect constants."""
     with sequence(group, exchange=exchange) as ours, ours.active():
         options = {"sequence": ours} if given else {}
         pattern = DilatedPattern.geometric(4, 32)
@@ -168,7 +168,7 @@ def test_compile(pool, exchange, given):
 
 
 def compiled_convolution(rank, group, layout):
-    """Whether a compiled layer with kv_conv gives what the plain one gives, forward and backward."""
+    """Return whether a compiled layer with kv_conv equals the plain one, forward and backward."""
     with sequence(group, layout=layout) as ours, ours.active():
         torch.manual_seed(0)
         layer = MultiheadDilatedAttention(8, 2, DilatedPattern.geometric(4, 32), causal=True, kv_conv=3).double()
@@ -188,7 +188,7 @@ def test_compile_with_kv_conv(pool, layout):
 
 
 def compiled_once(rank, group):
-    """Outputs of one compiled function inside a sequence, outside and in another one, with those of the plain function."""
+    """Return outputs of one compiled function inside a sequence, outside and in another, and of the plain function."""
     pattern = DilatedPattern.geometric(4, 32)
     block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
     run = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -210,7 +210,7 @@ def test_a_compiled_function_follows_the_active_sequence(pool):
 
 
 def with_graphs_and_without(rank, group):
-    """[out, dx and the gradients of all parameters] of a model's stack without CUDA graphs and with; what it says."""
+    """Return [out, dx, parameters' gradients] of a model's stack without and with CUDA graphs, and the warnings."""
     found, said = [], []
     with sequence(group) as ours, ours.active():
         for graphs in (False, True):
@@ -229,7 +229,7 @@ def with_graphs_and_without(rank, group):
 
 
 def test_cuda_graphs(pool):
-    """Ranks that share a sequence say once why nothing is replayed, and compute plainly."""
+    """Ranks that share a sequence warn once that graphs are not used, and compute without them."""
     for (want, got), said in pool.run(2, with_graphs_and_without):
         assert all(map(torch.equal, got, want)) and len(got) == len(want)
         assert len(said) == 1 and "are not used for a stack, since ranks share its sequence" in said[0]

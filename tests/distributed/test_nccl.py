@@ -1,4 +1,4 @@
-"""Every exchange over NCCL in bf16: an error of at most twice the one-GPU op's own, against float64."""
+"""Every exchange over NCCL in bf16: at most twice the error of one GPU, against float64."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 
 def run(tensors, pattern, causal, **options):
-    """(out, dq, dk, dv)."""
+    """Return (out, dq, dk, dv)."""
     q, k, v, grad = tensors
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = dilated_attention(q, k, v, pattern, causal=causal, **options)
@@ -38,7 +38,7 @@ def run(tensors, pattern, causal, **options):
 
 
 def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=torch.bfloat16):
-    """[(what, error over many ranks, error of one GPU)] for each setting of the group."""
+    """Return [(what, error over many ranks, error of one GPU)] for each setting of the group."""
     g = torch.Generator().manual_seed(1)
     full = [torch.randn(1, length, h, D, generator=g).to(DEVICE, dtype) for h in (heads, kv_heads, kv_heads, heads)]
     exact = run([x.double() for x in full], pattern, causal, engine="math")
@@ -63,7 +63,7 @@ def compare(rank, pattern, kv_heads, causal, length, settings, heads=H, dtype=to
 
 
 def settings_of(ranks, nested):
-    """Every exchange, two layouts where it takes them, and head groups."""
+    """Yield every exchange, with two layouts if it supports them, and with head groups."""
     for name in EXCHANGES:
         if "butterfly" in name and not nested:
             continue
@@ -78,10 +78,10 @@ def settings_of(ranks, nested):
 
 
 def every_comparison(rank, ranks):
-    """All cases."""
+    """Return the comparisons of all cases."""
     found = []
     for causal in (False, True):
-        rows.MANY = 1 if causal else 2**17  # by our kernels, and by torch's
+        rows.MANY = 1 if causal else 2**17  # by this package's kernels, and by torch's
         found += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
         found += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
     rows.MANY = 2**17
@@ -89,9 +89,10 @@ def every_comparison(rank, ranks):
 
 
 def recomputed(rank, ranks):
-    """[plain gradient equals the recomputed one], the error of a backward outside of the sequence, bytes of all modes.
+    """Return [plain gradient equals the recomputed one], error of a backward outside of the sequence, bytes of all
+    modes.
 
-    On GPUs a backward runs in a thread of its own.
+    On GPUs a backward runs in its own thread.
     """
     torch.manual_seed(rank)
     x = torch.randn(1, 1024, 3, 4, 16, device="cuda", requires_grad=True)
@@ -115,7 +116,7 @@ def recomputed(rank, ranks):
 
 
 def text_model(pattern):
-    """The same weights on every rank, large enough for attention to matter."""
+    """Build a model with the same weights on every rank, large enough for attention to matter."""
     torch.manual_seed(0)
     model = LongNetLM(pattern, 32, 64, 3, 4, max_seq_len=16384, kv_conv=4)
     model.configure_model()
@@ -126,7 +127,7 @@ def text_model(pattern):
 
 
 def one_step(model, batch, settings, dtype):
-    """(sum of losses, gradients)."""
+    """Return (sum of losses, gradients)."""
     model.transformer.memory = settings
     model.zero_grad()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -136,7 +137,7 @@ def one_step(model, batch, settings, dtype):
 
 
 def streamed(rank, ranks):
-    """[(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
+    """Return [(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
     torch.backends.cuda.matmul.allow_tf32, found = False, []
     geometric = DilatedPattern.geometric(64, 16384)
     for name, pattern in {"geometric": geometric, "shifted": [geometric, geometric.shifted()]}.items():
@@ -170,7 +171,7 @@ def streamed(rank, ranks):
 
 
 def work(rank, ranks, port, queue, function, group):
-    """One rank; the first one answers."""
+    """Run one rank; rank 0 sends its answer."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.cuda.set_device(rank)
     if group:
@@ -183,7 +184,7 @@ def work(rank, ranks, port, queue, function, group):
 
 
 def on_gpus(ranks, function, group=True):
-    """Rank 0's answer; with a process group, or with the means to make one. Skips without as many GPUs."""
+    """Return rank 0's answer. `group`: whether to make a process group, or only set its address. Skips without GPUs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     with socket.socket() as s:
@@ -195,7 +196,7 @@ def on_gpus(ranks, function, group=True):
 
 
 def few_heads(rank, ranks):
-    """(comparisons, those with a larger error than twice one GPU's) where ranks of a head group hold no head or no token."""
+    """Return (number of comparisons, those with an error above twice one GPU's) for ranks without a head or a token."""
     settings = [{"exchange": x, "head_size": size} for x in ("gather", "ring", "switch") for size in {2, ranks}]
     pattern, found = DilatedPattern([Branch(64, 3), (8, 1)]), []
     for heads in range(1, ranks + 2):
@@ -203,7 +204,7 @@ def few_heads(rank, ranks):
             for length in (1, 12, 300):
                 for dtype in (torch.bfloat16, torch.float16):
                     found += compare(rank, pattern, kv_heads, True, length, settings, heads, dtype)
-    # small numbers: where one GPU happens to be exact, the last bit of 16 is allowed
+    # numbers are few: if one GPU happens to be exact, the last bit of 16 is allowed
     return len(found), [(what, many, one) for what, many, one in found if many > 2 * one + 2**-6]
 
 
@@ -215,7 +216,7 @@ def test_ranks_without_heads_in_16_bits(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_the_chunks_of_a_stream(ranks):
-    """Rows of earlier chunks and of the same one, halos of kv_conv, checks deferred: errors of at most twice one GPU's."""
+    """Rows of earlier chunks and of the same one, halos of kv_conv, deferred checks: at most twice one GPU's error."""
     for what, error, allowed in on_gpus(ranks, streamed):
         assert error <= allowed, f"{what}: {error:.2e}, allowed {allowed:.2e}"
 

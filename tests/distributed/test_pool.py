@@ -1,4 +1,4 @@
-"""The pool of workers that other tests run in."""
+"""The pool of workers that other tests use."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 def seen(rank, group, name):
-    """A variable of this worker, and whether garbage collections leave out what was imported before it started."""
+    """Return a variable of this worker, and whether garbage collection skips objects imported before it started."""
     return os.environ.get(name), gc.get_freeze_count() > 100_000
 
 

@@ -45,7 +45,7 @@ def unlabelled(*lengths):
     return {name: x for name, x in tokens("tokens", *lengths).items() if name != "label"}
 
 
-#: (model, batch); 41 rows of the first do not divide by the ranks, of the others some ranks get no row
+#: (model, batch); the ranks do not divide 41 rows evenly, and some ranks get no row of the other batches
 CASES = {
     "slides, class token": lambda: (encoder(**SLIDES), slide_batch(40, 23, 1)),
     "slides, mean": lambda: (encoder(**SLIDES, pool="mean"), slide_batch(40, 23, 1)),
@@ -75,7 +75,7 @@ CASES = {
 
 
 def run(model, data, rank=0):
-    """(loss, predictions, {name: gradient}). Other ranks than 0 get another random state, on purpose."""
+    """Return (loss, predictions, {name: gradient}). Ranks other than 0 deliberately get another random state."""
     torch.manual_seed(7 + rank)
     share = loss_share(*model.loss_terms(data))
     named = dict(model.named_parameters())
@@ -110,7 +110,7 @@ def test_many_ranks_are_one(pool, name, ranks, layout):
 
 
 def refused(rank, group, name):
-    """What each rank raises for a batch that is wrong in one rank's part only."""
+    """Return each rank's error for a batch that is wrong only in one rank's part."""
     model, data = CASES["slides, class token"]()
     if name == "coords":
         data["coords"][0, 35] = 256 * 100

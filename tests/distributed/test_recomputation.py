@@ -1,4 +1,4 @@
-"""Activation recomputation on several ranks: right gradients; a kept op repeats no traffic; a lost sequence is an error."""
+"""Activation recomputation on several ranks: exact gradients; a kept op sends nothing again; a lost sequence fails."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -16,24 +16,24 @@ from .calls import positions, sequence
 
 N, PATTERN = 32, DilatedPattern.geometric(4, 32)
 EXCHANGES = ("gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly")
-#: how the block is called again in the backward
+#: how the backward recomputes the block
 KEEP, AGAIN, REENTRANT, PLAIN = "keep the op", "everything again", "everything again, reentrant", "nothing again"
 
 
 def weights() -> tuple[Tensor, Tensor]:
-    """(x (1, N, 8), projection (8, 48))."""
+    """Return (x (1, N, 8), projection (8, 48))."""
     made = torch.Generator().manual_seed(0)
     return tuple(torch.randn(*shape, generator=made, dtype=torch.float64) / 2 for shape in ((1, N, 8), (8, 48)))
 
 
 def block(x: Tensor, weight: Tensor, **options) -> Tensor:
-    """A projection, attention, and something after it whose input has to be kept or computed again."""
+    """Apply a projection, attention, and a function that needs its input again in the backward."""
     q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).unbind(2)
     return dilated_attention(q, k, v, PATTERN, causal=True, dropout=0.2, **options).flatten(2).sin()
 
 
 def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
-    """Two blocks, called as `how` says."""
+    """Apply two blocks with checkpoints as `how` names."""
     run = partial(block, **options)
     for _ in range(2):
         if how == PLAIN:
@@ -49,7 +49,7 @@ def twice(x: Tensor, weight: Tensor, how: str, **options) -> Tensor:
 
 
 def gradients(rank, group, how, settings, given=False):
-    """((dx, dweight), (forward bytes, backward bytes)); the group is active, or `given` to every call."""
+    """Return ((dx, dweight), (forward bytes, backward bytes)); the group is active, or `given` to every call."""
     torch.manual_seed(1)
     with sequence(group, **settings) as ours:
         x, weight = weights()
@@ -98,7 +98,7 @@ def test_a_given_group_needs_no_active_one(pool, how):
 
 
 def backward_outside(rank, group, how):
-    """(error, or the gradient) of a backward after `active()` has ended."""
+    """Return (error, or the gradient) of a backward after `active()` has ended."""
     torch.manual_seed(1)
     with sequence(group) as ours:
         x, weight = weights()
@@ -113,13 +113,13 @@ def backward_outside(rank, group, how):
 
 @pytest.mark.parametrize("how", [KEEP, AGAIN, REENTRANT])
 def test_recomputed_outside(pool, how):
-    # it would run on one rank's tokens alone, and with reentrant checkpoints nobody would notice
+    # it would run on one rank's tokens alone, and reentrant checkpoints would not notice
     for error in pool.run(2, backward_outside, how):
         assert isinstance(error, str) and "recomputed outside of SequenceGroup.active()" in error, error
 
 
 def test_backward_outside(pool):
-    # nothing calls the op again: its own backward knows the group
+    # no recomputation calls the op: its own backward knows the group
     want = on_one_rank()
     parts = pool.run(2, backward_outside, PLAIN)
     assert all(isinstance(p, Tensor) for p in parts), parts
@@ -127,7 +127,7 @@ def test_backward_outside(pool):
 
 
 def after_closing(rank, group):
-    """A closed group is no reason to refuse one rank's own recomputation."""
+    """Recompute on one rank after a group was closed, which must not refuse it."""
     with sequence(group) as ours, ours.active():
         assert isinstance(ours, SequenceGroup)
     x, weight = (w.requires_grad_() for w in weights())

@@ -1,4 +1,4 @@
-"""Two threads, each with a model and an active sequence of its own: neither gets anything of the other."""
+"""Two threads, each with its own model and active sequence, do not affect each other."""
 
 import threading
 
@@ -12,7 +12,7 @@ PATTERN = ld.DilatedPattern.longnet([8, 16], [1, 2])
 
 
 def work(seed, layout, group, barrier, results):
-    """Logits, gradients with recomputation, generated tokens and the op's rows of one thread, in step with the other."""
+    """Compute logits, gradients with recomputation, generated tokens and the op's rows, in step with the other."""
     model = ld.LongNetLM(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=2).double().eval()
     made = torch.Generator().manual_seed(seed)
     for p in model.parameters():
@@ -38,7 +38,7 @@ def work(seed, layout, group, barrier, results):
 
 
 def both(rank, group):
-    """What two threads compute together, and each alone."""
+    """Return the results of two threads together, and of each alone."""
     together, alone, errors = {}, {}, []
 
     def guarded(*args):
@@ -69,7 +69,7 @@ def test_each_thread_has_its_own_sequence(pool):
 
 
 def outside(rank, group):
-    """What another thread sees while this one's sequence is active, and within `no_sequence`."""
+    """Return the active sequence of another thread, and the one within `no_sequence`."""
     seen = []
     ours = SequenceGroup(group)
     with ours.active():

@@ -1,4 +1,4 @@
-"""The line at the start of a fit: once, with the fix, for a pattern with walls or dead residues; none where it is fine."""
+"""The warning at the start of a fit: once, with the fix, for a pattern with walls or dead residues; else none."""
 
 import warnings
 
@@ -17,7 +17,7 @@ DEAD = DilatedPattern.longnet([4, 40], [1, 8])
 
 
 def told(model, *batches, epochs=1):
-    """The warnings of a fit about the pattern."""
+    """Return the warnings of a fit about the pattern."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         trainer(max_epochs=epochs).fit(model, loader(*batches))
@@ -25,12 +25,12 @@ def told(model, *batches, epochs=1):
 
 
 def shifted(pattern, **sizes):
-    """A LongNetLM whose layers take turns."""
+    """Build a LongNetLM with shifts in every other layer."""
     return LongNetLM(pattern, shift_layers="odd", **{**sizes, "depth": 2})
 
 
 def convolving(pattern, **sizes):
-    """A LongNetLM whose keys and values know the tokens before them."""
+    """Build a LongNetLM with a short convolution of keys and values."""
     return LongNetLM(pattern, kv_conv=4, **sizes)
 
 
@@ -77,7 +77,7 @@ def test_a_longer_batch_is_looked_at():
 
 @pytest.mark.parametrize("cls", [LongNetLM, LongNetMLM, LongNetClassifier])
 def test_longer_than_max_seq_len(cls):
-    """Said once, at the first longer batch, whatever else was said of a shorter one before."""
+    """Warned once, at the first longer batch, whatever an earlier warning said of a shorter one."""
     sizes = {**SIZES, "vocab_size": 11}
     model = cls(
         WALLS, max_seq_len=20, rotary_base=10000, **sizes, **({"num_classes": 2} if cls is LongNetClassifier else {})

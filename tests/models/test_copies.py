@@ -1,4 +1,4 @@
-"""Copies of built models: pickled, saved whole, deep copies, and weights put in after `to_empty`; and after a fit."""
+"""Copies of built models: pickled, saved whole, deep copies, and weights loaded after `to_empty`; also after a fit."""
 
 import copy
 import io
@@ -31,24 +31,24 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def case(request):
-    """(what makes a model, a batch)."""
+    """(A function that builds a model, a batch)."""
     return MODELS[request.param]
 
 
 def outputs(model, batch) -> list[torch.Tensor]:
-    """What the model says of a batch, and its loss."""
+    """Return the model's predictions for a batch, and its loss."""
     with torch.no_grad():
         found = model.eval().predict_step(batch, 0)
         return [torch.as_tensor(x) for x in (*(found[x] for x in sorted(found)), *model.loss_terms(batch))]
 
 
 def equal(a, b) -> bool:
-    """Whether two models say the same, NaN included."""
+    """Return whether two models' outputs are equal, NaN included."""
     return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
 
 
 def saved(model):
-    """torch.save(model), loaded."""
+    """Save with torch.save(model) and load."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -87,7 +87,7 @@ def test_copies_after_a_fit(case):
     for copied in COPIES.values():
         assert equal(outputs(copied(model), batch), want)
     twin = pickle.loads(pickle.dumps(model))
-    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # it trains on
+    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # it can be trained
     assert not equal(outputs(twin, batch), want)
 
 

@@ -1,4 +1,4 @@
-"""AdamW with states of 8 bits, from torchao: learns about as AdamW does, and goes on from a file or a ShardedCheckpoint."""
+"""torchao's AdamW with 8-bit states learns about as AdamW does, and resumes from a file or a ShardedCheckpoint."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 
 def fit(made, steps, ckpt=None, **options):
-    """(steps done, loss, optimizer) of a run."""
+    """Return (steps done, loss, optimizer) of a run."""
     torch.manual_seed(0)
     model = tiny(dtype=torch.float32, dim=64, optimizer=partial(made, lr=3e-3)).train()
     given = [batch(4, 64)] * 100
@@ -29,7 +29,7 @@ def fit(made, steps, ckpt=None, **options):
 
 @pytest.fixture(autouse=True)
 def eager():
-    """torchao compiles a step for each shape, which takes long and is not under test."""
+    """torchao compiles a step for each shape, which is slow and not under test."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -45,7 +45,7 @@ def test_learns_like_adamw(stance):
 
 @pytest.mark.parametrize("made", [optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8])
 def test_goes_on(tmp_path, made):
-    """From a folder, bit by bit, in states of as many bits."""
+    """A folder resumes bit by bit, with states of the same width."""
     want, kinds = fit(made, 6)[1:]
     for steps in (3, 6):
         saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=3, resume="auto")
@@ -58,7 +58,7 @@ def test_goes_on(tmp_path, made):
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])
 def test_goes_on_from_one_file(tmp_path, beside):
-    """Bit by bit; torch does not read such states where Lightning names the host by a function."""
+    """Resumes bit by bit; torch cannot read such states if Lightning names the host by a function."""
     _, want, _ = fit(optim.AdamW8bit, 6)
     fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
     more = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
@@ -68,7 +68,7 @@ def test_goes_on_from_one_file(tmp_path, beside):
 
 
 def test_weights_of_one_file(tmp_path):
-    """A process that does not train, and so has no torchao, reads them, too."""
+    """A process that only predicts, and has no torchao, reads the weights, too."""
     saved = ModelCheckpoint(str(tmp_path), save_last=True)
     fit(optim.AdamW8bit, 1, enable_checkpointing=True, callbacks=[saved])
     script = tmp_path / "reads.py"
@@ -84,12 +84,12 @@ print(type(load_module({str(tmp_path / "last.ckpt")!r})))
 
 
 class Odd(TorchCheckpointIO):
-    """A reader of one's own."""
+    """A custom reader."""
 
 
 @pytest.mark.parametrize("made", [TorchCheckpointIO, Odd])
 def test_another_reader_is_left_alone(made):
-    """Only Lightning's own, whatever else it is given, names the host as a device."""
+    """Only Lightning's own reader is told to load to the host."""
     io, seen = made(), {}
     runs = trainer(max_steps=1, plugins=[io])
     runs.fit(tiny(dtype=torch.float32), loader(batch(2, 32)))

@@ -41,7 +41,7 @@ class Touched:
         MARKS.append((args, kwargs))
 
 
-#: what a file names -> the arguments that it names with it
+#: what a file names -> its arguments
 TARGETS = {
     "os.system": {"command": MARK},
     "subprocess.Popen": {"args": MARK},
@@ -58,7 +58,7 @@ def call(target):
 
 
 def nested(target):
-    """A call as an argument of a class that a parser would make."""
+    """Return a call as the argument of a class that a parser would make."""
     return {"class_path": "torch.optim.SGD", "init_args": {"lr": call(target)}}
 
 
@@ -73,7 +73,7 @@ FORMS = {
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The marks that targets left; empty at the end. They run nothing themselves."""
+    """The marks that targets left; empty at the end. Targets run nothing else."""
     MARKS.clear()
 
     def recorder(own):
@@ -100,7 +100,7 @@ def saved():
 
 
 def hyperparameters(**more):
-    """Those of a LongNetLM as the command line saves them."""
+    """Return the hyperparameters of a LongNetLM as the command line saves them."""
     return {**saved(), "pattern": PATTERN.to_dict(), "_instantiator": INSTANTIATOR, **more}
 
 
@@ -110,7 +110,7 @@ def weights():
 
 
 def checkpoint(folder, _without=(), _empty=False, **more):
-    """A checkpoint as the command line writes it, with further hyperparameters."""
+    """Write a checkpoint like the command line, with further hyperparameters."""
     stored = {
         "state_dict": {} if _empty else weights(),
         "pytorch-lightning_version": "2.6.0",
@@ -127,7 +127,7 @@ def from_file(path):
 
 
 def from_hparams(path):
-    """The hyperparameters from a YAML next to a good checkpoint."""
+    """Read the hyperparameters from a YAML next to a good checkpoint."""
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
     path.with_suffix(".yaml").write_text(yaml.safe_dump(hparams))
     good = path.parent / "good"
@@ -138,7 +138,7 @@ def from_hparams(path):
 
 
 def from_folder(path):
-    """A folder of save_pretrained with these hyperparameters."""
+    """Read a folder of save_pretrained with these hyperparameters."""
     hparams = torch.load(path, weights_only=True)["hyper_parameters"]
     if not (path.parent / "m").exists():
         LongNetLM(PATTERN, dim=16, depth=1).save_pretrained(path.parent / "m")
@@ -184,13 +184,13 @@ def refused(reader, path, name, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_reader_calls_what_a_file_names(calls, tmp_path, capsys, name):
-    """Every reader, target and form; the optimizer and the scheduler are dropped, all other hyperparameters refused."""
+    """Every reader, target and form: the optimizer and the scheduler are dropped, other hyperparameters refused."""
     dropped, forms = name in ("optimizer", "lr_scheduler"), list(FORMS.values())
     for i, target in enumerate(TARGETS):
         more = {"_class_path": "lightning_dilated.LongNetLM", name: forms[(i + NAMES.index(name)) % len(forms)](target)}
         path = checkpoint(tmp_path, ("_instantiator", "_class_path") if i % 2 else (), not dropped, **more)
         for reader in READERS:
-            if reader == "of the base class" and i % 2:  # which the file does not name
+            if reader == "of the base class" and i % 2:  # the file does not name it
                 continue
             if dropped:
                 model = READERS[reader](path)
@@ -221,7 +221,7 @@ READ_IN_A_RUN = ("pattern", "recurrence", "rotary_base", "max_seq_len")
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_trainer_reads_no_hyperparameters(calls, tmp_path, target):
-    """It resumes with the model that it has."""
+    """A Trainer resumes with the model that it has."""
     run, data = trainer(max_steps=1, limit_val_batches=0), text(tmp_path)
     run.fit(LongNetLM(PATTERN, dim=16, depth=1), data)
     run.save_checkpoint(tmp_path / "x.ckpt")
@@ -294,7 +294,7 @@ def test_endless_values():
 
 
 def test_classes_of_values(tmp_path):
-    """A pattern and a recurrence by class_path, as a command line may save those of a user's own model."""
+    """A pattern and a recurrence by class_path, as a command line may save them for a user's own model."""
     branch = {
         "class_path": "lightning_dilated.pattern.branch.Branch",
         "init_args": {"segment_length": 8, "dilation_rate": 2},
@@ -359,7 +359,7 @@ def test_texts_that_it_takes(arguments):
 # -- the model's own class ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A module beside the file, which leaves a mark when it is imported."""
+    """A module next to the file, which leaves a mark when it is imported."""
     source = "import pathlib\npathlib.Path(__file__).with_name('mark').touch()\nX = LongNetLM = dict\n"
     (tmp_path / "evilmod.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -386,7 +386,7 @@ def test_a_subclass_that_is_imported(tmp_path):
     path = own_checkpoint(
         tmp_path, pattern={"class_path": "lightning_dilated.DilatedPattern", "init_args": {"branches": []}}
     )
-    with pytest.raises(ValueError, match="branch"):  # made by its class, which refuses it
+    with pytest.raises(ValueError, match="branch"):  # its class refuses it
         Own.load_from_checkpoint(path)
     for cls in (Own, DilatedModule):
         model = cls.load_from_checkpoint(own_checkpoint(tmp_path))
@@ -399,7 +399,7 @@ def test_a_subclass_that_is_imported(tmp_path):
 
 
 def test_a_class_that_the_caller_gives(tmp_path):
-    """The file's is not read, and the keyword is."""
+    """The class in the file is not read, and the keyword is."""
     path = own_checkpoint(tmp_path, norm={"class_path": "torch.nn.Identity"}, optimizer=call("os.system"))
     with pytest.raises(
         ValueError, match=r"own\.ckpt names torch\.nn\.Identity \(norm\).* as a keyword of load_from_check"
@@ -426,7 +426,7 @@ def test_other_classes(evil, path):
 
 
 def test_the_file_of_hyperparameters(evil):
-    """YAML of plain values and tuples, csv of literals."""
+    """Reads YAML of plain values and tuples, and csv of literals."""
     path, file = checkpoint(evil), evil / "h.yaml"
     hparams = {k: v for k, v in hyperparameters().items() if k != "_instantiator"}
     file.write_text(yaml.dump({**hparams, "dropout": 0.25, "class_weights": (1, 2)}))
@@ -446,7 +446,7 @@ def test_the_file_of_hyperparameters(evil):
 
 
 def test_an_optimizer_of_a_file_is_not_taken(tmp_path):
-    """A harmless one, either: it is the caller's to choose."""
+    """Even a harmless optimizer is dropped: the caller chooses it."""
     path = checkpoint(tmp_path, optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.125}})
     for model in (LongNetLM.load_from_checkpoint(path), from_file(path), load_module(path)):
         assert type(model.configure_optimizers()) is torch.optim.AdamW

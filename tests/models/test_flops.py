@@ -1,4 +1,4 @@
-"""FLOPs of a step: what torch's own counter finds in it."""
+"""FLOPs of a step equal torch's own counter."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_counted(options, training):
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_frozen(trained, tied):
-    """What is frozen gets no gradient, and what lies before all that is trained passes none on."""
+    """Frozen parameters get no gradient, and layers before all trained ones pass none on."""
     model, given = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
     model.requires_grad_(False).get_submodule(trained).requires_grad_(True)
     with FlopCounterMode(display=False) as counter:
@@ -44,7 +44,7 @@ def test_frozen(trained, tied):
 
 
 def test_documents_and_windows_of_heads():
-    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unlike numbers of pairs
+    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unequal numbers of pairs
     model, given = tiny(pattern, dtype=torch.float32), batch(1, 23)
     given["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
     want = step_flops(model, 23, [5, 0, 18])
@@ -58,7 +58,7 @@ def test_documents_and_windows_of_heads():
 
 
 def carried_pairs(pattern, heads, documents):
-    """(query, key) pairs across the starts of parts, by the pattern's definition."""
+    """Count (query, key) pairs across the starts of parts, by the pattern's definition."""
     counts = [(part, pattern.counts(part.stop, heads, True)) for part in documents]
     return sum(int(x[:, part.start :, : part.start].sum()) for part, x in counts)
 
@@ -66,7 +66,7 @@ def carried_pairs(pattern, heads, documents):
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("training", [True, False])
 def test_streams(training, chunk):
-    """Keys of earlier steps count forward, and backward for the query; their own gradients, which are made, do not."""
+    """Keys of earlier steps count in the forward, and for the query's gradient; their own gradients do not count."""
     pattern = DilatedPattern([(8, 1), (64, 2)])
     model = tiny(pattern, dtype=torch.float32).train(training)
     model.transformer.memory = MemorySettings(stream=chunk)
@@ -100,7 +100,7 @@ def test_streams(training, chunk):
 
 
 def test_truncated_chunks():
-    """Gradients end at chunks, of documents and padded samples; without truncation they do not."""
+    """With truncation, gradients end at chunks of documents and of padded samples."""
     model = tiny(DilatedPattern([(8, 1), (64, 2)]), dtype=torch.float32)
     packed = {**batch(1, 23), "cu_seqlens": torch.tensor([0, 5, 5, 23], dtype=torch.int32)}
     padded = {**batch(2, 23), "lengths": torch.tensor([4, 20])}

@@ -1,4 +1,4 @@
-"""LoRA: only updates and head are trained, they begin at nothing, and merged they are plain weights again."""
+"""LoRA: only updates and head are trained, the updates start at zero, and merging gives plain weights again."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_trains_updates_only(start, tmp_path, recompute):
 
 
 class _Around(nn.Module):
-    """What peft puts around a layer: only its call changes the weight, and other attributes are not passed on."""
+    """Like peft's wrapper of a layer: only its call changes the weight, and other attributes are not passed on."""
 
     def __init__(self, base_layer: nn.Module, name: str) -> None:
         super().__init__()

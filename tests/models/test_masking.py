@@ -1,4 +1,4 @@
-"""Masking: the shares it promises, whole spans, nothing that depends on how the sequence is cut, and what it refuses."""
+"""Masking: the promised shares, whole spans, no dependence on how the sequence is cut, and errors."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def apply(made, tokens=TOKENS, stream=(1, 7), index=INDEX, positions=None, lengt
 
 
 def runs(chosen):
-    """Lengths of the masked runs of a row."""
+    """Return the lengths of the masked runs of a row."""
     edges = torch.diff(
         chosen.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32)
     )
@@ -31,7 +31,7 @@ def runs(chosen):
 @pytest.mark.parametrize("span", [1, 2.5, 8])
 @pytest.mark.parametrize("fraction", [0.15, 0.5])
 def test_shares(fraction, span):
-    """Within 5 standard deviations, as if only whole spans were independent."""
+    """The shares are exact up to 5 standard deviations, counting whole spans as the independent draws."""
     seen, chosen = apply(masking(fraction=fraction, span=span))
     within = lambda p, n: pytest.approx(p, abs=5 * (p * (1 - p) * 2 * span / n) ** 0.5)  # noqa: E731
     assert chosen.float().mean().item() == within(fraction, B * N)
@@ -68,7 +68,7 @@ def test_any_part_of_a_sequence_knows_its_own_masks(span, cut):
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_uses_differ(span):
-    """Another step, seed or sample: overlap as of independent masks."""
+    """Masks of another step, seed or sample overlap like independent masks."""
     _, want = apply(masking(span=span))
     others = [apply(masking(span=span), stream=(1, 8)), apply(masking(span=span), stream=(0, 7))]
     others += [apply(masking(span=span, seed=1)), apply(masking(span=span), index=INDEX + 1)]

@@ -1,4 +1,4 @@
-"""Memory settings under torch.compile: a whole stack that is traced, and pieces that meet many lengths."""
+"""Memory settings under torch.compile: a whole traced stack, and pieces of many lengths."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.parametrize("offload", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_groups_within_a_compiled_stack(offload):
-    """torch.compile traces the checkpoints; it knows neither their contexts nor hooks on what is in between."""
+    """torch.compile traces the checkpoints, but supports neither their contexts nor hooks on intermediate results."""
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -27,7 +27,7 @@ def test_groups_within_a_compiled_stack(offload):
 
 @pytest.mark.slow
 def test_compiled_pieces_of_many_lengths():
-    """Each length has a last tile of its own, and validation runs without gradients."""
+    """Each length has its own last tile, and validation runs without gradients."""
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""Memory settings on a GPU: gradients as without, and less memory, step after step."""
+"""Memory settings on a GPU: the same gradients, and less memory, step after step."""
 
 import functools
 import gc
@@ -36,7 +36,7 @@ def distance(found, want):
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
 
 
-#: a tile of one token compiles what the others do, 16,384 times called
+#: a tile of one token compiles the same code, called 16,384 times
 WAYS = [
     (name, compiled) for name, x in SETTINGS.items() for compiled in (False, True) if not (compiled and x.tile == 1)
 ]
@@ -52,7 +52,7 @@ def test_float32(name, compiled):
         model.transformer.compile_blocks()
     if chosen.tile and chosen.tile > 1:
         chosen = MemorySettings(**{**vars(chosen), "tile": 3000})
-    for _ in range(3):  # later steps take memory that earlier ones gave back
+    for _ in range(3):  # later steps reuse memory that earlier ones freed
         assert distance(gradients(model, chosen, given), want) < 1e-4
 
 
@@ -78,7 +78,7 @@ def test_bfloat16(residual):
 
 
 def peak(model, chosen, given):
-    """(bytes at most, and after the forward) above what the model holds, of the second step."""
+    """Return (peak bytes, bytes after the forward) of the second step, beyond the model's own."""
     model.transformer.memory = chosen
     for _ in range(2):
         torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def test_memory():
     print(told)
     assert told["none"][0] > told["block"][0] > told["tile"][0] > told["heads"][0], told
     assert told["every"][1] < told["heads"][1] - 3.5, told  # two of six inputs stay
-    assert told["offload"][1] < told["heads"][1] - 3.5, told  # at most two are still on their way
+    assert told["offload"][1] < told["heads"][1] - 3.5, told  # at most two copies are in flight
     assert told["offload"][0] < told["heads"][0] - 2.5, told
 
 
@@ -121,7 +121,7 @@ EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 3000, "head_c
 
 
 def losses_of_twenty_steps(precision, engine, memory):
-    """Through the Trainer, on true bytes; a step's update decides the next one's loss."""
+    """Train with the Trainer on real bytes; each step's update affects the next loss."""
     pl.seed_everything(0)
     torch._dynamo.reset()
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -141,7 +141,7 @@ def losses_of_twenty_steps(precision, engine, memory):
 
 @pytest.mark.parametrize(("precision", "engine", "tol"), [("32-true", "triton", 1e-6), ("bf16-mixed", "auto", 1e-2)])
 def test_twenty_steps(precision, engine, tol):
-    """Every exact setting at once, against none."""
+    """All exact settings together, compared with none."""
     want = losses_of_twenty_steps(precision, engine, None)
     again = losses_of_twenty_steps(precision, engine, None)
     found = losses_of_twenty_steps(precision, engine, EVERYTHING)

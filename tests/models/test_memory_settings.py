@@ -1,4 +1,4 @@
-"""Memory settings: the same loss and the same gradients with any of them, and what they are for."""
+"""Memory settings: each keeps the loss and the gradients, and saves what it promises."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def gradients(model: torch.nn.Module, settings: MemorySettings, given: dict, seed: int = 0) -> list[Tensor]:
-    """[per-token losses, gradients of all parameters]."""
+    """Return [per-token losses, gradients of all parameters]."""
     model.transformer.memory = settings
     torch.manual_seed(seed)
     losses = model.token_losses(given)
@@ -92,13 +92,13 @@ def test_any_of_them(policy, every, offload, tile, chunks, tokens, samples, seed
     torch.manual_seed(seed)
     model = tiny(PATTERN, dim=24, num_heads=6, num_kv_heads=3, depth=2, attention_dropout=0.3).train()
     given = batch(samples, tokens)
-    # masks of attention are keyed by heads and positions, so they are the same however it is cut
+    # attention masks are keyed by heads and positions, so the cut does not matter
     same(gradients(model, chosen, given, seed), gradients(model, MemorySettings(), given, seed))
 
 
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
 def test_dropout_is_drawn_again_alike(chosen):
-    """Where hidden features are dropped the masks of tiles are others, so the gradient is held against differences."""
+    """Tiles draw other masks for hidden features, so the gradient is compared with finite differences."""
     model = tiny(PATTERN, dropout=0.4, num_kv_heads=2, depth=3).train()
     model.transformer.drop_path = 0.3
     model.transformer.memory = chosen
@@ -124,7 +124,7 @@ def test_dropout_is_drawn_again_alike(chosen):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_precision(dtype):
-    """In tiles a gradient is summed in float32, so that it is no rounder than without."""
+    """In tiles a gradient is summed in float32, so it is not less exact than without tiles."""
     model, given = tiny(PATTERN, torch.float32, num_kv_heads=2), batch(2, 40)
     exact = gradients(model.double(), MemorySettings(), given)[1:]
     model.to(dtype)
@@ -157,7 +157,7 @@ def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any result, and the shapes that have so many."""
+    """Records the most elements of any result, and the shapes that have them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_wide_exists():
-    """Neither tokens x hidden features nor tokens x vocabulary, nor q, k and v of all heads."""
+    """No tensor of tokens x hidden features, tokens x vocabulary, or q, k and v of all heads."""
     tokens, dim, options = 256, 16, {"ffn_dim": 96, "vocab_size": 80, "num_heads": 8, "depth": 2}
     model, given = tiny(PATTERN, dim=dim, **options), batch(1, tokens, vocab_size=80)
     for chosen, most in [
@@ -186,7 +186,7 @@ def test_nothing_wide_exists():
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what is saved outside of checkpointed pieces, of so many elements."""
+    """Counts saved tensors of `elements` elements outside of checkpointed pieces."""
 
     def __init__(self, elements: int) -> None:
         self.found: set[int] = set()
@@ -216,7 +216,7 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
     assert ran == [8, 8, 5] * 2
 
 
-#: the others take what these have, too
+#: the others cover these, too
 TWICE = [SETTINGS[name] for name in ("tile 1", "heads", "kept, heads")]
 PIECES = [pytest.param(s, marks=[pytest.mark.slow] * (s in TWICE)) for s in SETTINGS.values() if s.in_pieces]
 

@@ -1,4 +1,4 @@
-"""Folders of config.json and model.safetensors: what is saved comes back, plain to read; what does not fit says so."""
+"""Folders of config.json and model.safetensors: a saved model loads again, the files are readable, misfits raise."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ TOKENS = torch.randint(11, (2, 20))
 
 
 class Own(DilatedModule):
-    """A user's module that keeps everything by itself."""
+    """A user's module that saves its own hyperparameters."""
 
     def __init__(
         self, width: int = 3, pattern: DilatedPattern | None = None, kinds: tuple = ("a", "b"), **more
@@ -69,7 +69,7 @@ def test_config_is_readable(tmp_path):
 
 
 def test_any_module(tmp_path):
-    """A module of one's own, with a shared layer, a buffer and a tuple among its arguments."""
+    """A custom module with a shared layer, a buffer and a tuple among its arguments."""
     model = Own(4, pattern=PATTERN)
     model.save_pretrained(tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"layer.weight", "layer.bias", "steps"}
@@ -104,7 +104,7 @@ def test_from_a_checkpoint_of_training(tmp_path):
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
 def edit(**changes):
-    """Change config.json."""
+    """Return a change of config.json."""
 
     def act(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -235,7 +235,7 @@ def test_push_to_hub(monkeypatch):
 
 @pytest.mark.parametrize("library", ["safetensors.torch", "huggingface_hub"])
 def test_without_the_extra(library, tmp_path, monkeypatch):
-    """That `import lightning_dilated` needs neither is in tests/test_package.py."""
+    """tests/test_package.py shows that `import lightning_dilated` needs neither library."""
     model = tiny()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"{library} is missing: pip install 'lightning-dilated\[hub\]'"):

@@ -1,4 +1,4 @@
-"""The rotary base of each layer: by length, by layer, none; what is said where it serves too few tokens."""
+"""The rotary base of each layer: by length, by layer, none; the warning about a base for too few tokens."""
 
 import warnings
 
@@ -117,7 +117,7 @@ def test_a_fit_on_longer_sequences_warns():
 
 @pytest.mark.parametrize("kind", [LongNetLM, LongNetClassifier])
 def test_layers_have_their_own(kind):
-    """A layer turns q and k by its base, and one without positions does not."""
+    """Each layer rotates q and k by its base; a layer without positions does not."""
     sizes = {"dim": 16, "depth": 4, "num_heads": 2}
     more = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
     model = kind(NARROW, **sizes, **more, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
@@ -132,13 +132,13 @@ def test_layers_have_their_own(kind):
 
 
 def test_checkpoints_keep_it(tmp_path):
-    """A file keeps what it was made for; one of a version without max_seq_len keeps its 10,000."""
+    """A file keeps its base; one of a version without max_seq_len keeps 10,000."""
     model = LongNetLM([NARROW, WIDE], **{**SIZES, "depth": 2}, max_seq_len=65536)
     twin = LongNetLM.from_pretrained(model.save_pretrained(tmp_path))
     assert twin.rotary_bases == (1e7, 1e7) and twin.max_seq_len == 65536 and twin.patterns == (NARROW, WIDE)
     assert LongNetLM.from_pretrained(tmp_path, max_seq_len=1 << 20).rotary_bases == (1e7, 1e7)  # as it was trained
     for kind in (LongNetLM, LongNetMLM):
-        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # a number, which no later length changes
+        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # a fixed number, whatever the later length
     assert LongNetClassifier(NARROW, vocab_size=11, num_classes=2, dim=16, num_heads=2).hparams.rotary_base == 1e4
     old = {**dict(model.hparams), "rotary_base": 10000.0}
     del old["max_seq_len"]
@@ -147,7 +147,7 @@ def test_checkpoints_keep_it(tmp_path):
 
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "sharded"])
 def test_a_run_refuses_other_bases_than_were_trained(tmp_path, folder):
-    """Weights have the same shapes whatever the base: nothing else would show it."""
+    """Weights have the same shapes for every base, so nothing else would reveal it."""
     strategy = {"strategy": "ring_dilated"} if folder else {}
     saver = [ShardedCheckpoint(str(tmp_path / "sharded"), every_n_train_steps=1)] if folder else []
     run = trainer(max_steps=1, callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=folder, **strategy)

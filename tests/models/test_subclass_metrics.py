@@ -1,4 +1,4 @@
-"""A loss that a subclass defines is not reported as bits per byte or perplexity, and does not change likelihoods."""
+"""A subclass's own loss is not reported as bits per byte or perplexity, and does not change likelihoods."""
 
 import types
 
@@ -31,14 +31,14 @@ class Mean(LongNetLM):
 
 
 class Named(Weighted):
-    """Says itself what its loss means."""
+    """Defines metrics of its own loss."""
 
     def derived_metrics(self, loss):
         return super().derived_metrics(loss / 3)
 
 
 class Same(LongNetLM):
-    """Redefines nothing of the loss."""
+    """Does not redefine the loss."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)
@@ -54,7 +54,7 @@ def batches():
 
 
 def run(model, tmp_path):
-    """The metrics of a step and of a validation."""
+    """Return the metrics of a step and of a validation."""
     one = trainer(max_steps=1, default_root_dir=tmp_path)
     one.fit(model, batches(), batches())
     trained = dict(one.callback_metrics)

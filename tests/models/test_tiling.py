@@ -1,4 +1,4 @@
-"""Layers in tiles: explicit gradients that come once, and errors where they would be wrong."""
+"""Layers in tiles: explicit gradients that arrive once, and errors if they would be wrong."""
 
 import warnings
 
@@ -84,7 +84,7 @@ def test_evaluation_in_tiles():
 
 @pytest.mark.parametrize("part", ["ffn", "ffn.fc1", "attention_norm"])
 def test_layers_that_are_sharded_by_themselves(part, tmp_path):
-    """Their gradients would be lost without a word."""
+    """Their gradients would be lost silently."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -125,7 +125,7 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings("block", tile=5, head_chunks=2)], ids=str)
 def test_as_many_others_trained_in_the_backward(chosen):
-    """One would get the other's gradient where only their number is looked at."""
+    """A check of their number alone would give one parameter the other's gradient."""
     block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
     block.memory = chosen
     block.ffn.gate.requires_grad_(False)
@@ -139,7 +139,7 @@ def test_as_many_others_trained_in_the_backward(chosen):
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_parameters_of_a_functional_call(chosen, frozen):
-    """Inside it gradients are right; after it the modules hold their own parameters again, not those of the forward."""
+    """Gradients are right inside the call; afterwards the modules hold their own parameters again."""
     block, x = TransformerBlock(16, 4, 24, PATTERN, causal=True), torch.randn(1, 21, 16, requires_grad=True)
     given = {n: torch.nn.Parameter(torch.randn_like(p) / 4, not frozen) for n, p in block.named_parameters()}
     wanted = [x, *(() if frozen else given.values())]
@@ -158,7 +158,7 @@ def test_parameters_of_a_functional_call(chosen, frozen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=2), MemorySettings(head_chunks=2, tile=2)], ids=str)
 def test_many_tiles_are_summed_in_float32(chosen):
-    """1,024 parts of one sign: a sum in bfloat16 would stand still long before the last."""
+    """1,024 terms of one sign: a sum in bfloat16 would stop growing early."""
     block = TransformerBlock(16, 4, 24, DilatedPattern.longnet([8], [1]), causal=True).bfloat16()
     x, found = torch.randn(1, 16, 16).repeat(1, 128, 1).bfloat16(), []
     for settings in (MemorySettings(), chosen):
@@ -170,7 +170,7 @@ def test_many_tiles_are_summed_in_float32(chosen):
 
 @pytest.mark.parametrize("chosen", [MemorySettings("block", tile=8), MemorySettings(head_chunks=2, tile=8)], ids=str)
 def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
-    """It comes after the context has ended, as in a Trainer."""
+    """The backward runs after the context has ended, as in a Trainer."""
     block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = chosen
     for layer in (block.ffn.fc1, block.attention.out_proj):
@@ -185,7 +185,7 @@ def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
 
 
 def test_windows_of_heads_are_projected_in_tiles():
-    """Two windows of three tiles: forward, in the backward again, and for the weights; then back through the norm, once."""
+    """Two windows of three tiles run forward, again in the backward, and for the weights; once through the norm."""
     block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
     block.memory = MemorySettings(tile=1, head_chunks=2)
     assert block.memory.narrow_tile == 8

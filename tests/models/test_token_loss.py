@@ -1,4 +1,4 @@
-"""The loss of all tokens: its sum in tiles, with gradients that are made with it."""
+"""The loss of all tokens: summed in tiles, with gradients computed in the same pass."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_tiles_of_wide_vocabularies_are_shorter(monkeypatch):
 
 
 def sums(model, given, memory):
-    """[the mean loss, gradients of all that is trained]."""
+    """Return [the mean loss, gradients of all trained parameters]."""
     model.transformer.memory = memory
     total, count = model.loss_terms(given)
     return [
@@ -88,7 +88,7 @@ def test_a_number_that_gradients_are_multiplied_with_is_not_rounded():
 
 
 def test_a_double_backward_is_refused():
-    """It would leave out all that lies before, without a word."""
+    """It would silently leave out all earlier layers."""
     model, given = tiny(PATTERN), batch(1, 23)
     for tile in (None, 5):
         model.transformer.memory = MemorySettings(tile=tile)
@@ -97,7 +97,7 @@ def test_a_double_backward_is_refused():
 
 
 def test_within_a_checkpoint():
-    """Its hooks would keep the logits of each tile, and see them used before the backward."""
+    """A checkpoint's hooks would keep the logits of each tile, and see them used before the backward."""
     model, given = tiny(PATTERN), batch(1, 64)
     want = sums(model, given, MemorySettings())
     model.transformer.memory = MemorySettings(tile=8)
@@ -115,7 +115,7 @@ def test_hooks_see_gradients_of_the_loss():
 
 
 def test_logits_are_made_once(monkeypatch):
-    """Where nobody has put another loss in place."""
+    """Unless another loss is put in place."""
     model, given = tiny(PATTERN), batch(1, 64)
     model.transformer.memory = MemorySettings(tile=8)
     seen = []

@@ -1,4 +1,4 @@
-"""Hooks on weights: called once, with the gradient of all tiles and windows of heads, as without these."""
+"""Hooks on weights: called once, with the gradient of all tiles and windows of heads."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .test_memory_settings import PATTERN, SETTINGS, same
 
 
 def hooked(model, given, chosen, factor):
-    """(gradients of the mean loss, calls of each weight's hook), where hooks multiply by a number."""
+    """Return (gradients of the mean loss, calls of each weight's hook) with hooks that multiply by a factor."""
     model.transformer.memory = chosen
     model.zero_grad()
     calls = dict.fromkeys(dict(model.named_parameters()), 0)
@@ -35,7 +35,7 @@ def hooked(model, given, chosen, factor):
 def test_a_hook_sees_the_whole_gradient_once(chosen, options):
     model, given = tiny(PATTERN, num_kv_heads=2, depth=3, **options), batch(1, 21)
     want, _ = hooked(model, given, MemorySettings(), 1.0)
-    for factor in (3.0, 1.0):  # the hooks of the first time are removed
+    for factor in (3.0, 1.0):  # the first hooks are removed
         found, calls = hooked(model, given, chosen, factor)
         same(found, [factor * x for x in want])
         assert set(calls.values()) == {1}
