@@ -1,7 +1,6 @@
 """A fit in which torch forbids the host to wait for the GPU, except in `torch.cuda.synchronize`, in events and to pin
-memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`. CHUNK: tokens
-to
-stream at a time. MODEL is a class, or a class, a plus and one of `MODELS`.
+memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL [CHUNK]`. CHUNK:
+tokens to stream at a time. MODEL is a class, or a class, a plus and one of `MODELS`.
 """
 
 from __future__ import annotations

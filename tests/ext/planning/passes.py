@@ -1,4 +1,4 @@
-"""What operators read and write."""
+"""Counts the bytes that operators read and write."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Passes(TorchDispatchMode):
-    """Adds up the bytes of tensors with a size among theirs that operators read and write; views are none."""
+    """Sums the bytes of tensors with a dimension of `size` that operators read and write, without views."""
 
     def __init__(self, size):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models are planned by their own hooks: a user's, one with an __init__ of its own, and layers without positions."""
+"""Models are planned by their own hooks: a user's model, one with its own __init__, layers without positions."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ PATTERN = ld.DilatedPattern.longnet([64, 128], [1, 2])
 
 
 def kept(model, batch):
-    """Bytes that live when the forward has ended, beside the parameters."""
+    """Return the bytes alive after the forward, without the parameters."""
     model.train().configure_model()
     with Meter() as meter:
         parameters = meter.track(model.parameters(), PARAMETERS)
@@ -39,7 +39,7 @@ def planned(model, tokens):
 
 @pytest.mark.parametrize("make", [Signals, OwnInit])
 def test_a_users_model(make):
-    """Its parameters, what a real step of it saves, and the longest sequence."""
+    """Its parameters, the bytes that a real step saves, and the longest sequence."""
     model = make()
     subject = subject_of(model, "32-true", compile_blocks=False)
     facts = Facts.of(model, subject)
@@ -48,11 +48,11 @@ def test_a_users_model(make):
     case = Case(subject, facts, Setup("ring_dilated", 2, 2), GPUS["H200"])
     assert case.longest(MemorySettings("block")) > case.longest(MemorySettings()) > 1 << 20
     assert case.time(MemorySettings(), 1 << 20).seconds > 0
-    assert not model._built  # it stays as it was
+    assert not model._built  # it is unchanged
 
 
 def test_a_built_model_stays_as_it_is():
-    """As the advice after an error finds it; the copy shares none of its weights."""
+    """The advice after an error finds a built model; the copy shares none of its weights."""
     model = OwnInit()
     model.configure_model()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -65,7 +65,7 @@ def test_a_built_model_stays_as_it_is():
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Of the user's model, which lies in a module."""
+    """Return a recipe of the user's model, defined in a module."""
     path = tmp_path / "users.yaml"
     path.write_text(yaml.safe_dump({
         "model": {"class_path": f"{Signals.__module__}.Signals", "init_args": {"channels": 5}},
@@ -81,7 +81,7 @@ def test_the_command_plans_a_users_model(capsys, recipe):
 
 
 class Other(ld.DilatedModule):
-    """Whatever is missing of what planning asks."""
+    """A model without the attributes that planning needs."""
 
     depth = 2
 

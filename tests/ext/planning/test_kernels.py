@@ -1,4 +1,4 @@
-"""Memory of compiled graphs, counted by hand; and that what is kept is what torch's partitioner keeps of real tensors."""
+"""Memory of compiled graphs, counted by hand; torch's partitioner saves the same tensors in a real run."""
 
 import pytest
 import torch
@@ -17,29 +17,29 @@ H, OUT = 64 * 128 * 4, 64 * 32 * 4
 
 
 def one(x, w, u, v):
-    """An elementwise step between two products: it takes the memory of its input."""
+    """An elementwise step between two products reuses the memory of its input."""
     return ((x @ w) * 2) @ u
 
 
 def kept(x, w, u, v):
-    """As before, but the input is asked for, too."""
+    """As before, but the input is also a result."""
     h = x @ w
     return (h * 2) @ u, h
 
 
 def chain(x, w, u, v):
-    """Three steps are one kernel: nothing in between is written."""
+    """Three steps are one kernel: no intermediate is written."""
     return ((x @ w).sin().exp() * 2) @ u
 
 
 def fork(x, w, u, v):
-    """Two steps over one tensor are one kernel, which cannot write over what both read."""
+    """Two steps over one tensor are one kernel, which cannot overwrite their common input."""
     h = x @ w
     return h.sin() @ u + h.cos() @ v
 
 
 def wait(x, w, u, v):
-    """The second reads what is made of the first by a product: two kernels, the second over its input."""
+    """The second step needs a product of the first's result: two kernels, the second overwrites its input."""
     h = x @ w
     a = h.sin()
     return a @ u, (h * (a @ u).sum()) @ v
@@ -79,7 +79,7 @@ def test_by_hand(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("ffn, norm", [("swiglu", "rmsnorm"), ("gelu", "layernorm")])
 def test_kept_is_what_the_partitioner_keeps(ffn, norm):
-    """Beside torch.compile's own cut of a block, run on real tensors."""
+    """Compared with torch.compile's own partition of a block, run on real tensors."""
     pattern, tokens = DilatedPattern.longnet([64], [1]), 2048
     sizes = {"dim": 64, "num_heads": 4, "position_encoding": "none", "ffn": ffn, "norm": norm}
     subject = subject_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)

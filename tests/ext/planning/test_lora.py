@@ -1,4 +1,4 @@
-"""Low-rank updates in the plan: exact against full steps, beside real steps on the CPU, and what they cost."""
+"""Low-rank updates in the plan: exact for full steps, equal to real steps on the CPU, and their cost."""
 
 from dataclasses import replace
 
@@ -58,8 +58,7 @@ def test_length_is_exact(make, name, depth, precision):
 
 @pytest.mark.parametrize("policy", ["none", "attention-kept", "block"])
 def test_a_real_step_keeps_what_was_planned(policy):
-    """Bytes that live when the forward has ended, and of the gradients when the backward has, by a meter over real
-    tensors."""
+    """Compare the bytes alive after the forward, and gradients after the backward, with a meter of real tensors."""
     settings = MemorySettings(policy)
     found = footprint(subject_of(encoder(), "32-true", settings), (3072, 5120))
     between, last = (next(m for m in found.moments if m.part == part) for part in (("between",), ("backward", 3)))
@@ -104,7 +103,7 @@ def test_host_memory_is_what_training_takes(offload, every):
     assert memory(away, 256).host == model.transformer._host.bytes
     at = [memory(x, 1 << 16).kinds[ACTIVATIONS] for x in (here, away)]
     left = max(0, round(offload * 4 / every) - 1)
-    flying = 2 if left == 4 // every - 1 else 1  # on their way back, or still leaving
+    flying = 2 if left == 4 // every - 1 else 1  # copies in flight, in either direction
     assert at[0] - at[1] == max(0, left - flying) * (here.hidden << 16)
 
 
@@ -115,7 +114,7 @@ def facts(**sizes):
 
 
 def test_flops_are_what_torch_counts():
-    """But for norms, biases and the head, which the plan does not tell apart, and for the update of a weight itself."""
+    """Not counted: norms, biases and the head, which the plan does not separate, and updates' weight products."""
     sizes = {"dim": 256, "depth": 3}
     model, data = built(encoder(**sizes)), labelled(2047)
     with FlopCounterMode(display=False) as counter:
@@ -132,14 +131,14 @@ def test_trained_numbers():
     assert (of.parameters, of.trained_parameters) == (numbers(model, False), numbers(model, True)) and not of.whole
     block = model.transformer.blocks[0]
     assert of.trained.block == numbers(block, True) and of.depth == 4
-    update = 3 * (64 + 192)  # of the joint projection, whose own gradient is summed over tokens instead
+    update = 3 * (64 + 192)  # of the joint projection, for which the gradient of the sum is computed instead
     assert of.trained.gradients == of.trained.block - update + 192 * 64
     assert of.trained.weights == numbers(block, False) - update
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters=")
 def test_passes_of_an_update():
-    """Beside those of the layer alone."""
+    """Passes in addition to the layer's own."""
     tokens, seen = 10007, []
     for lora in (False, True):
         layer = nn.ModuleDict({"fc1": nn.Linear(96, 160)}).requires_grad_(False)
@@ -156,7 +155,7 @@ def test_passes_of_an_update():
 
 
 def test_less_than_training_all():
-    """Of the linear layers' time where they are wide, of gradients and states; the op takes as long."""
+    """The linear layers take less time if they are wide, gradients and states take less; the op takes the same."""
     settings, setup = MemorySettings(), Setup("ring_dilated", 2, 2)
     sizes = {"dim": 2048, "num_heads": 16}
     own, whole = (estimate(facts(**sizes, **x), settings, 1 << 18, setup, H200) for x in ({}, {"lora_rank": None}))

@@ -1,4 +1,4 @@
-"""What was measured on one device: between and beyond the measured lengths, as a file, and refused for another model."""
+"""Measurements of one device: interpolated, extrapolated, saved to a file, and refused for another model."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ PARTS = Path(__file__).parents[3] / "benchmarks" / "step_parts.py"
         ([(0, 2.0), (10, 7.0)], Line(2.0, 0.5)),
         ([(10, 7.0), (20, 12.0), (40, 22.0)], Line(2.0, 0.5)),
         ([(10, 3.0), (20, 3.0)], Line(3.0, 0.0)),
-        ([(10, 1.0), (20, 3.0)], None),  # through a negative start
+        ([(10, 1.0), (20, 3.0)], None),  # the line starts below zero
         ([(10, 3.0), (20, 1.0)], None),  # falling
     ],
 )
@@ -41,7 +41,7 @@ def test_line():
 
 @pytest.mark.parametrize("tokens, want", [(64, 1.0), (96, 3.0), (128, 5.0), (32, 0.5), (256, 10.0)])
 def test_between_and_beyond(tokens, want):
-    """6 ms at 64 tokens, 30 at 128: a line between them; beyond the ends in proportion."""
+    """6 ms at 64 tokens, 30 at 128: linear in between, proportional outside."""
     steep = dataclasses.replace(parts(64), tokens=128, rest_forward=30 * MS)
     found = machine(parts=(parts(64), steep)).at(tokens)
     assert found.tokens == tokens and found.rest_forward == pytest.approx(want * 6 * MS)
@@ -97,7 +97,7 @@ def test_numbers_are_checked():
 
 @pytest.mark.slow
 def test_measured_on_this_machine(tmp_path, monkeypatch):
-    """The whole script, with the package's own layers, at sizes of a moment."""
+    """Run the whole script on the package's own layers, at tiny sizes."""
     path = tmp_path / "cpu.json"
     sizes = "--tokens 64 128 --first 32 --dim 16 --depth 2 --heads 2 --repeats 1 --precision 32-true --no-compile"
     sizes += " --long 128"

@@ -1,4 +1,4 @@
-"""Slide models in the plan: exact against full steps, beside real steps on the CPU, and in time."""
+"""Slide models in the plan: memory exact for full steps and equal to real steps on the CPU, and time."""
 
 import functools
 from dataclasses import replace
@@ -44,7 +44,7 @@ MODELS = {"mae": mae, "encoder": encoder}
 
 @functools.cache
 def counted(precision="32-true", settings=None, decoder_depth=3):
-    """The footprint of `mae`, made once for the tests that ask for it."""
+    """Return the footprint of `mae`, cached."""
     return footprint(
         subject_of(mae(decoder_depth=decoder_depth), precision, settings or SETTINGS["none"]), (1024, 2048)
     )
@@ -63,7 +63,7 @@ def counted(precision="32-true", settings=None, decoder_depth=3):
     pytest.param("encoder", "groups, tiles, heads", 8, "bf16-mixed", False, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_depth_and_length_are_exact(kind, name, depth, precision, compiled):
-    """Beside a direct count of the full model; the decoder has three blocks whatever the depth."""
+    """Compared with a direct count of the full model; the decoder has three blocks at any depth."""
     check(subject_of(MODELS[kind](), precision, SETTINGS[name], compile_blocks=compiled), depth, 5120)
 
 
@@ -85,11 +85,11 @@ def labelled(tiles):
 
 
 @pytest.mark.parametrize("model, batch, tokens, tolerance", [
-    (mae, lambda: slide(3999), 4000, 0.002),  # which tiles are hidden is drawn
+    (mae, lambda: slide(3999), 4000, 0.002),  # the hidden tiles are random
     (encoder, lambda: labelled(3999), 4000, 0.002),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
-    """With true masks and grids: bytes that live when the forward has ended, by a meter over real tensors."""
+    """Compare with a meter over real tensors, with true masks and grids: the bytes alive after the forward."""
     found = footprint(subject_of(model(), "32-true"), (3072, 5120))
     (between,) = (m for m in found.moments if m.part == ("between",))
     made, data = model().train(), batch()
@@ -104,7 +104,7 @@ def test_a_real_step_keeps_what_was_planned(model, batch, tokens, tolerance):
 
 def test_hidden_states_by_stack():
     found = counted("bf16-mixed")
-    assert (found.hidden, found.inner) == (64 * 4, 32 * 2)  # what the decoder's projection gives is autocast's
+    assert (found.hidden, found.inner) == (64 * 4, 32 * 2)  # autocast sets the dtype of the decoder's projection
 
 
 @pytest.mark.parametrize("offload", [0.5, 1.0])
@@ -121,7 +121,7 @@ def test_host_memory_is_what_training_takes(offload):
 
 
 def lives(settings):
-    """Bytes beside host memory when each block of the decoder begins, in the forward and last in the backward."""
+    """Return bytes not on the host at the start of each decoder block, in the forward and the recomputation."""
     model = mae(decoder_depth=5)
     model.configure_model()
     for stack in (model.transformer, model.decoder):
@@ -150,8 +150,7 @@ def lives(settings):
     [(1.0, 1), (0.6, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.2, 1), (0.4, 2), (1.0, 2)))],
 )
 def test_the_decoders_inputs_are_where_training_has_them(offload, every):
-    """On the host or on the device, block by block, beside a real step; the encoder's are away, and where all were sent the
-    last one is on both."""
+    """Compare their places, block by block, with a real step; if all encoder inputs were sent, the last is on both."""
     settings = MemorySettings("block", every, offload)
     here, away = lives(MemorySettings("block", every)), lives(settings)
     found = counted(settings=MemorySettings("block", every), decoder_depth=5)
@@ -181,7 +180,7 @@ def test_features_are_in_the_dtype_of_the_precision(kind, precision):
 
 def test_slides_are_counted_at_whole_tiles():
     subject = subject_of(encoder(), memory=MemorySettings("block", tile=1000))
-    low, high = _lengths(subject.memory)  # what `footprint` counts at
+    low, high = _lengths(subject.memory)  # the lengths at which `footprint` counts
     assert footprint(subject).sizes == (low, high)
     assert low % 1000 == high % 1000 == 0 and 4 * low == 3 * high
 
@@ -247,7 +246,7 @@ def test_parameters_are_the_models(kind):
 @pytest.mark.parametrize("policy", ["none", "block"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_time_counts_both_stacks(policy, ranks):
-    """A decoder like the encoder takes as long as so many blocks more, and exchanges as much."""
+    """A decoder like the encoder takes the time and the bytes of that number of additional blocks."""
     setup = Setup("ring_dilated", ranks, ranks)
     both = facts(mae(**WIDE, decoder_dim=64))
     alone = facts(mae(**WIDE, depth=7, decoder_depth=1)).stacks[0]
@@ -267,7 +266,7 @@ def test_settings_cost_of_both_stacks():
         for x in (SETTINGS["none"], SETTINGS["attention-kept"], SETTINGS["block"], SETTINGS["groups"])
     ]
     assert sorted(seconds) == seconds
-    again = seconds[2] - seconds[0]  # of all blocks once; of groups of two, half of them once more, as a whole forward
+    again = seconds[2] - seconds[0]  # all blocks once; with groups of two, half of them once more, as a whole forward
     whole = 0.0
     for machine in (scaled(x, GPUS["H200"]) for x in of.stacks):
         whole += (1 - machine.again) * machine.at(1 << 18).rest_forward * machine.depth / 2

@@ -1,4 +1,4 @@
-"""Pools of one to four gloo ranks for the folder; a Trainer takes all ranks of its process group."""
+"""Pools of one to four gloo ranks for the folder; a Trainer needs all ranks of its process group."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from ...distributed.pool import Pool
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """pools(2) are two ranks, started when first asked for."""
+    """Return a function: `pools(2)` is a pool of two ranks, started on first use."""
     made: dict[int, Pool] = {}
 
     def get(ranks: int) -> Pool:

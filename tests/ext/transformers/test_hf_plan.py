@@ -1,4 +1,4 @@
-"""`plan` of HFCausalLM: exact against full steps under fake tensors, beside real steps on the CPU, and the commands."""
+"""`plan` of HFCausalLM: exact for full steps under fake tensors, equal to real steps on the CPU, and the commands."""
 
 import argparse
 import runpy
@@ -78,7 +78,7 @@ def test_a_checkpointed_decoder_is_counted_so(checkpointed):
     pytest.param("gemma3", None, None, "block", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_real_step_keeps_what_was_planned(family, lora, tile, policy):
-    """Bytes that live when the forward has ended, and of gradients when the backward has, by a meter over real tensors."""
+    """Compare the bytes alive after the forward, and gradients after the backward, with a meter over real tensors."""
     settings, tokens = MemorySettings(policy), 2000
     planned = model(family, lora, tile=tile)
     counted = footprint(subject_of(planned, "32-true", settings), (1024, 2048))
@@ -130,7 +130,7 @@ def facts(planned):
     ],
 )
 def test_flops_are_what_torch_counts(family, lora):
-    """But for norms; of a vocabulary whose projection takes half of them."""
+    """Except norms; with a vocabulary that takes half of the products."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "depth": 3, "vocab_size": 8192}
     real = model(family, lora, **sizes)
     real.train()
@@ -157,7 +157,7 @@ def test_numbers(family, lora):
 
 
 def test_own_attention_and_patterns_are_counted():
-    """Windows cost less than dense attention, and a pattern takes their place."""
+    """Windows cost less than dense attention, and a pattern replaces them."""
     seconds = {}
     for name, planned in {
         "dense": model("mistral, dense"), "windows": model("mistral"), "hybrid": model("mistral", pattern=HYBRID),
@@ -178,7 +178,7 @@ def test_own_attention_and_patterns_are_counted():
     ],
 )
 def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
-    """Products of a step."""
+    """Compare the products of a step."""
     monkeypatch.setattr(dry_run, "RIDGE", 0)
     sizes, tokens, depth = {"hidden_size": 32, "intermediate_size": 128, "depth": 2}, 4096, 2
     real = model(**sizes)
@@ -195,8 +195,8 @@ def test_counted_work_is_what_torch_runs(monkeypatch, policy, tile):
     assert ran == tokens * (depth * flops + 6 * real.vocab_size * 32)
 
 
-#: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: in another order than
-#: the Trainer's, which an H200 has. 56.2: less 0.5 of a second copy of the output, which is gone
+#: ms and GiB of steps, benchmarks/results/2026-11-26_h100_decoders.md and 2026-11-26_h200.md. None: the H100 run had
+#: another order than the Trainer. 56.2: without 0.5 of a second copy of the output, since removed
 DECODERS = [
     ("H100", "1.3B", None, 32768, None, "dense", 1943, None),
     ("H100", "1.3B", None, 32768, None, "hybrid", 1174, None),
@@ -215,14 +215,13 @@ DECODERS = [
 
 @pytest.fixture(scope="module")
 def script():
-    """benchmarks/decoder_step.py, by names."""
+    """Load benchmarks/decoder_step.py and return its names."""
     return runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "decoder_step.py"))
 
 
 @pytest.mark.parametrize("gpu, size, lora, tokens, tile, way, ms, gib", DECODERS)
 def test_measured_decoders(script, gpu, size, lora, tokens, tile, way, ms, gib):
-    """None of these steps was fitted; wanted: seconds within 10 %, memory within 1 %; of hybrids on an H200 the plan says
-    12 % too few seconds."""
+    """No step was used for fitting; required: 10 % for seconds, 1 % for memory; H200 hybrids are planned 12 % low."""
     if lora is not None:
         pytest.importorskip("peft", reason="needs the extra lora")
     a = argparse.Namespace(size=size, lora=lora, seq_len=[tokens], compile=False, layer_tile=tile)

@@ -1,4 +1,4 @@
-"""Decoders and batches that are not computed, refused on every rank before there is a wrong number."""
+"""Decoders and batches that are not supported: every rank refuses before there is a wrong number."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_chunks(length):
 
 
 def chunks_on_ranks(rank, group):
-    """Shards that are no longer than a chunk, so that no rank's mask begins anew."""
+    """Use shards no longer than a chunk, so no rank's mask begins anew."""
     with sequence(group) as ours, ours.active():
         at = torch.tensor(positions(ours, 16))
         decoder("Llama4TextConfig", dtype=torch.float32, **LLAMA4)(
@@ -137,7 +137,7 @@ def test_fewer_tokens_than_ranks_take(pools):
 
 
 def plain_empty_shard(rank, group, options):
-    """As `docs/transformers.md` says it: a loop of one's own."""
+    """A user's training loop, as in `docs/transformers.md`."""
     with sequence(group) as ours, ours.active():
         held = len(positions(ours, 4))
         at = ours.positions(held)[None] if options.pop("positions", True) else None
@@ -146,7 +146,7 @@ def plain_empty_shard(rank, group, options):
 
 @pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"positions": False}], ids=str)
 def test_a_plain_model_on_fewer_tokens_than_ranks_take(pools, options):
-    """On every rank, and at once: the one without tokens fails in transformers' code."""
+    """All ranks raise at once; otherwise the rank without tokens would fail in transformers' code."""
     for answer in pools(3).answers(3, plain_empty_shard, dict(options)):
         assert answer.error == "ValueError" and "rank 2 of 3 holds no token" in answer.message, answer.trace
 
@@ -183,7 +183,7 @@ def test_layers_that_share_keys():
 
 
 def test_new_keys_alone():
-    """A layer that attends to its new keys without giving them to the cache."""
+    """A layer attends to its new keys without passing them to the cache."""
     from lightning_dilated.ext.transformers.attention import attend
     from lightning_dilated.ext.transformers.masks import visible_keys
 

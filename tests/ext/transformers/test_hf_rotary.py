@@ -1,4 +1,4 @@
-"""Rotary scaling of configs: logits are those of sdpa for each kind, on ranks too; too long sequences are warned of."""
+"""Rotary scaling of configs: logits equal sdpa for each kind, also on ranks; too long sequences cause a warning."""
 
 import warnings
 
@@ -36,13 +36,13 @@ def options(kind):
 
 
 def logits(kind, family, inputs, **more):
-    """Of transformers with sdpa, in float64."""
+    """Return logits of transformers with sdpa, in float64."""
     with torch.no_grad():
         return decoder(family, "sdpa", **options(kind))(inputs, use_cache=False, **more).logits
 
 
 def made(kind, family):
-    """HFCausalLM of equal weights."""
+    """Build an HFCausalLM with equal weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = HFCausalLM(config(family, **options(kind)))
@@ -59,11 +59,11 @@ def test_each_kind_equals_sdpa(kind, family):
     with torch.no_grad():
         torch.testing.assert_close(made(kind, family)({"tokens": tokens(2, N)}), want, rtol=0, atol=1e-10)
     plain = logits("theta", family, tokens(2, N))
-    assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the kind is computed at all
+    assert kind == "theta" or not torch.allclose(want, plain, atol=1e-4)  # the scaling has an effect
 
 
 def part(rank, group, kind, family, layout, bounds):
-    """Logits and positions of a rank."""
+    """Return logits and positions of a rank."""
     warnings.simplefilter("ignore")
     with sequence(group, layout=layout) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
@@ -85,7 +85,7 @@ def test_each_kind_on_ranks(pools, kind):
 
 
 def alone(rank, group, kind):
-    """A model of transformers in a loop of one's own."""
+    """Run a model of transformers in a user's own loop."""
     with sequence(group) as ours, ours.active(), torch.no_grad():
         at = positions(ours, N)
         decoder("llama", **options(kind))(tokens(1, N)[:, at], position_ids=torch.tensor(at)[None], use_cache=False)

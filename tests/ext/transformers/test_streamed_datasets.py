@@ -1,4 +1,4 @@
-"""Rows of `datasets` that are streamed: each reader has its own, and workers, ranks and stops do not change them."""
+"""Streamed rows of `datasets`: each reader has different rows, unchanged by workers, ranks and restarts."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """Four files of Parquet, of 7, 8, 9 and 10 texts."""
+    """Four Parquet files of 7, 8, 9 and 10 texts."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
     (tmp_path / "shards").mkdir()
     for i in range(4):
