@@ -1,4 +1,4 @@
-"""ShardedCheckpoint on one device: what is resumed equals a run that was never stopped, beside which files are written."""
+"""ShardedCheckpoint on one device: a resumed run equals an uninterrupted one, and files are written during training."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_ckpt_path(text, whole, saved, tmp_path, path, lost):
 
 
 def test_validates(tmp_path):
-    """Without fit, on one device, where Lightning itself reads no folders."""
+    """Validates without fit, on one device, where Lightning itself cannot read folders."""
     data, options = text_of_letters(tmp_path), {"vocab_size": 256, "dtype": torch.float32}
     first, second = tiny(**options), tiny(**options)
     fitted = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_checkpointing=True, max_steps=2)
@@ -70,7 +70,7 @@ def test_must(text, tmp_path):
 
 def test_another_run_is_not_replaced(text, saved, tmp_path):
     run(text, 1, ShardedCheckpoint(str(tmp_path)))
-    for other in (None, tmp_path / "step-00000001"):  # also where a run comes from elsewhere
+    for other in (None, tmp_path / "step-00000001"):  # also if the run resumes from elsewhere
         with pytest.raises(
             ValueError, match=r"holds checkpoints of another run .step-00000004, .*choose another folder"
         ):
@@ -79,7 +79,7 @@ def test_another_run_is_not_replaced(text, saved, tmp_path):
 
 
 def test_fit_twice(text, tmp_path):
-    """The second one goes on in the same folder."""
+    """The second fit continues in the same folder."""
     data, saver = {}, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2)
     told = run(text, 3, saver, keep=data)
     data["trainer"].fit_loop.epoch_loop.max_steps = STEPS
@@ -89,7 +89,7 @@ def test_fit_twice(text, tmp_path):
 
 
 class Counting(pl.Callback):
-    """Has a state."""
+    """A callback with a state."""
 
     def __init__(self):
         self.batches, self.loaded = 0, None
@@ -105,7 +105,7 @@ class Counting(pl.Callback):
 
 
 def test_accumulation_and_states_of_callbacks(text, tmp_path):
-    """Between optimizer steps there is nothing to save: gradients that wait would be lost."""
+    """Saving happens only after optimizer steps, or accumulated gradients would be lost."""
     counting, whole = Counting(), run(text, 4, accumulate_grad_batches=3)
     often = {"folder": str(tmp_path), "every_n_minutes": 1e-9, "every_n_train_steps": None}
     first = run(text, 2, ShardedCheckpoint(**often, keep=9), counting, accumulate_grad_batches=3)
@@ -123,7 +123,7 @@ def test_keeps_the_newest(saved, text, copied):
 
 
 def test_an_earlier_one_goes_on(text, whole, copied):
-    """What was written last is the newest, also after going back."""
+    """The last written one is the newest, also after going back."""
     options = {"folder": str(copied), "every_n_train_steps": 1, "keep": 2}
     run(text, 3, ShardedCheckpoint(**options), ckpt_path=copied / "step-00000002", begun=2)
     assert names(copied) == ["step-00000003", "step-00000004"]
@@ -143,7 +143,7 @@ class Watching(pl.Callback):
         self.real(*args)
 
     def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == 3:  # step 3 was made since
+        if trainer.global_step == 3:  # step 3 is done
             self.steps_meanwhile = [trainer.global_step, *names(Path(trainer.checkpoint_callback._target))]
             self.go.set()
 
@@ -152,7 +152,7 @@ def test_training_goes_on_and_does_not_leak_into_the_files(text, whole, tmp_path
     watching = Watching()
     with mock.patch.object(module, "write", watching.write):
         run(text, 5, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, at_end=False), watching)
-    assert watching.steps_meanwhile == [3, ".in-use"]  # no checkpoint was written yet
+    assert watching.steps_meanwhile == [3, ".in-use"]  # no checkpoint is written yet
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
     rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
     assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])
@@ -185,7 +185,7 @@ def test_a_run_that_fails_finishes_its_checkpoint(text, tmp_path):
     (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "which did not become whole"),
 ])  # fmt: skip
 def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch, write, says):
-    """It ends by its own error, and does not wait for a disk or for ranks that do not answer."""
+    """It ends with its own error, and does not wait for a disk or for ranks that do not answer."""
     monkeypatch.setattr(module, "write", write)
     monkeypatch.setattr(module, "_LAST", 0.1)
     saver, said = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), []
@@ -208,7 +208,7 @@ def test_a_full_disk_ends_the_run(text, tmp_path, asynchronous, at):
 
 @pytest.mark.gpu
 def test_on_a_gpu(text, tmp_path):
-    """Copies to page-locked memory are complete before training goes on."""
+    """Copies to page-locked memory are complete before training continues."""
     whole, watching = run(text, STEPS, accelerator="gpu"), Watching()
     with mock.patch.object(module, "write", watching.write):
         saver = ShardedCheckpoint(str(tmp_path / "c"), every_n_train_steps=2, at_end=False)

@@ -1,4 +1,4 @@
-"""ShardedCheckpoints that are damaged or were not finished: the one before is used, and it is said what is wrong."""
+"""ShardedCheckpoints that are damaged or incomplete: the one before is used, and a warning names the damage."""
 
 import os
 import signal
@@ -103,7 +103,7 @@ def test_no_checkpoint_at_all(text, tmp_path):
 
 
 def killed(text, folder, where):
-    """A run in a process of its own that dies at its third checkpoint."""
+    """Run a process that dies at its third checkpoint."""
     spot = {
         "bytes": (dcp.FileSystemWriter, "write_data"),
         "metadata": (dcp.FileSystemWriter, "finish"),
@@ -115,7 +115,7 @@ def killed(text, folder, where):
 
     def dies(*args, **kwargs):
         calls.append(1)
-        if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync comes twice in each
+        if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync is called twice in each
             if where in ("bytes", "metadata"):  # half of it
                 real(*args, **kwargs)
                 os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
@@ -134,7 +134,7 @@ slow = {"marks": pytest.mark.slow}
     pytest.param("old", 3, **slow),
 ])  # fmt: skip
 def test_killed_while_saving(text, whole, tmp_path, where, last):
-    """Whatever the moment, whole checkpoints are left, and what is not whole is put away when the next run begins."""
+    """At any moment, complete checkpoints survive, and incomplete ones are put away at the start of the next run."""
     process = forked.context().Process(target=killed, args=(text, str(tmp_path), where))
     process.start()
     process.join(120)
@@ -148,7 +148,7 @@ def test_killed_while_saving(text, whole, tmp_path, where, last):
 
 
 def test_killed_while_replacing(copied):
-    """A checkpoint that was moved away for a new one of its step comes back, if the new one did not."""
+    """A checkpoint that was moved away for a new one of its step comes back if the new one is missing."""
     (copied / "step-00000004").rename(copied / ".step-00000004.replaced")
     (copied / ".step-00000003.replaced").mkdir()
     (copied / ".step-00000002.removed").mkdir()

@@ -1,4 +1,4 @@
-"""ShardedCheckpoint on several ranks: exact with any strategy, also after changes of their number; all agree, none hangs."""
+"""ShardedCheckpoint on several ranks: exact with any strategy and new number of ranks; all agree, none hangs."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def whole(text):
-    """On one device, never stopped."""
+    """An uninterrupted run on one device."""
     return run(text, STEPS)
 
 
@@ -42,7 +42,7 @@ def four():
 
 
 def go(request, ranks, text, steps, saved, **more):
-    """What a run leaves on rank 0; one rank is a plain device."""
+    """Return rank 0's results of a run; one rank is a plain device."""
     if ranks == 1:
         from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 
@@ -84,7 +84,7 @@ def test_resumes_exactly(request, text, whole, tmp_path, before, after):
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_equals_the_undisturbed_run(request, pool, text, tmp_path, strategy):
-    """Bit by bit, where the ranks stay the same."""
+    """Bit by bit if the ranks stay the same."""
     whole = pool.run(2, with_options, text, STEPS, None, {"strategy": strategy})[0]
     saved = {"folder": str(tmp_path), "every_n_train_steps": 2, "at_end": False}
     go(request, 2, text, 3, saved, strategy=strategy)
@@ -95,7 +95,7 @@ def test_equals_the_undisturbed_run(request, pool, text, tmp_path, strategy):
 
 
 def beside(rank, group, text, folder, strategy):
-    """What lies in the folder when step 3 was made; the checkpoint of step 2 is written only then."""
+    """List the folder after step 3, before the checkpoint of step 2 is written."""
     from lightning_dilated.callbacks import sharded_checkpoint as module
 
     go_on, real, seen = threading.Event(), module.write, []
@@ -104,7 +104,7 @@ def beside(rank, group, text, folder, strategy):
         def on_train_batch_start(self, trainer, *args):
             if trainer.global_step == 3:
                 seen.extend(path.name for path in Path(folder).iterdir())
-                trainer.strategy.barrier()  # or a rank might still look when another one writes
+                trainer.strategy.barrier()  # or a rank could still look while another writes
                 go_on.set()
 
     def write(*args):
@@ -129,7 +129,7 @@ def test_training_goes_on_and_does_not_leak_into_the_files(request, pool, text, 
 # -- damage ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_all_ranks_pass_over_a_damaged_one(request, text, whole, tmp_path, strategy):
-    """The file that rank 1 looks at is damaged."""
+    """The file that rank 1 checks is damaged."""
     saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
     go(request, 2, text, 3, saved, strategy=strategy)
     hurt = tmp_path / "step-00000003" / "__1_0.distcp"
@@ -143,7 +143,7 @@ def test_all_ranks_pass_over_a_damaged_one(request, text, whole, tmp_path, strat
 
 
 def refused(rank, group, text, saved, more):
-    """What a run raises on this rank."""
+    """Return this rank's error of a run."""
     try:
         on_rank(rank, group, text, STEPS, saved, **more)
     except Exception as error:
@@ -161,7 +161,7 @@ def test_all_ranks_refuse_a_damaged_one_that_was_named(request, pool, text, tmp_
 
 # -- failures of one rank ----------------------------------------------------------------------------------------------
 def failing(rank, group, text, saved, who, where, strategy):
-    """What a run raises where one rank's disk is full, or rank 0 cannot finish."""
+    """Return the error of a run if one rank's disk is full, or rank 0 cannot finish."""
     target = {
         "bytes": (dcp.FileSystemWriter, "write_data"),
         "copy": ("HostStager", "stage"),
@@ -193,13 +193,13 @@ def test_a_full_disk_of_one_rank_ends_all(pool, text, tmp_path, where, who, stra
 
 
 def blind(rank, group, text, saved, folder, strategy):
-    """What a run raises that goes on from a checkpoint on the disk of one node only."""
+    """Return the error of a run that resumes from a checkpoint on one node's disk."""
     more = {"strategy": strategy, "ckpt_path": str(folder if rank == 0 else folder.with_name("other"))}
     return refused(rank, group, text, saved, more)
 
 
 def alone(rank, group, text, folder, where, strategy, asynchronous):
-    """The error of a run in which rank 1 raises where the other ranks wait for it, and the checkpoints that are left."""
+    """Let rank 1 raise while the others wait for it. Return the error, and the remaining checkpoints."""
     from lightning_dilated.callbacks import sharded_checkpoint as module
     from lightning_dilated.checkpoint import folder as written
 
@@ -231,7 +231,7 @@ def alone(rank, group, text, folder, where, strategy, asynchronous):
     ],
 )
 def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, where, strategy, asynchronous):
-    """Ranks that wait in a collective of the files hear of it at once, not after an hour."""
+    """Ranks that wait in a collective for the files raise at once, not after an hour."""
     begin = time.monotonic()
     for words, files in pool.run(2, alone, text, str(tmp_path), where, strategy, asynchronous):
         assert "rank 1: LookupError: no such thing" in words and "step-00000002" in words and not files
@@ -240,7 +240,7 @@ def test_an_error_of_one_rank_ends_all_with_its_cause(pool, text, tmp_path, wher
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_a_checkpoint_that_not_all_see(request, pool, text, tmp_path, strategy):
-    """The rank that does not see it must not leave the other waiting for it."""
+    """The rank that does not see it must not leave the other waiting."""
     go(request, 2, text, 2, {"folder": str(tmp_path)}, strategy=strategy)
     saved, folder = {"folder": str(tmp_path / "b")}, tmp_path / "step-00000002"
     for told in pool.run(2, blind, text, saved, folder, strategy):
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_not_all_see(request, pool, text, tmp_path, strategy):
 
 
 def unseen(rank, group, text, saved):
-    """What a run raises whose folder lies on the disk of one node only."""
+    """Return the error of a run with a folder that only one node sees."""
     from lightning_dilated.callbacks import sharded_checkpoint as module
 
     real = module._look
@@ -283,7 +283,7 @@ def test_buffers_are_rank_0s():
 
 
 def with_buffer(rank, group, text, folder, strategy):
-    """A run whose model has buffers that end up other on each rank; those of the checkpoint."""
+    """Run a model with buffers that differ between ranks at the end. Return the saved ones."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 

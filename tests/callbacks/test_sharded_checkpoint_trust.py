@@ -1,4 +1,4 @@
-"""Checkpoint folders of somebody else: none of their files runs code, whatever reads them, and none is waited for."""
+"""Checkpoint folders from a stranger: none of their files runs code, in any reader, and none blocks."""
 
 import json
 import os
@@ -32,7 +32,7 @@ STRATEGIES = ("ring_dilated", "ring_dilated_fsdp")
 
 
 class Payload:
-    """Makes a folder where it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = str(mark)
@@ -42,19 +42,19 @@ class Payload:
 
 
 def saved_bytes(value):
-    """A pickle as torch reads it, as long as any entry."""
+    """Return a pickle in torch's format, as long as any entry."""
     return pickle.dumps(value, 2) + bytes(50_000)
 
 
 def edit(folder, change):
-    """Change what `.metadata` holds."""
+    """Change the contents of `.metadata`."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     found = change(found) or found
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
 def replace_entries(folder, kind, data):
-    """Have all entries of a kind hold these bytes."""
+    """Replace all entries of a kind by these bytes."""
 
     def change(found):
         wanted = [index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind)]
@@ -67,7 +67,7 @@ def replace_entries(folder, kind, data):
     edit(folder, change)
 
 
-#: what is done to a folder with a payload -> stages that read it
+#: how a payload is put into a folder -> stages that read it
 HOSTILE = {
     ".metadata": (lambda folder, load: (folder / ".metadata").write_bytes(pickle.dumps(load)), "all"),
     "in .metadata": (lambda folder, load: edit(folder, lambda x: x.planner_data.update(more=load)), "all"),
@@ -79,7 +79,7 @@ HOSTILE = {
 
 
 def reseal(folder):
-    """A manifest that fits the files as they are now."""
+    """Write a manifest for the current files."""
     found = json.loads((folder / MANIFEST).read_text())
     found.pop("blake2b")
     found["files"] = file_entries(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
@@ -110,7 +110,7 @@ def stage(name, strategy, text, path, weights_only):
     getattr(trainer, name)(model, data, ckpt_path=path, weights_only=weights_only)
 
 
-#: (stage, what `weights_only` says, whether there is a manifest)
+#: (stage, `weights_only`, whether there is a manifest)
 STAGES = (
     *(("fit", None, True), ("resume", None, True), ("fit", None, False)),
     *(("validate", True, False), ("test", False, True), ("predict", None, False), ("validate", False, True)),
@@ -120,7 +120,7 @@ STAGES = (
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
-    """At any stage, with the manifest resealed or left out, and whatever `weights_only` says."""
+    """At any stage, with the manifest resealed or missing, and for any `weights_only`."""
     mark = tmp_path / "mark"
     hurt, where = HOSTILE[what]
     hurt(one, Payload(mark))
@@ -143,7 +143,7 @@ def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
 
 
 def test_every_value_is_read_so(one, tmp_path):
-    """Each entry of the folder alone; all but the one are good."""
+    """Harm one entry of the folder at a time."""
     before = (one / ".metadata").read_bytes()
     names = list(pickle.loads(before).state_dict_metadata)
     assert len(names) > 10
@@ -164,7 +164,7 @@ def test_every_value_is_read_so(one, tmp_path):
 
 
 class Sharded(LongNetLM):
-    """Shards itself, as Lightning's strategy asks."""
+    """Shards itself, as Lightning's strategy requires."""
 
     def configure_model(self):
         super().configure_model()
@@ -185,7 +185,7 @@ def test_under_lightnings_own_strategy(text, one, tmp_path, what):
 
 
 def test_lightnings_own_strategy_goes_on(text, saved, whole, tmp_path):
-    """And goes on from what the package wrote."""
+    """And resumes from a folder of this package."""
     shutil.copytree(saved, tmp_path / "c")
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     saver = ShardedCheckpoint(str(tmp_path / "c"), resume="must")
@@ -213,7 +213,7 @@ def set_chunk(found):
 
 
 def share(found):
-    """All entries are one part of one file, which would be read again and again."""
+    """Make all entries one part of one file, which would be read again and again."""
     every = list(found.storage_data.values())
     longest = max(every, key=lambda info: info.length)
     for info in every:
@@ -288,7 +288,7 @@ def nested(depth=100_000):
 
 
 def manifest(**values):
-    """A sealed manifest with other values."""
+    """Return a sealed manifest with other values."""
 
     def change(folder):
         found = json.loads((folder / MANIFEST).read_text())
@@ -346,7 +346,7 @@ def test_pipes_without_a_manifest(one):
 
 
 def test_a_value_that_is_damaged(one, tmp_path):
-    """`consolidate` and all else name the folder and the entry."""
+    """`consolidate` and every other reader name the folder and the entry."""
     replace_entries(one, BytesStorageMetadata, b"not a file of torch.save")
     with pytest.raises(ValueError, match=rf"{one} cannot be loaded .*the entry optimizer_0\.\S+: .*earlier checkpoint"):
         read_whole(one)
@@ -356,7 +356,7 @@ def test_a_value_that_is_damaged(one, tmp_path):
     "given, weights_only", [({}, True), ({"weights_only": None}, True), ({"weights_only": False}, False)]
 )
 def test_an_address_is_read_without_running_code(monkeypatch, given, weights_only):
-    """Lightning reads one that begins with http with weights_only=False, unless told otherwise."""
+    """Lightning reads an address that begins with http with weights_only=False by default."""
     asked = {}
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, **options: asked.update(options) or {})
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""ThroughputMonitor on a GPU: batches are timed where they end, and waited for only where they are logged."""
+"""ThroughputMonitor on a GPU: batches are timed at their end, and waited for only when they are logged."""
 
 import itertools
 import time
@@ -16,7 +16,7 @@ from lightning_dilated.callbacks import ThroughputMonitor, throughput
 
 
 class Gpu:
-    """Ends one thing a second of its own clock, in order, and has come as far as `done`."""
+    """A simulated GPU that completes one event a second, in order, up to `done`."""
 
     def __init__(self):
         self.asked, self.done, self.waited = 0, 0, 0
@@ -80,7 +80,7 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     assert rates == pytest.approx([1, 2, 16, 5], rel=1e-3)
     connector.should_update_logs = False
     monitor._update(trainer, module, batch, 1)
-    monitor._start(trainer)  # of a validation, say: all are noted before
+    monitor._start(trainer)  # of a validation, for example: all batches are recorded before
     assert not monitor._under_way
     monitor._update(trainer, module, batch, 1)
     trainer.sanity_checking, trainer.state.fn = False, TrainerFn.VALIDATING
@@ -94,7 +94,7 @@ def test_what_a_run_before_left_is_forgotten():
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[monitor], **quiet)
     for run in (trainer.fit, trainer.validate, trainer.validate):
-        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # could not be waited for
+        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # it cannot be waited for
         run(model, DataLoader(text))
         assert not monitor._under_way
 

@@ -1,4 +1,4 @@
-"""`bench links`: two ranks measure, the file is the one that groups read, and the numbers are those of the table."""
+"""`bench links`: two ranks measure, groups read the file, and its numbers equal the table."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ USUAL = Links()
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A machine without GPUs, on which nothing was measured."""
+    """A machine without GPUs and without measurements."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE)
@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
 
 
 def rows_of(text):
-    """The cells of the table."""
+    """Return the cells of the table."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[x.strip() for x in line.split("|")[1:-1]] for line in lines[2:]]
 
@@ -68,7 +68,7 @@ def test_pretended_nodes(cli, home):
 
 @pytest.mark.slow
 def test_under_a_launcher(home):
-    """Two processes with torchrun's variables, a node each: the first speaks, and both nodes' first ranks write."""
+    """Two processes with torchrun's variables, a node each: the first prints, and each node's first rank writes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -153,7 +153,7 @@ TRUE = Links(near=2e11, far=4e10, round=3e-5, message=5e-6)
 
 
 def made(kind, peers, size):
-    """A sample of a machine that is as the planner reckons."""
+    """Return a sample of a machine that follows the planner's model."""
     bandwidth = {"few": float("inf"), "near": TRUE.near, "far": TRUE.far}[kind]
     return Sample(kind, peers, size, TRUE.round + peers * TRUE.message + peers * size / bandwidth)
 
@@ -196,4 +196,4 @@ def test_who_sends_to_whom(ranks, per_node):
             assert rank not in peers and len(set(peers)) == len(peers)
             assert same is None or all((p // per_node == rank // per_node) == same for p in peers)
             for step, peer in enumerate(peers, 1):
-                assert rings[peer][kind][1](-step) == rank  # who receives agrees on who sends
+                assert rings[peer][kind][1](-step) == rank  # receivers and senders agree

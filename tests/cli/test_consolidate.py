@@ -1,4 +1,4 @@
-"""`consolidate`: the same weights out of every kind of checkpoint, in a file that says what it is, or one clear line."""
+"""`consolidate`: the same weights from every kind of checkpoint, in a labelled file, or one clear error."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ SIZES = {"dim": 16, "depth": 1, "num_heads": 4}
 
 
 def fit(folder, model=None, **options):
-    """A step, two checkpoints of ShardedCheckpoint's and a .ckpt; the model."""
+    """Fit one step with two ShardedCheckpoints and a .ckpt. Return the model."""
     pl.seed_everything(0, verbose=False)
     model = model or LongNetLM(PATTERN, **SIZES)
     saver = ShardedCheckpoint(str(folder / "parts"), every_n_train_steps=1)
@@ -51,7 +51,7 @@ def made(tmp_path_factory):
 
 
 def fit_on_rank(rank, group, folder):
-    """As `fit`, with sharded parameters; the tensors, whole."""
+    """Like `fit` with sharded parameters. Return the whole tensors."""
     strategy = RingDilatedFSDPStrategy()
     model = fit(Path(folder), devices=launched(rank), strategy=strategy)
     return {k: full(v).detach().clone() for k, v in model.state_dict().items()}
@@ -70,7 +70,7 @@ def dealt(tmp_path_factory):
 def check_file(path, want):
     found = load_file(path)
     assert all(torch.equal(found[k], want[k]) for k in found)
-    assert set(want) - set(found) == {"head.weight"}  # tied to the embedding: it is there once
+    assert set(want) - set(found) == {"head.weight"}  # tied to the embedding, and stored once
     return found
 
 
@@ -96,7 +96,7 @@ def test_a_file(request, cli, tmp_path, kind, source):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ["made", "dealt"])
 def test_a_folder(request, cli, tmp_path, kind, source):
-    """It is what save_pretrained writes."""
+    """The output equals save_pretrained's."""
     folder, want = request.getfixturevalue(kind)
     assert cli("consolidate", folder / source, "--out", tmp_path / "out").code == 0
     check_file(tmp_path / "out" / "model.safetensors", want)
@@ -114,7 +114,7 @@ def test_generate_reads_the_folder(made, cli, tmp_path):
 
 
 class Foreign(DilatedModule):
-    """A user's module, which the command line has not imported."""
+    """A user's module that the command line has not imported."""
 
     def __init__(self, width: int = 3, **more):
         super().__init__(**more)
@@ -163,7 +163,7 @@ def test_a_damaged_one_is_passed_over_or_named(made, cli, tmp_path):
 
 
 class Harm:
-    """Runs what a pickle names."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self):
         return open, ("harmed", "w")
@@ -171,7 +171,7 @@ class Harm:
 
 def test_a_folder_runs_no_code(made, dealt, cli, tmp_path):
     for name in (".metadata", "meta.pt"):
-        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # no manifest that would tell
+        shutil.copytree(dealt[0] / "lightning.ckpt", tmp_path / name)  # no manifest that would reveal it
         (tmp_path / name / name).write_bytes(pickle.dumps({"state_dict_metadata": Harm()}))
         one_line(
             cli("consolidate", tmp_path / name, "--out", "x.safetensors"),

@@ -1,4 +1,4 @@
-"""`data` without a class_path is texts as bytes: refused before any work where the model takes something else."""
+"""`data` without a class_path is text as bytes: refused before any work if the model needs something else."""
 
 import lightning.pytorch as pl
 import pytest
@@ -36,7 +36,7 @@ def test_refused(cli, tmp_path, name, data):
 
 
 class Labelled(ld.data.ByteDataModule):
-    """Texts as bytes with labels: one's own, and not refused for what it is made of."""
+    """Text as bytes with labels: a user's class, which is accepted although it derives from bytes."""
 
 
 def test_ones_own_data_are_not_refused(cli, tmp_path):
@@ -48,7 +48,7 @@ def test_ones_own_data_are_not_refused(cli, tmp_path):
 
 
 def test_predictions_of_texts(cli, tmp_path):
-    """A classifier of tokens needs labels to train, and none to predict."""
+    """A classifier of tokens needs labels to train, but not to predict."""
     given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
     (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
     data = {"paths": "text.txt", "seq_len": 32}
@@ -58,7 +58,7 @@ def test_predictions_of_texts(cli, tmp_path):
 
 
 def test_other_data_keep_their_own_defaults(cli, tmp_path):
-    """Not those of the class that is taken where none is named."""
+    """Not the defaults of the class that is used without a class_path."""
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"data": {"class_path": "FarRecallDataModule"}}))
     for words in (["--data", "FarRecallDataModule"], ["--config", "x.yaml"], ["--data=FarRecallDataModule"]):
         found = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]

@@ -1,4 +1,4 @@
-"""`explain`: the numbers of a recipe or of given sizes, a line with the fix for each problem, and what it refuses."""
+"""`explain`: the numbers of a recipe or of given sizes, the fix for each problem, and its errors."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ WALLS = ["--segments", 16, 32, "--dilations", 1, 2, "--seq-len", 100, "--heads",
 
 
 def value(result, name):
-    """What the table says of something."""
+    """Return a value from the table."""
     (line,) = (line for line in result.out.splitlines() if line.strip().startswith(name))
     return line.strip().removeprefix(name).strip()
 
@@ -42,14 +42,14 @@ def test_of_a_recipe(cli):
 
 
 def told(path):
-    """Whether a recipe says a pattern and a length."""
+    """Return whether a recipe sets a pattern and a length."""
     config = yaml.safe_load(path.read_text())
     return "pattern" in config["model"].get("init_args", {}) and "seq_len" in config["data"].get("init_args", {})
 
 
 @pytest.mark.parametrize("recipe", filter(told, RECIPES), ids=lambda path: path.stem)
 def test_of_every_recipe(cli, recipe):
-    """Whatever its class; and no recipe of this package has walls."""
+    """For every class; and no recipe of this package has walls."""
     result = cli("explain", "--config", recipe)
     assert result.code == 0 and value(result, "walls").startswith("none"), result.out + result.err
 
@@ -123,7 +123,7 @@ def test_models_whose_base_follows_the_length_are_made_for_the_data(given, expec
 
 class Nested:
     class Model(LongNetLM):
-        """A class inside another, as jsonargparse imports it too."""
+        """A nested class, which jsonargparse can import, too."""
 
 
 def test_class_of():
@@ -135,7 +135,7 @@ def test_class_of():
 
 
 def test_recurrences_of_another_depth():
-    """--depth takes layers of a recipe in turns, and names none that is not there."""
+    """--depth repeats a recipe's layers, and names none that does not exist."""
     pattern, layers = ld.DilatedPattern.dense(8), (ld.Recurrence(), None, ld.Recurrence(), None)
     sizes = explain_command.Sizes((pattern,), 16, 2, None, 2, recurrences=layers)
     lines = explain_command.table(sizes, explain_command.explain((pattern,), 16, 2, 2, True, None))

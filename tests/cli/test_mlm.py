@@ -52,7 +52,7 @@ def test_fit(fitted):
 
 @pytest.mark.parametrize("made", ["command line", "python"])
 def test_checkpoint_alone(cli, fitted, made, tmp_path):
-    """Also one that was made in Python, whose class only the file can tell."""
+    """Also one made in Python, with a class that only the file can name."""
     ckpt = fitted[1]
     model = ld.LongNetMLM.load_from_checkpoint(ckpt, weights_only=True)
     data = ld.data.ByteDataModule(str(tmp_path / "text.txt"), 64, 2, 0.02, 0.02, 2)

@@ -1,4 +1,4 @@
-"""`plan`: of sizes and of recipes, its numbers those of `planning`, lines that a recipe takes, and what it refuses."""
+"""`plan`: from sizes and from recipes, with the numbers of `planning`, lines for a recipe, and errors."""
 
 import argparse
 import json
@@ -30,13 +30,13 @@ LM = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [6
 
 
 def row(result, setting):
-    """The cells of a setting's row in the table, as numbers."""
+    """Return the cells of a setting's row in the table, as numbers."""
     (line,) = (x[2:] for x in result.out.splitlines() if x[2:].startswith(setting + "  "))
     return [float(x.rstrip("%!").replace(",", "")) for x in line[len(setting) :].split() if x not in ("!",)]
 
 
 def kind(result, name):
-    """GiB of a kind in the recommended setting."""
+    """Return the GiB of a kind in the recommended setting."""
     (line,) = (x for x in result.out.splitlines() if x.strip().startswith(name) and x.split()[-1] == "GiB")
     return float(line.split()[-2])
 
@@ -46,7 +46,7 @@ def asked(*argv):
 
 
 def recipe(folder, model=LM, strategy=None, **parts):
-    """Options of a recipe that is written here; `strategy` has the arguments of a RingDilatedStrategy."""
+    """Write a recipe and return its options; `strategy` has the arguments of a RingDilatedStrategy."""
     if strategy is not None:
         named = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": strategy}
         parts["trainer"] = {**parts.get("trainer", {}), "strategy": named}
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_planning(cli):
 
 
 def test_links_are_those_of_the_gpu(cli, tmp_path):
-    """Cards without NVLink are slower between them, the output says what it guesses, and a file of links goes first."""
+    """Cards without NVLink are slower, the output marks guesses, and a file of links takes precedence."""
     steps = {}
     for gpu in ("H200", "L40S", "RTX4090"):
         result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK, "--gpus", 4, "--gpu", gpu)
@@ -112,7 +112,7 @@ def test_parameters_on_the_host(cli):
 
 
 def test_names_the_layout_that_balances_ranks(cli, tmp_path):
-    """Where the last of the ranks computes clearly longer than the others."""
+    """If the last rank computes clearly longer than the others."""
     dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
     plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
     hint = "RingDilatedStrategy(layout='zigzag') every rank has an early and a late part, and a step takes"
@@ -125,7 +125,7 @@ def test_names_the_layout_that_balances_ranks(cli, tmp_path):
 
 
 def test_layers_with_a_recurrence(cli, tmp_path):
-    """Some of the layers: their time has a row, settings that they refuse are not offered, and what is left out is said."""
+    """Some layers: their time has a row, settings that they refuse are not offered, and omissions are named."""
     lines = {}
     for name, recurrence in (("x", [None, {"kind": "gated_delta"}]), ("y", None)):
         sizes = {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4, "recurrence": recurrence}
@@ -150,7 +150,7 @@ def test_a_recipes_sequence_size(tmp_path, size, shared_by):
     "devices, gpus, beside", [(1, [], 1), (8, [], 1), (8, ["--gpus", 1], 8), ("auto", ["--gpus", 1], 1)]
 )
 def test_gpus_to_average_gradients_with(tmp_path, devices, gpus, beside):
-    """Of one GPU of a recipe that has several, DDP's copies of the gradients are counted; one GPU alone has none."""
+    """For one GPU of a recipe with several, DDP's copies of the gradients are counted; for one GPU alone, none."""
     written = recipe(tmp_path, trainer={"strategy": "ring_dilated", "devices": devices})
     setup = asked(*written, *gpus).setup("ring_dilated")
     assert setup.data_ranks == beside and setup.strategy == "ring_dilated"
@@ -182,7 +182,7 @@ def test_a_recipes_settings_give_way(tmp_path):
 
 
 def test_a_recipes_buckets(cli, tmp_path):
-    """As `RingDilatedStrategy` takes them; with other strategies there are none."""
+    """Like `RingDilatedStrategy`; other strategies have none."""
     model = {**LM, "init_args": {**LM["init_args"], "dim": 64, "depth": 2, "num_heads": 4}}
     with_buckets = lambda **size: recipe(tmp_path, model, size, trainer={"devices": 2})  # noqa: E731
     plan = [*BLOCK, "--tokens", "64K"]
@@ -214,13 +214,13 @@ def test_lines_of_a_recipe_have_the_settings(settings):
 
 
 def saved(result):
-    """The recipe that a plan prints."""
+    """Parse the recipe that a plan prints."""
     lines = result.out.split("can be saved and run by `lightning-dilated fit --config FILE`:\n\n")[1].split("\n\n")[0]
     return yaml.safe_load(lines)
 
 
 def test_the_whole_recipe_is_printed_and_runs(cli, tmp_path):
-    """Layout, callbacks, data and model of the recipe are in it, and the options and settings that were planned."""
+    """It has the layout, callbacks, data and model of the recipe, and the planned options and settings."""
     config = yaml.safe_load(Path("recipes/quickstart.yaml").read_text())
     strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}
     recompute = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"tile": 64}}
@@ -252,7 +252,7 @@ def test_a_recipe_of_sizes_runs(cli, tmp_path):
 
 
 def test_a_recipe_for_other_gpus(cli):
-    """Devices and nodes are those of the options, and recomputation that is not recommended is taken out."""
+    """The options set devices and nodes, and recomputation that is not recommended is removed."""
     argv = ["--config", "regions.yaml", "--tokens", "64K", "--gpus", 16, "--policy", "none"]
     result = cli("plan", *argv, "--strategy", "ring_dilated_fsdp", "--head_size", 2)
     assert result.code == 0, result.err
@@ -273,7 +273,7 @@ def test_numbers():
 
 FEW = ["--dim", 64, "--depth", 2, "--heads", 4, "--no-compile", *BLOCK]
 STREAM = [*FEW, "--segments", 64, 4096, "--dilations", 1, 64, "--tokens", "1M", "--stream", "64K", "--gpus"]
-#: name: (arguments, what the plan says, words that it leaves out)
+#: name: (arguments, words of the plan, words that it must not have)
 SAID = {
     "walls": (
         [*SIZES, *BLOCK, "--tokens", "64K"],
@@ -426,7 +426,7 @@ def test_refused(cli, tmp_path, name):
 @pytest.mark.parametrize("strategy", ["single", "ring_dilated", "ring_dilated_fsdp"])
 @pytest.mark.parametrize("settings", [MemorySettings(), MemorySettings("block"), MemorySettings(tile=4096)], ids=str)
 def test_no_line_is_left_empty(settings, strategy):
-    """`init_args:` with nothing below is no recipe that can be run."""
+    """`init_args:` without content is no valid recipe."""
     lines = "\n".join(yaml_lines(settings, Setup(strategy, 1, 1)))
     assert "null" not in json.dumps(yaml.safe_load(lines)) or not lines
 
@@ -443,7 +443,7 @@ def test_stream_alone_is_of_all_settings():
 
 @pytest.mark.slow
 def test_stream_alone_compares_settings(cli):
-    """Of one pass over a chunk everything may be kept; where that does not fit, what is computed again does."""
+    """One pass over a chunk may keep everything; if that does not fit, recomputation is recommended."""
     sizes = ["--dim", "1024", "--depth", "8", "--heads", "8", "--segments", "2048", "--dilations", "1", "--no-compile"]
     result = cli("plan", *sizes, "--gpu", "H100", "--gpus", "1", "--tokens", "4M", "--stream", "1M")
     assert result.code == 0, result.err
@@ -478,7 +478,7 @@ def test_prints_the_head_size_that_is_chosen(cli, tmp_path):
 
 
 def test_bounds_the_exchange(cli):
-    """The exchange that keeps to the bound is planned, the longest sequence is where one does, and errors say the least."""
+    """The plan takes an exchange within the limit, the longest sequence respects it, and errors name the minimum."""
     sizes = ["--dim", 768, "--depth", 2, "--heads", 12, "--segments", "1G", "--dilations", 1, "--no-compile", *BLOCK]
     of = lambda *more: cli("plan", *sizes, "--gpus", 8, *more)  # noqa: E731
     problem = make_problem(DilatedPattern.dense(1 << 30), 1 << 20, 12, ranks=8, causal=True)

@@ -1,4 +1,4 @@
-"""`plan` of slides from their recipes: what a token is, whose options are taken, and what is refused."""
+"""`plan` of slides from their recipes: tokens, options, and refusals."""
 
 import pytest
 import yaml
@@ -25,7 +25,7 @@ def asked(*argv):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """The path of a recipe of a model, and of data."""
+    """Return a function that writes a recipe of a model and data, and returns its path."""
 
     def write(model, data=None):
         path = tmp_path / "recipe.yaml"
@@ -66,7 +66,7 @@ def test_a_recipes_longest_slide(recipe):
     slides["init_args"] = {"paths": "x", "batch_size": 4}
     x = asked("--config", recipe(SLIDES, slides))
     assert (x.tokens, x.batch) == (None, 4)
-    assert asked("--config", recipe(LABELLED)).tokens is None  # and not a text's
+    assert asked("--config", recipe(LABELLED)).tokens is None  # not the length of a text
 
 
 def test_sizes_of_options(recipe):

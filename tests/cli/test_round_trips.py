@@ -1,4 +1,4 @@
-"""What a `fit` of the command line writes is read again, by the command line and by `load_from_checkpoint`."""
+"""The command line and `load_from_checkpoint` can read every file that `fit` writes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.full
 
 
 class Doubles(ld.LongNetLM):
-    """A subclass of the user's own, which the program imported, with an argument of its own."""
+    """A user's subclass, imported by the program, with an argument of its own."""
 
     def __init__(self, *args, scale: float = 2.0, rows: list[int] | None = None, **options) -> None:
         super().__init__(*args, **options)

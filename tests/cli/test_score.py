@@ -1,4 +1,4 @@
-"""`lightning-dilated score`: rows equal to logits by hand, every kind of variant, and errors before anything is computed."""
+"""`lightning-dilated score`: rows equal hand-made logits, every kind of variant, and errors before any computation."""
 
 import csv
 import gzip
@@ -23,7 +23,7 @@ def other(base, by=1):
     return LETTERS[(LETTERS.index(base) + by) % 4]
 
 
-#: a record of 200 bases, and one of 20 that is shorter than a window
+#: a record of 200 bases, and one of 20, shorter than a window
 SNV = f"one 101 rs1 {ONE[100]} {other(ONE[100])},{other(ONE[100], 2)}"
 LINES = [
     SNV,
@@ -110,7 +110,7 @@ def test_every_kind_of_variant(cli, folder, kind):
 
 @pytest.mark.parametrize("kind", ["LongNetLM", "LongNetMLM"])
 def test_strands(cli, folder, kind):
-    """Both are the mean; and the other strand of a genome that is turned round, with its variants, is this one."""
+    """Both strands are averaged; the other strand of a reversed genome with reversed variants equals this one."""
     scores = {}
     for strands in ("forward", "reverse", "both"):
         result = cli("score", "--ckpt_path", kind, *ARGUMENTS, "--strands", strands, "--window", 21)

@@ -1,4 +1,4 @@
-"""`tokenize`, then `fit` with what it printed, then `generate` in text; and what they refuse."""
+"""`tokenize`, then `fit` with the options that it printed, then `generate` in text; and their errors."""
 
 import io
 import shlex
@@ -42,7 +42,7 @@ def trained(kind: str = "bytes", size: int = V) -> "tokenizers.Tokenizer":
 
 
 def write(folder: Path) -> None:
-    """A tokenizer and two texts."""
+    """Write a tokenizer and two texts."""
     trained().save(str(folder / "tokenizer.json"))
     (folder / "a.txt").write_text(SENTENCE * 60)
     (folder / "b.txt").write_text(SENTENCE[::-1] * 20)
@@ -102,7 +102,7 @@ def test_generate_prints_text(made):
 
 
 def test_recipe_generates_tokens(made):
-    """generate.yaml beside a tokenizer; its number of bytes is that of tokens then."""
+    """With a tokenizer, the number of bytes in generate.yaml counts tokens."""
     options = ("--config", "generate.yaml", "--ckpt_path", str(CKPT), "--tokenizer", "tokenizer.json")
     result = run_in(made[0].folder, "generate", *options, "--prompt", "fox", "--max_new_tokens", "5")
     assert result.code == 0 and result.out.startswith("fox")
@@ -202,7 +202,7 @@ def test_without_the_library(made, monkeypatch, command):
 @pytest.mark.parametrize("kind", ["bytes", "marked"])
 @pytest.mark.parametrize("prompt", ["The fox", "東", "naps; "])
 def test_text_as_it_comes_is_the_text(kind, prompt):
-    """Characters of several tokens come when they are whole, spaces as they are inside a text."""
+    """Characters of several tokens are printed when they are complete, spaces as inside a text."""
     tokenizer = trained(kind)
     ids = tokenizer.encode(prompt).ids
     tokens = tokenizer.encode(SENTENCE * 2 + END + SENTENCE).ids

@@ -21,7 +21,7 @@ from ..examples import examples
 
 
 def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
-    """A directory of three files of `size` bytes in all, and those bytes."""
+    """Write a directory of three files with `size` bytes in all. Return it and the bytes."""
     values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     for name, part in zip("abc", np.array_split(values, 3), strict=True):
         (folder / name).write_bytes(part.tobytes())
@@ -184,7 +184,7 @@ def test_just_enough_data(tmp_path: Path, size: int) -> None:
 
 
 class Ranked(pl.Trainer):
-    """A Trainer whose strategy says that this is one of several ranks."""
+    """A Trainer with a strategy that claims to be one of several ranks."""
 
     distributed_sampler_kwargs: dict[str, int] | None = None
 
@@ -265,7 +265,7 @@ def test_all_loaders_in_a_trainer(tmp_path: Path, share: float) -> None:
     model, runner = Collector(), trainer()
     runner.fit(model, module)  # without a validation split it trains all the same
     for run in (runner.test, runner.predict):
-        # but asked for by name, a split that is left out is an error and not an empty success
+        # a missing split that is requested by name is an error, not an empty success
         with nullcontext() if share else pytest.raises(ValueError, match=r"no test split.*data\.test_fraction is 0"):
             run(model, module)
     assert len(model.seen["train"]) == (28 if share else 48)
@@ -315,7 +315,7 @@ def test_default_corpus() -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
 def test_no_validation_is_no_warning(tmp_path, strategy):
-    """Lightning would say that the total length of a list, or of what wraps it, is zero."""
+    """Lightning would warn that the total length of a list, or of its wrapper, is zero."""
     data = ByteDataModule(write(tmp_path, 300)[0], seq_len=10, val_fraction=0, test_fraction=0)
     model = ld.LongNetLM(ld.DilatedPattern.dense(), dim=8, depth=1, num_heads=1)
     quiet = {

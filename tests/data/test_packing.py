@@ -1,4 +1,4 @@
-"""Packs of samples: what they hold, that they are the same on any number of ranks, and runs that stop and go on."""
+"""Packs of samples: their contents, equality on any number of ranks, and runs that stop and resume."""
 
 import itertools
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_ranks_share_the_packs_of_one(tmp_path, ranks, consumed_packs):
 
 
 def test_documents_are_whole(tmp_path):
-    """Long ones in pieces of seq_len, each with its next token; no label crosses an end."""
+    """Long documents are cut into pieces of seq_len, each with its next token; no label crosses a document's end."""
     module = documents(tmp_path)
     tokens = np.load(tmp_path / "tokens.npy").astype(int)
     data = module.dataset("train")
@@ -110,7 +110,7 @@ def test_genomes_have_short_records_and_rests(tmp_path):
     assert [data.length_of(i) for i in range(7)] == data.lengths.tolist()
     flip = dict(zip("ACGT", (3, 2, 1, 0), strict=True))
     assert data[2]["tokens"].tolist() == [flip[x] for x in reversed(records["r0"][20:])]
-    # the next base of that strand lies before the window
+    # the next base of that strand is before the window
     assert data[2]["labels"].tolist() == [flip[x] for x in reversed(records["r0"][19:24])]
     assert data[3]["labels"].tolist() == [*(flip[x] for x in reversed(records["r1"][:3])), -100]
     # the last base of 21 is a label only; the record of 1 base is left out
@@ -154,7 +154,7 @@ def test_packed_slides_hold_the_padded_ones(folder):
 
 
 class Marked(Dataset):
-    """Samples of 2, 4 and 3 tokens with a mask over them, and a vector of each."""
+    """Samples of 2, 4 and 3 tokens with a mask over them, and a vector each."""
 
     lengths = np.array([2, 4, 3])
 
@@ -221,7 +221,7 @@ def test_more_ranks_than_packs(tmp_path):
 
 @pytest.mark.parametrize(("before", "batches", "after"), [(2, 2, 1), (1, 2, 2), (3, 1, 2)])
 def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, after):
-    """What so many ranks used up is a run of packs from the epoch's beginning; others go on behind it."""
+    """The packs that the ranks used up are the first ones of the epoch; the new ranks continue after them."""
 
     def loaders(ranks):
         made = []
@@ -249,7 +249,7 @@ def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, afte
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 def epochs(data, budget=16, seed=3):
-    """The packs of each epoch, without end."""
+    """Yield the packs of each epoch, without end."""
     for epoch in itertools.count():
         sampler = PackingSampler(PackedSamples(data, budget), seed=seed)
         sampler.restore(epoch, 0)
@@ -257,7 +257,7 @@ def epochs(data, budget=16, seed=3):
 
 
 def test_each_epoch_has_its_own_number_of_batches(tmp_path):
-    """Lightning reads the length of the loader once; the samples left over would be lost, or validation skipped."""
+    """Lightning reads the length of the loader once; samples would be lost, or validation skipped."""
     module = documents(tmp_path, val_fraction=0.2)
     data = module.dataset("train")
     want = list(itertools.islice(epochs(data), 6))

@@ -1,4 +1,4 @@
-"""Which files paths, directories and globs stand for, and the errors when they stand for none."""
+"""The files of paths, directories and globs, and the errors if there are none."""
 
 import os
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_special_files_that_are_named_like_data(tree: Path) -> None:
 
 
 def test_unreadable_files_and_directories(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the tests may run as root, whom permissions do not bind
+    # the tests may run as root, who ignores permissions
     def denied(path: str, *_: object) -> None:
         raise PermissionError(path)
 

@@ -1,4 +1,4 @@
-"""Runs of a real Trainer that are stopped and resumed must see the samples that an uninterrupted run sees."""
+"""Runs of a real Trainer that are stopped and resumed see the samples of an uninterrupted run."""
 
 import re
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_another_batch_size(
     whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=2)
     module = data(file, batch_size=batch_size)
     resumed, _ = run(module, tmp_path / f"step={step}.ckpt", ask_for_steps=ask_for_steps, max_epochs=2)
-    # an epoch has 11 // batch_size batches; batch numbers go on so that the last of an epoch has the last number
+    # an epoch has 11 // batch_size batches; batch numbers continue so that an epoch's last batch has the last number
     per_epoch = SAMPLES // batch_size
     first = len(resumed.seen) - per_epoch
     assert first == rest
@@ -160,14 +160,14 @@ OTHERS = {
 
 
 def tokens(path: Path, **options: object) -> TokenDataModule:
-    """11 sequences of 4 tokens, whether they are uint32 or int32, in documents."""
+    """Return 11 sequences of 4 tokens, valid as uint32 and as int32, in documents."""
     settings = {"vocab_size": 20, "dtype": "uint32", "eos_token": 7, "val_fraction": 0, "test_fraction": 0, "seed": 3}
     return TokenDataModule(str(path), SEQ_LEN, **{**settings, **options})
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_data_of_the_same_size_is_refused_by_both_fingerprints(file: str, tmp_path: Path, name: str) -> None:
-    """Half way through an epoch, of which the rest would be of other samples."""
+    """Half an epoch is done, and the other half would have other samples."""
     numbers, other = tmp_path / "tokens.bin", tmp_path / "other.bin"
     numbers.write_bytes(np.arange(SAMPLES * SEQ_LEN + 1, dtype=np.uint32).__mod__(17).tobytes())
     other.write_bytes(Path(file).read_bytes()[::-1])

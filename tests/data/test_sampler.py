@@ -1,4 +1,4 @@
-"""The sampler's order and share of each rank, and the loader's position outside of a Trainer."""
+"""The sampler's order and the share of each rank, and the loader's position outside of a Trainer."""
 
 import itertools
 
@@ -156,7 +156,7 @@ def test_other_data_is_refused(options: dict, named: str) -> None:
 
 
 def test_the_state_is_plain_values() -> None:
-    """As weights-only loading of a checkpoint takes them."""
+    """Loading a checkpoint with weights only accepts them."""
     source = loader()
     next(iter(source))
     assert {type(value) for value in source.state_dict().values()} <= {int, bool, type(None)}
@@ -171,7 +171,7 @@ def test_another_sampler_is_served_without_a_position() -> None:
 
 
 def test_lightnings_batch_counters():
-    """What `_compat.lightning` reads and sets; if this fails, Lightning counts batches in another way."""
+    """`_compat.lightning` reads and sets these counters; if this fails, Lightning counts batches in another way."""
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Range reads over many files give the bytes of their concatenation and touch nothing else."""
+"""Range reads over many files return the bytes of their concatenation and touch nothing else."""
 
 import os
 import pickle
