@@ -1,4 +1,4 @@
-"""Which models a tokenizer goes with."""
+"""The models that fit a tokenizer."""
 
 import json
 import warnings
@@ -12,7 +12,7 @@ from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.cli.load_model import load_module
 from lightning_dilated.ext.decoding.load import load_language_model
 
-#: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), what is said
+#: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), words of the error
 CASES = {
     "bytes": (256, 1.0, None, None),
     "bytes, three words": (256, 1.0, 3, "so it is over bytes, but the tokenizer has 3 tokens. Leave --tokenizer out"),

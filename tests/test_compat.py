@@ -1,6 +1,6 @@
-"""Private names of torch and Lightning that `_compat` uses: each still exists, takes what we pass, and does its work.
+"""Private names of torch and Lightning that `_compat` uses: each exists, accepts our arguments, and works.
 
-A test that fails here names the function of `_compat` that broke, and so what the package can no longer do.
+A failing test names the function of `_compat` that broke, and so the feature that the package loses.
 """
 
 import copy
@@ -44,7 +44,7 @@ def parameters(function):
 
 
 def has(owner, name, broken):
-    """Fails with a sentence that says what no longer works."""
+    """Fail with a sentence that names the broken feature."""
     assert hasattr(owner, name), f"{getattr(owner, '__name__', owner)} has no {name} any more: {broken}."
 
 
@@ -71,9 +71,9 @@ def test_autograd_within_op():
 
 
 # -- Lightning: classes ------------------------------------------------------------------------------------------------
-#: private methods and attributes of Lightning's classes that ours override or use on `self`: there is no public hook to
-#: refuse sizes before processes start, to take DDP's process group and buckets, to set up without Lightning's own mesh, to
-#: name an epoch in the progress bar, or to time batches without waiting for the GPU
+#: private methods and attributes of Lightning's classes that this package overrides or uses on `self`: there is no
+#: public hook to refuse sizes before processes start, to set DDP's process group and buckets, to set up without
+#: Lightning's own mesh, to name an epoch in the progress bar, or to time batches without waiting for the GPU
 OVERRIDDEN = {
     pl.strategies.DDPStrategy: ("_configure_launcher", "_get_process_group_backend", "_ddp_kwargs"),
     pl.strategies.ModelParallelStrategy: (
@@ -217,7 +217,7 @@ def test_checkpoints_of_a_trainer(trainer):
 
 
 def test_order_of_training_samples(trainer):
-    """`_data_connector._resolve_sampler` takes what ours passes on, and is replaced once."""
+    """`_data_connector._resolve_sampler` accepts our arguments, and is replaced once."""
     connector, calls = trainer._data_connector, []
     has(connector, "_resolve_sampler", "training data of a loader with shuffle=False are shuffled")
     found = parameters(connector._resolve_sampler)
@@ -242,7 +242,7 @@ def test_steps_of_a_trainer(trainer):
 
 
 def test_checkpoints_between_micro_batches(trainer):
-    """It would be a run that lacks gradients; the callback can still be copied and sent, and is replaced once."""
+    """It would lack gradients; the callback can still be copied and sent, and is replaced once."""
     saver, calls = pl.callbacks.ModelCheckpoint(), []
     trainer.callbacks, trainer.fit_loop._combined_loader = [saver], SimpleNamespace()
     trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.max_batches = 2, 10
@@ -369,7 +369,7 @@ def test_tensors_of_a_module():
 def test_dataset_of_a_loader():
     loader = DataLoader([1, 2])
     with pytest.raises(ValueError):
-        loader.dataset = [3, 4]  # why `set_dataset` is needed
+        loader.dataset = [3, 4]  # the reason for `set_dataset`
     torchs.set_dataset(loader, [3, 4])
     assert [int(x) for x in loader] == [3, 4], "DataLoader does not read its dataset from the attribute"
 
@@ -443,7 +443,7 @@ def test_what_selective_checkpointing_saves():
 
 
 def test_modules_and_tensors_without_names():
-    """What is shared comes once; what is not there, not at all."""
+    """A shared one comes once, a missing one not at all."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)]))
     module[1].append(module[0])
     module[1][0].weight = module[0].weight
@@ -501,7 +501,7 @@ ATTENTIONS = {
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_dense_attention(name):
-    """Shapes on the meta device; numbers are compared on a CPU and a GPU in tests/attention."""
+    """Shapes on the meta device; tests/attention compares numbers on a CPU and a GPU."""
     assert torchs.missing_op(name) is None, f"no aten::{name}: its engine serves nothing"
     assert "no aten::_no_op" in torchs.missing_op("_no_op")
     (forward, backward), x = ATTENTIONS[name], torch.empty(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")
@@ -754,7 +754,7 @@ os._exit(0)  # threads of autograd are still there
 
 
 def test_stacks_of_threads():
-    """A thread of autograd, as that of a GPU is (here one of a deep backward), sees the values of the thread that called."""
+    """A thread of autograd, as for a GPU (here for a deep backward), sees the values of the calling thread."""
     stack, seen = torchs.ThreadStack("values"), []
     with stack.with_top("a"):
         thread = threading.Thread(target=lambda: seen.append(stack.of_backward()))

@@ -1,4 +1,4 @@
-"""The package as a whole: public names, signatures, the lint that CI runs, and imports without a GPU."""
+"""The package as a whole: public names, signatures, the lint of CI, and imports without a GPU."""
 
 import importlib
 import inspect
@@ -97,7 +97,7 @@ def test_lint_finds_planted_faults(tmp_path):
 
 
 def test_the_layer_imports_few_files():
-    """Imports inside of functions count; what `_extensions.py` names does not."""
+    """Imports inside of functions count; names in `_extensions.py` do not."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -114,7 +114,7 @@ def test_the_layer_imports_few_files():
 
 @pytest.mark.parametrize("name, there", [("CORE", -1), ("PACKAGE", -1), ("INNER", -1), ("CORE", 1_000), ("INNER", 1)])
 def test_lint_holds_budgets(name, there):
-    """A budget that is passed is a fault, and so is one above what was reached."""
+    """Exceeding a budget is a fault, and so is a budget far above the current number."""
     path = ROOT.parent / ".ci" / "lint.py"
     if not path.exists():
         pytest.skip("no checkout: a source archive has no .ci")
@@ -127,12 +127,12 @@ def test_lint_holds_budgets(name, there):
 
 
 # -- the public face ---------------------------------------------------------------------------------------------------
-#: public name, and the module and name of what it is
+#: public name, and its module and name
 PINNED = dict(line.split() for line in (Path(__file__).parent / "public_names.txt").read_text().splitlines())
 
 
 def test_public_names_are_what_they_were():
-    """Recipes, checkpoints and programs of users have these names."""
+    """Recipes, checkpoints and programs of users contain these names."""
     for name, where in PINNED.items():
         module, _, attribute = name.rpartition(".")
         face = importlib.import_module(module)
@@ -188,7 +188,7 @@ def test_signature(name):
 
 
 def test_type_checkers_read_the_package():
-    assert (ROOT / "py.typed").is_file()  # without it they take every name for Any
+    assert (ROOT / "py.typed").is_file()  # without it type checkers take every name for Any
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------

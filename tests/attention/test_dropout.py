@@ -1,4 +1,4 @@
-"""Dropout: the formula with explicit masks, its statistics, and what a mask may and may not depend on."""
+"""Dropout: the formula with explicit masks, its statistics, and the quantities on which a mask depends."""
 
 import math
 
@@ -21,7 +21,7 @@ CASE = Case(PATTERN, 2, 25, 4, 2, 8, causal=True)
 
 
 def drawn_seed() -> int:
-    """The seed that the next call of dilated_attention draws from torch's generator."""
+    """Return the seed that the next call of dilated_attention draws from torch's generator."""
     state = torch.get_rng_state()
     seed = int(torch.randint(2**62, (), dtype=torch.int64))
     torch.set_rng_state(state)
@@ -29,7 +29,7 @@ def drawn_seed() -> int:
 
 
 def by_masks(case, q, k, v, dropout):
-    """sum over branches of keep * c * exp(s) / (1-p) v, over the denominator without dropout, in explicit (N, N) masks."""
+    """sum over branches of keep * c * exp(s) / (1-p) v, over the denominator without dropout, in (N, N) masks."""
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     s = torch.einsum("bphd,bjhd->bhpj", q, k.repeat_interleave(group, 2)) * scale
@@ -98,7 +98,7 @@ def test_no_dropout_draws_nothing():
 @pytest.mark.parametrize("budget", [1, 7, 64, 300])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_tiles(budget, dropout, monkeypatch):
-    """The result does not depend on how the math engine cuts its scores, nor does the mask."""
+    """Neither the result nor the mask depends on how the math engine cuts its scores."""
     case = CASE.but(layout="fused")
     q, k, v, grad = case.tensors()
 
@@ -115,7 +115,7 @@ def test_tiles(budget, dropout, monkeypatch):
     whole = len(sizes)
     monkeypatch.setattr(math_engine, "SCORE_BUDGET", budget)
     got = run()
-    assert len(sizes) - whole > whole  # it did cut
+    assert len(sizes) - whole > whole  # the scores were cut
     for name, a, b in zip(("out", "lse", *GRADIENTS), got, want, strict=True):
         close(name, a.masked_fill(a == -torch.inf, 0), b.masked_fill(b == -torch.inf, 0), 1e-13)
 
@@ -126,7 +126,7 @@ def run_with_seed(case, q, k, v, seed=6):
 
 
 def test_mask_is_keyed_by_global_positions():
-    """A document's mask depends on where it lies, and on nothing around it."""
+    """A document's mask depends only on its position, and not on its surroundings."""
     one = Case(PATTERN, 1, 12, 2, 2, 8)
     q, k, v, _ = one.tensors()
     alone = run_with_seed(one, q, k, v)
@@ -162,7 +162,7 @@ def keeps(p=0.3, seed=1234, branches=2, samples=2, heads=4, n=128):
 @pytest.mark.parametrize("p", [0.02, 0.3, 0.5, 0.97])
 @pytest.mark.parametrize("axis", range(5), ids=["branch", "sample", "head", "query", "key"])
 def test_keep_rate(axis, p):
-    """chi-square over the entries of an axis: mean 1, and within 5 standard deviations of it."""
+    """A chi-square over the entries of an axis has mean 1, up to 5 standard deviations."""
     kept = keeps(p).double()
     counts = kept.sum([i for i in range(5) if i != axis])
     n = kept.numel() / len(counts)

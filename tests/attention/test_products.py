@@ -16,7 +16,7 @@ def normed(dtype):
 @pytest.mark.parametrize("batch, tokens", [(1, 11), (3, 11), (2, 0), (0, 11)])
 def test_products(batch, tokens, biased, step):
     torch.manual_seed(0)
-    x = torch.randn(batch, 2 * tokens, 8, dtype=torch.float64)[:, ::2]  # rows apart
+    x = torch.randn(batch, 2 * tokens, 8, dtype=torch.float64)[:, ::2]  # rows are not adjacent
     weights = [torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 3)]
     biases = [torch.randn(len(w), dtype=torch.float64) if biased else None for w in weights]
     rows = normed(torch.float64)(x).detach().requires_grad_()
@@ -36,7 +36,7 @@ def test_products(batch, tokens, biased, step):
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_low_precision(kept):
-    """Weights' gradients are summed in fp32; the rows' in the dtype that the hidden states are kept in."""
+    """Weights' gradients are summed in fp32; the rows' in the dtype of the hidden states."""
     torch.manual_seed(0)
     x, weight = torch.randn(1, 4096, 8, dtype=kept), torch.randn(6, 8).bfloat16()
     rows, grad = normed(torch.bfloat16)(x), torch.randn(1, 4096, 6).bfloat16()

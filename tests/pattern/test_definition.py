@@ -12,7 +12,7 @@ from ..examples import examples
 from . import naive
 from .strategies import documents, head_counts, patterns
 
-# (pattern, seq_len, heads, kv_heads): the corners that random patterns meet seldom
+# (pattern, seq_len, heads, kv_heads): corner cases that random patterns rarely meet
 CORNERS = {
     "no tokens": (DilatedPattern.dense(), 0, 2, 2),
     "one token, rate beyond it": (DilatedPattern([(1, 9)]), 1, 3, 3),

@@ -16,7 +16,7 @@ from .strategies import head_counts, patterns
 
 
 def cells(block: Block):
-    """(head, kv head, [positions]) of every segment of a block, as its docstring says."""
+    """Return (head, kv head, [positions]) of every segment of a block, by its docstring."""
     for s in range(block.segments):
         for j in range(block.heads):
             first = block.first + s * block.segment_stride + j * block.position_step
@@ -131,12 +131,12 @@ def test_pairs_of_a_part_are_the_counts(data):
 
 
 def ladder(first: int, branches: int):
-    """Segment lengths and rates that both double."""
+    """Return segment lengths and rates that both double."""
     return [first << i for i in range(branches)], [1 << i for i in range(branches)]
 
 
-# A block is one kernel call: these few calls are what makes strided views fast. A branch needs min(r, H / r) of them
-# where r divides H, since one view holds heads of equal offsets, or heads whose offsets rise by one.
+# A block is one kernel call, and strided views are fast only in few calls. A branch needs min(r, H / r) of them if r
+# divides H, since one view holds heads with equal offsets, or with offsets that rise by one.
 CALLS = {
     "one branch": (DilatedPattern.dense(2048), 12, 1),
     "12 heads": (DilatedPattern.longnet(*ladder(2048, 5)), 12, 9),
@@ -155,7 +155,7 @@ def test_number_of_calls(name):
 
 
 def test_kv_offsets_take_few_calls():
-    # 12 query heads over 4 kv heads need no more calls than the three query heads of each group would need apart
+    # 12 query heads over 4 kv heads need no more calls than the three query heads of one group
     pattern = DilatedPattern.longnet(*ladder(2048, 5), offset_heads="kv")
     assert len(blocks(pattern, 1 << 20, 12, 4)) <= 3 * len(blocks(pattern, 1 << 20, 4, 4))
 

@@ -55,7 +55,7 @@ def test_row_requests(case):
                 assert request.pairs == request.document.samples * len(
                     triangle(list(request.queries), keys, request.causal, request.band)
                 )
-                # a backend call takes all requests of a (branch, slot) of equal sizes, so no row may occur twice
+                # a backend call joins all requests of a (branch, slot) with equal sizes, so no row may occur twice
                 rows = {(request.branch, request.slot, request.document, request.head, p) for p in request.queries}
                 assert not rows & seen
                 seen |= rows
@@ -71,7 +71,7 @@ def test_needed_rows(case):
             got = {(*key, p) for key, pieces in rows.items() for piece in pieces for p in piece}
             assert sum(size(pieces) for pieces in rows.values()) == len(got)  # none twice
             assert all(problem.kv_heads[0] <= kv_head < problem.kv_heads[1] for _, kv_head in rows)
-            # what the rank holds itself may be among them, where it interleaves with the queries
+            # the rank's own rows may be among them if they interleave with the queries
             others = {row for row in rows_seen[rank] if row[2] not in held}
             assert {row for row in got if row[2] not in held} == others
             assert got <= rows_seen[rank]
