@@ -17,7 +17,7 @@ BOUNDS = [0, 9, 10, 23, N]
 
 
 def batch(kind):
-    """Two rows, or one packed row; some labels do not count."""
+    """Return two rows, or one packed row; some labels do not count."""
     rows = 1 if kind == "documents" else 2
     tokens, labels = (torch.randint(11, (rows, N)) for _ in range(2))
     labels[:, [3, 17]] = -100
@@ -30,7 +30,7 @@ def batch(kind):
 
 
 def by_hand(model, batches):
-    """{(part, first): [nats, labels]}, one label after another."""
+    """Return {(part, first): [nats, labels]}, one label after another."""
     found = defaultdict(lambda: [0.0, 0])
     for data in batches:
         losses = model.token_losses(data)

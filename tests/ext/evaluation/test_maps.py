@@ -1,4 +1,4 @@
-"""attention_weights: summed against v it is the oracle's output at those rows, in any pattern."""
+"""attention_weights: applied to v they give the oracle's output at those rows, in any pattern."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
 
 
 def rows(case: Case, queries: list[int]) -> None:
-    """The weights of a case against the oracle, and how much the real keys get against the log of the denominator."""
+    """Compare the weights of a case with the oracle, and the real keys' share with the log of the denominator."""
     q, k, v, _ = (x.detach() for x in case.tensors())
     weights = attention_weights(q, k, case.pattern, queries, **case.options())
     assert weights.shape == (case.batch, case.heads, len(queries), case.seq_len) and weights.dtype == torch.float64
@@ -32,7 +32,7 @@ def rows(case: Case, queries: list[int]) -> None:
 
 @st.composite
 def asked(draw, padding: str):
-    """A call and the queries asked for: any, in any order, twice too."""
+    """Draw a call and its queries: any, in any order, with repetitions."""
     case = draw(cases(padding=padding, longest=48))
     queries = draw(st.lists(st.integers(0, case.seq_len - 1), max_size=6)) if case.seq_len else []
     return case, queries

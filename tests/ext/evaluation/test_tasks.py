@@ -1,4 +1,4 @@
-"""Tasks made by rule: that samples obey the rule and depend on (seed, split, index) alone, and wrong values."""
+"""Tasks made by rule: samples obey the rule and depend on (seed, split, index) alone; wrong values are refused."""
 
 import itertools
 
@@ -81,7 +81,7 @@ def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, qu
         known = {tokens[p]: tokens[p + 1] for p in keys if p < half}
         asked = [p for p in keys if p >= half]
         assert len(known) == pairs and len(asked) == (queries or pairs) and {tokens[p] for p in asked} == set(known)
-        assert all(p + 1 < half for p in keys if p < half)  # a pair does not reach over the middle
+        assert all(p + 1 < half for p in keys if p < half)  # no pair crosses the middle
         expected = [-100] * seq_len
         for p in asked:
             assert tokens[p + 1] == known[tokens[p]] > vocabulary
@@ -123,7 +123,7 @@ def test_distances_are_those_from_each_query_to_its_pair(pair_tokens, split) -> 
     for sample in (data.dataset(split)[i] for i in range(20)):
         tokens = sample["tokens"].tolist()
         expected = [0] * 65
-        # the key that each pair begins with, or that its one token stands for
+        # the first key of each pair, or the key that its single token encodes
         keys = [token if pair_tokens == 2 else (token - 6) // 5 + 1 if token else 0 for token in tokens[:32]]
         for p in (p for p in range(32, 65) if 1 <= tokens[p] <= 5):
             expected[p] = p - keys.index(tokens[p])

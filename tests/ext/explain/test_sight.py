@@ -15,7 +15,7 @@ PAPER = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768, 65536], [1, 2, 4
 
 
 def brute(patterns, n, heads, kv):
-    """[(first, share, heads)] of all pairs."""
+    """Return [(first, share, heads)] of all pairs."""
     seen = torch.stack([(p.counts(n, heads, False, kv) > 0).sum(0) for p in patterns]).sum(0)
     distance = torch.arange(n)[:, None] - torch.arange(n)
     octaves, first = [], 1

@@ -30,7 +30,7 @@ MODELS = {
 #: tracing takes seconds: the others run with the slow tests
 QUICK = ("slide, attended",)
 EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-#: run in a process of its own: the outputs of a file for inputs in an .npz, without this package
+#: prints the outputs of a file for inputs in an .npz, in a new process without this package
 ONNX = """
 import sys, numpy as np, onnxruntime
 inputs = dict(np.load(sys.argv[2]))
@@ -52,7 +52,7 @@ def slide_encoder(**options):
 
 
 def built(make):
-    """A model with random weights in eval mode."""
+    """Build a model with random weights in eval mode."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
@@ -67,7 +67,7 @@ def close(got, want, tol=1e-5):
 
 
 def elsewhere(script, file, inputs, folder):
-    """The outputs of a file in a process that does not have this package."""
+    """Return the outputs of a file in a process that does not have this package."""
     np.savez(folder / "in.npz", **{name: x.numpy() for name, x in inputs.items()})
     argv = [sys.executable, "-c", script, str(file), str(folder / "in.npz"), str(folder / "out.npz")]
     subprocess.run(argv, check=True, cwd=folder, timeout=300)
@@ -99,7 +99,7 @@ def test_batches_and_double():
 
 @pytest.mark.slow
 def test_own_decomposition():
-    """What torch.export made of a model can be decomposed by itself."""
+    """A torch.export of a model can be decomposed afterwards."""
     model, tokens = built(MODELS["masked, kv_conv"]), torch.randint(256, (1, 40))
     with torch.no_grad():
         graph = torch.export.export(model, (tokens,)).run_decompositions(decompositions(40))

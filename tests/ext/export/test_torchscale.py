@@ -1,4 +1,4 @@
-"""Decoders of torchscale: recorded logits come out of their state dicts, and what a LongNetLM does not have is refused."""
+"""Decoders of torchscale: their state dicts give the recorded logits; features that a LongNetLM lacks are refused."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GenomeDataModule on phage lambda and on made records: windows, splits, N, short records, and errors before any work."""
+"""GenomeDataModule on phage lambda and on made records: windows, splits, N, short records, and early errors."""
 
 import gzip
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Scores and embeddings of sequences: equal to what logits say by hand, on either strand; and equivariance of both."""
+"""Scores and embeddings of sequences: equal to hand-made sums of logits, on either strand, and equivariant."""
 
 import math
 
@@ -26,7 +26,7 @@ def made(kind, seed=0, dtype=torch.float64, **options):
 
 
 def by_hand(model, text):
-    """(nats, tokens) of a sequence, one token at a time."""
+    """Return (nats, tokens) of a sequence, one token at a time."""
     tokens, nats, count = encode_bases(text), 0.0, 0
     model = model.eval()
     for i, token in enumerate(tokens.tolist()):
@@ -95,7 +95,7 @@ def test_the_same_in_any_batch(kind):
 
 
 def test_fewer_passes():
-    """Pass j masks tokens j, j + K, ...; as many passes as tokens are one token a pass."""
+    """Pass j masks tokens j, j + K, ...; with a pass for each token, one token a pass."""
     model, text = made(LongNetMLM), TEXTS[0]
     tokens = encode_bases(text)
     want = 0.0
@@ -191,7 +191,7 @@ def test_a_substitution_by_a_masked_model(other):
 
 @pytest.mark.parametrize("flank", [0, 3, 50])
 def test_a_deletion_by_a_masked_model(flank):
-    """As many sites in both windows, each masked by itself."""
+    """Both windows have equal numbers of sites, each masked separately."""
     model = made(LongNetMLM)
     for strands in ("forward", "reverse"):
         got = model.score_alleles([DELETION], strands=strands, flank=flank, batch_size=5)
@@ -255,7 +255,7 @@ COMPLEMENT = [3, 2, 1, 0, 4]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_logits_of_the_other_strand(dtype):
-    """output(rc(x)) is flip(output(x)), to the last bit; of the same weights on one strand it is not."""
+    """output(rc(x)) is flip(output(x)), to the last bit; without both strands it is not."""
     model, x = made(LongNetMLM, strands="both", dtype=dtype).eval(), torch.randint(0, 5, (2, 37))
     want = model(x).flip(1)[..., COMPLEMENT]
     assert torch.equal(model(reverse_complement(x)), want)
@@ -266,7 +266,7 @@ def test_logits_of_the_other_strand(dtype):
 
 
 def test_lengths_and_documents():
-    """Each sample is read backwards by itself."""
+    """Each sample is reversed separately."""
     model = made(LongNetMLM, strands="both").eval()
     rows = [torch.randint(0, 5, (n,)) for n in (37, 20, 1)]
     alone = [model(row[None])[0] for row in rows]
@@ -311,7 +311,7 @@ def test_ranks_that_share_a_sequence_are_refused(monkeypatch):
 
 
 def test_words_of_predictions(tmp_path):
-    """With `predict_embeddings` a prediction is the mean of the last states, with both strands of both."""
+    """With `predict_embeddings` a prediction is the mean of the last states, over both strands if enabled."""
     batch = {"tokens": torch.randint(0, 4, (2, 24)), "labels": torch.zeros(2, 24, dtype=torch.int64)}
     batch |= {"index": torch.arange(2), "record": ["a", "b"], "start": torch.tensor([0, 24])}
     for kind, options in ((LongNetLM, {}), (LongNetMLM, {}), (LongNetMLM, {"strands": "both"})):

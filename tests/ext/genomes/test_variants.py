@@ -1,4 +1,4 @@
-"""Variants of VCF files: what is read, what is refused with its line, and windows that hold exactly the alleles."""
+"""Variants of VCF files: accepted records, refused ones with their line, and windows that hold exactly the alleles."""
 
 import gzip
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_a_window_in_the_middle(tmp_path: Path) -> None:
     st.integers(2, 18),
 )
 def test_windows_are_parts_of_the_two_genomes(bases: str, start: int, size: int, alt: str, length: int) -> None:
-    """Each window is cut out of the record with its allele; both are equal outside of [start, stop) on one side at least."""
+    """Each window is cut from the record with its allele; outside [start, stop) both are equal on at least one side."""
     ref = bases[start : start + size]
     if not ref or ref == alt:
         return
@@ -168,7 +168,7 @@ def row(position: int, ref: str, alt: str = "G", info: bytes = b".") -> bytes:
 
 
 def lenient(folder: Path, content: bytes, bases: str = "ACGTRACGTA") -> list[Variant]:
-    """The variants of a VCF file, checked against a record `a`."""
+    """Return the variants of a VCF file, checked against a record `a`."""
     (folder / "ref.fa").write_text(f">a\n{bases}\n")
     (folder / "v.vcf").write_bytes(content)
     variants = read_variants(folder / "v.vcf")

@@ -1,4 +1,4 @@
-"""Replayed training steps of a stack against plain ones: here by functions in place of CUDA graphs, on a GPU by these."""
+"""Replayed training steps of a stack against plain ones; on the CPU functions replace CUDA graphs."""
 
 import copy
 import logging
@@ -22,11 +22,11 @@ PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
 
 def rerun(compute, inputs, parameters, shared):
-    """A record whose replays compute anew, and write to the same tensors, as CUDA graphs do."""
+    """Return a record with replays that compute anew and write to the same tensors, like CUDA graphs."""
     x = inputs.x
 
     def computed():
-        """On the CPU bounds end with the row, so there the padding is a document."""
+        """On the CPU bounds end with the row, so the padding is a document."""
         copies = [None if value is None else value.clone() for value in inputs[1:]]
         if copies[1] is not None:
             copies[1] = torch.cat([copies[1], torch.tensor([x.shape[1]], dtype=torch.int32)])
@@ -54,13 +54,13 @@ def rerun(compute, inputs, parameters, shared):
 
 
 def shape_of(inputs):
-    """Of the hidden states; and how many documents a record may have."""
+    """Return the shape of the hidden states and, for packed rows, the record's number of documents."""
     return (*inputs.x.shape, *([] if inputs.cu_seqlens is None else [len(inputs.cu_seqlens) - 1]))
 
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Records are made on the CPU, too; their shapes."""
+    """Make records on the CPU, too. Return their shapes."""
     shapes = []
     monkeypatch.setattr(
         cuda_graphs,
@@ -84,7 +84,7 @@ def stack(causal=False, **options):
 
 
 def both(made, lengths, tokens, batch=2, **how):
-    """The results and all gradients of a plain and of a replayed step."""
+    """Return the results and all gradients of a plain and of a replayed step."""
     x = torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
     lengths, found, options = None if lengths is None else torch.tensor(lengths), [], how.get("options", {})
     for graphs in (None, made.__dict__.setdefault("_kept", CudaGraphs(0.125))):
@@ -106,7 +106,7 @@ def same(want, got, tol=1e-12):
 
 
 def messages(caplog):
-    """Of cuda_graphs."""
+    """Return the messages of cuda_graphs."""
     return [r.getMessage() for r in caplog.records if r.name == cuda_graphs.__name__]
 
 
@@ -120,7 +120,7 @@ def test_padded_lengths():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_ragged_batches(replayed, causal, caplog):
-    """Many lengths by few records, in any order; the log says how much they were padded."""
+    """Few records serve many lengths, in any order; the log shows the padding."""
     made, sizes = stack(causal), (50, 64, 33, 90, 17, 100, 64, 128, 70)
     with caplog.at_level(logging.INFO, cuda_graphs.__name__):
         for tokens in sizes:
@@ -151,7 +151,7 @@ PACKED = [(50, (0, 20, 50)), (64, (0, 0, 9, 30, 64)), (33, (0, 33)), (61, (0, 1,
 
 @pytest.mark.parametrize("options", [{"kv_conv": 3}, {"drop_path": 0.5}])
 def test_packed_rows(replayed, options):
-    """Rows of any documents by few records: with positions that begin anew, and documents dropped each by itself."""
+    """Few records serve rows of any documents: with restarting positions, and documents dropped separately."""
     made = stack(True, **options)
     for tokens, bounds in PACKED:
         bounds = torch.tensor(bounds, dtype=torch.int32)
@@ -178,7 +178,7 @@ def test_bounds_are_checked_before_a_replay(replayed):
 
 
 def test_what_the_device_holds_counts_up_to_the_tokens():
-    """A record has more of them: what it reads beyond N, or below 0, is what eager kernels read."""
+    """A record is longer: lengths beyond N, or below 0, read what eager kernels read."""
     x, more = torch.ones(1, 20, 4), 2**32 + 3
     assert padded_to(Inputs(x, torch.tensor([more])), 64).lengths.tolist() == [20]
     assert padded_to(Inputs(x, torch.tensor([-more])), 64).lengths.tolist() == [0]
@@ -195,7 +195,7 @@ def test_bounds_in_a_list(replayed):
 
 
 def test_wrong_positions(replayed):
-    """Those of another shape are not replayed in the memory of others."""
+    """A wrong shape must not be copied into a record's memory."""
     made, x = stack(True), torch.randn(2, 20, 16, dtype=torch.float64)
     made.graphs = CudaGraphs(0.1)
     made(x, positions=torch.arange(20).expand(2, -1)).sum().backward()
@@ -216,7 +216,7 @@ def test_positions_of_each_sample(replayed):
 
 
 def test_gradients_accumulate(replayed):
-    """Gradients that an optimizer holds are not overwritten by the next replay."""
+    """The next replay does not overwrite gradients that an optimizer holds."""
     made = stack()
     totals = []
     for graphs in (None, CudaGraphs(0.1)):
@@ -230,7 +230,7 @@ def test_gradients_accumulate(replayed):
 
 
 def test_a_parameter_without_a_gradient(replayed):
-    """It has none here, too, so that an optimizer leaves it alone."""
+    """It stays without one, so that an optimizer skips it."""
     made = stack()
     made.blocks[0].extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
     made.graphs = CudaGraphs(0.1)
@@ -281,7 +281,7 @@ def test_changed_weights_are_recorded_again(replayed):
 
 
 def test_a_shared_parameter(replayed):
-    """Its gradient is that of both uses."""
+    """Its gradient is the sum of both uses."""
     made = stack()
     made.blocks[1].ffn.fc1.weight = made.blocks[0].ffn.fc1.weight
     same(*both(made, None, 20))
@@ -289,7 +289,7 @@ def test_a_shared_parameter(replayed):
 
 @pytest.mark.parametrize("name", ["mode", "p", "pattern", "deterministic"])
 def test_what_a_replay_would_not_see(replayed, monkeypatch, name):
-    """A module's mode or settings, and torch's: the step is recorded again."""
+    """The step is recorded again after a change of a module's mode or settings, or of torch's."""
     made = stack(dropout=0.5)
     made.graphs, x = CudaGraphs(0.1), torch.randn(1, 20, 16, dtype=torch.float64)
     made(x).sum().backward()
@@ -335,7 +335,7 @@ def test_gradients_that_users_hold(replayed, by):
 
 
 def test_a_fit_frees_them(replayed, caplog):
-    """Their memory is there for what comes after it; the log says once how much the fit padded."""
+    """Their memory is available afterwards; the log shows the fit's padding once."""
     model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
     tokens = torch.arange(40)[None] % 16
     trainer = pl.Trainer(
@@ -373,7 +373,7 @@ def test_lengths_are_checked(replayed):
 
 
 def test_within_a_checkpoint(replayed, caplog):
-    """Hooks that pack saved tensors would be recorded: nothing is, forward or recomputed."""
+    """Hooks that pack saved tensors would be recorded, so nothing is, forward or recomputed."""
     made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
     checkpoint(made, x, use_reentrant=False).sum().backward()
     want = [p.grad.clone() for p in made.parameters()]
@@ -386,7 +386,7 @@ def test_within_a_checkpoint(replayed, caplog):
 
 
 def test_where_nothing_is_replayed(replayed, caplog):
-    """It says why, once, and computes plainly."""
+    """The reason is logged once, and the step is computed without graphs."""
     made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
     made.graphs = CudaGraphs(0.1)
     with torch.no_grad():
@@ -407,7 +407,7 @@ def test_where_nothing_is_replayed(replayed, caplog):
 
 
 def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
-    """It is computed plainly, and said once; others are recorded."""
+    """It is computed without graphs, with one message; other shapes are recorded."""
     recording = cuda_graphs.record
 
     def record(compute, inputs, *rest):
@@ -445,7 +445,7 @@ def test_options_of_models():
 
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 def gradients_of(model, batches, autocast=True):
-    """All gradients of each batch by itself, at the weights as they are, as one vector."""
+    """Return all gradients of each batch, at the current weights, as one vector."""
     vectors = []
     for batch in batches:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -457,7 +457,7 @@ def gradients_of(model, batches, autocast=True):
 
 
 def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
-    """Losses and parameters after a few steps of AdamW."""
+    """Return losses and parameters after a few steps of AdamW."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr, fused=True), []
     for batch in batches * steps:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -474,8 +474,8 @@ def losses_of(model, batches, steps=2, lr=1e-3, autocast=True):
 def test_slides_on_a_gpu(compiled):
     """Twenty lengths, GigaPath's pattern with attended padding: gradients and losses as without graphs.
 
-    Blocks compiled for one length round at other places than those for any length, so both are compared with fp32: with
-    graphs errors are at most twice those without.
+    Blocks compiled for one length round differently from blocks for any length, so both are compared with fp32: with
+    graphs, errors are at most twice those without.
     """
     lengths = [200, 1000, 777, 345, 512, 903, 640, 288, 430, 555, 801, 210, 666, 999, 321, 456, 789, 222, 611, 940]
     batches = []
@@ -496,7 +496,7 @@ def test_slides_on_a_gpu(compiled):
             segment_lengths=[128, 256, 512], dilation_rates=[1, 2, 4], compile_blocks=compiled and half, cuda_graphs=graphs,
         )  # fmt: skip
         model.configure_model()
-        # one slide a step and a rate of 1e-3 drive the loss up, and bfloat16's differences with it
+        # with one slide a step and a rate of 1e-3 the loss rises, and bfloat16's differences with it
         gradients = gradients_of(model.cuda(), batches, autocast=half)
         found.append((gradients, losses_of(model, batches, lr=1e-4, autocast=half)[0]))
     assert len(model.transformer.graphs._records) > 5 and not model.transformer.graphs._said
@@ -613,7 +613,7 @@ def test_the_op_is_captured_with_lengths():
 
 
 def packings(tokens, most, number):
-    """Bounds of up to `most` documents within so many tokens; some are empty, and some rows end before the tokens do."""
+    """Draw bounds of up to `most` documents; some are empty, and some rows end before `tokens`."""
     generator = torch.Generator().manual_seed(number)
     stop = tokens if number % 2 else int(torch.randint(tokens // 2, tokens, (), generator=generator))
     cuts = torch.randint(0, stop + 1, (int(torch.randint(0, most, (), generator=generator)),), generator=generator)
@@ -632,8 +632,7 @@ def packings(tokens, most, number):
     ],
 )
 def test_the_op_is_captured_with_documents(pattern, causal):
-    """One recorded forward and backward of the op, replayed with twenty packings, against the oracle and against the host's
-    bounds."""
+    """One recorded forward and backward of the op, replayed with twenty packings, against oracle and host's bounds."""
     from lightning_dilated.attention.oracle import oracle
 
     tokens, heads = 500, (6, 2)
@@ -699,7 +698,7 @@ def test_packed_rows_on_a_gpu(compiled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [False, True])
 def test_reduce_overhead(whole):
-    """torch.compile's own CUDA graphs take blocks, and a whole model; Inductor leaves none out."""
+    """torch.compile's own CUDA graphs work on blocks, and on a whole model; Inductor skips none."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -730,10 +729,10 @@ def test_reduce_overhead(whole):
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", [False, True])
 def test_graphs_keep_their_workspaces(own):
-    """Lightning's Trainer frees cuBLAS's workspaces at its start: no replay of ours writes to what lies there then.
+    """Lightning's Trainer frees cuBLAS's workspaces at its start: later replays must not write to that memory.
 
-    Replays of graphs that torch alone records do, which shows that these products have workspaces. Where that fails, torch
-    keeps them elsewhere: then see whether `recording` still has to clear them.
+    Replays of graphs that torch alone records do write there, which shows that these products have workspaces. If that
+    fails, torch keeps them elsewhere: then check whether `recording` still has to clear them.
     """
     torch._C._cuda_clearCublasWorkspaces()
     pairs = [
@@ -749,7 +748,7 @@ def test_graphs_keep_their_workspaces(own):
         out = run()
     before = torch.cuda.memory_allocated()
     with torch.cuda.stream(stream):
-        run()  # as anything else on that stream would, it has a workspace: one of its own
+        run()  # like any other work on that stream, it has its own workspace
         assert (torch.cuda.memory_allocated() > before) == own
         before = torch.cuda.memory_allocated()
         torch._C._cuda_clearCublasWorkspaces()

@@ -1,4 +1,4 @@
-"""The classes that a head was trained on: data that numbers them otherwise is refused, at every way into a run."""
+"""The classes of a trained head: data that numbers them differently is refused, at every entry into a run."""
 
 import lightning.pytorch as pl
 import pytest
@@ -93,6 +93,6 @@ def test_their_number_and_a_new_task(checkpoint):
         trainer(max_steps=1).fit(model(num_classes=4), Data(NAMES))
     made = LongNetClassifier.load_from_checkpoint(checkpoint, weights_only=True)
     assert made.classes == NAMES
-    trainer(max_steps=1).fit(made, Data(NAMES[::-1]))  # weights are only a beginning
+    trainer(max_steps=1).fit(made, Data(NAMES[::-1]))  # weights are only a starting point
     assert made.classes == NAMES[::-1]
     assert model(task="regression", num_classes=1).classes is None

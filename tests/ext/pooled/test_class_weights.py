@@ -1,4 +1,4 @@
-"""Weights of classes: losses of training times the class's weight, counted from the data or given; none in evaluation."""
+"""Weights of classes: training losses times the class's weight, counted from the data or given; none in evaluation."""
 
 import lightning.pytorch as pl
 import pytest

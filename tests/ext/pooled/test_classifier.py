@@ -1,4 +1,4 @@
-"""LongNetClassifier and what pooled models share: every task learns, metrics are the epoch's, fine-tuning."""
+"""LongNetClassifier and the basics of pooled models: every task learns, metrics are the epoch's, fine-tuning."""
 
 import csv
 import functools
@@ -31,7 +31,7 @@ TASKS = {
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences whose mean tells the label."""
+    """Sequences with labels that follow from their means."""
 
     def __init__(self, task, tokens=False, n=24):
         self.task, self.tokens, self.n = task, tokens, n
@@ -91,7 +91,7 @@ def test_forward_gives_logits():
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_metrics_are_those_of_the_whole_epoch(stage):
-    """AUROC of an epoch is no mean over batches; and nothing is left over for the next one."""
+    """An epoch's AUROC is no mean over batches, and nothing is left over for the next epoch."""
     made, rows = model(num_classes=3).eval(), Rows("classification")
     data = DataLoader(rows, batch_size=5)
     whole = next(iter(DataLoader(rows, batch_size=24)))
@@ -188,7 +188,7 @@ def test_no_task_cannot_be_evaluated():
 
 
 def test_a_blank_row_is_refused():
-    """SlideDataModule puts one in front for a class token, which this model does not have."""
+    """SlideDataModule puts a blank row first for a class token, which this model does not have."""
     model = LongNetClassifier(DilatedPattern.dense(), feature_dim=4, num_classes=2, dim=8, depth=1, num_heads=2)
     data = {
         "features": torch.zeros(1, 5, 4),
@@ -209,7 +209,7 @@ def test_a_blank_row_is_refused():
 
 @pytest.mark.parametrize("label, message", [([0, 3], "found 3"), ([0.5, 1.0], "must be integers"), ([0, 1], None)])
 def test_labels_are_read_before_they_are_moved(label, message):
-    """Once: on a GPU each read would wait. A bad one is said in the step, where the other ranks hear of it."""
+    """They are read once: on a GPU each read would wait. A bad one raises in the step, and other ranks learn of it."""
     model = LongNetClassifier(PATTERN, vocab_size=8, num_classes=3, **SIZES)
     model.configure_model()
     seen, check = [], model.head.check
@@ -223,7 +223,7 @@ def test_labels_are_read_before_they_are_moved(label, message):
         with pytest.raises((TypeError, ValueError), match=message):
             model.loss_terms(moved)
     assert len(seen) == 1
-    moved["label"].fill_(5)  # as a hook may, between
+    moved["label"].fill_(5)  # as a hook may, in between
     with pytest.raises((TypeError, ValueError), match=r"found 5|must be integers"):
         model.loss_terms(moved)
     with pytest.raises(ValueError, match="found 7"):

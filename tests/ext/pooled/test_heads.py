@@ -78,7 +78,7 @@ def test_predictions(head, names):
 
 
 def by_definition(scores, labels, classes):
-    """AUROC by counting pairs, mean recall, quadratic kappa by its sums."""
+    """Compute AUROC by counting pairs, mean recall, and quadratic kappa by its sums."""
     areas, recalls, predicted = [], [], scores.argmax(1)
     for c in labels.unique():
         mine, others = scores[labels == c, c], scores[labels != c, c]
@@ -97,7 +97,7 @@ def by_definition(scores, labels, classes):
 
 @pytest.mark.parametrize("classes, occur", [(2, 2), (4, 4), (5, 3)], ids=["binary", "several", "some absent"])
 def test_class_metrics(classes, occur):
-    """A class that the epoch does not have takes no part in a mean."""
+    """A class that does not occur in the epoch is left out of the mean."""
     labels = torch.arange(40) % occur
     scores = (torch.randn(40, classes).double() + 2 * nn.functional.one_hot(labels, classes)).softmax(1)
     scores[7] = scores[8]  # a tie

@@ -34,7 +34,7 @@ def test_the_interval_of_a_mean_is_students():
 
 
 def test_groups_are_drawn_whole():
-    """Ten equal samples of a patient say no more than one."""
+    """Ten equal samples of a patient carry no more information than one."""
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 1))).repeat_interleave(10, 0)
     apart, whole = (
         bootstrap(mean, values, values, x, 500, 0.95, 0)["mean"] for x in (np.arange(400), np.arange(400) // 10)

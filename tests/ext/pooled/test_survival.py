@@ -33,7 +33,7 @@ cohorts = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 5), st.booleans(
 
 # -- Cox ---------------------------------------------------------------------------------------------------------------
 def efron(risk, time, event) -> float:
-    """Efron 1977, as it is written: over the distinct times of events."""
+    """Efron's formula (1977): over the distinct times of events."""
     total = 0.0
     for t in sorted({t for t, e in zip(time, event, strict=True) if e}):
         dead = [math.exp(r) for r, s, e in zip(risk, time, event, strict=True) if s == t and e]
@@ -47,7 +47,7 @@ def efron(risk, time, event) -> float:
 @given(cohorts, st.sampled_from([1, 3, 1024]))
 def test_the_partial_likelihood_is_efrons(cohort, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(survival, "ROWS", rows)  # as of many samples
+        patch.setattr(survival, "ROWS", rows)  # as for many samples
         losses = cox_losses(*cohort)
     assert losses.sum().item() == pytest.approx(efron(*(x.tolist() for x in cohort)), abs=1e-9)
     assert (losses[cohort[2] == 0] == 0).all()
@@ -100,7 +100,7 @@ def test_hazards_recover_the_share_of_each_bin():
         return loss
 
     best.step(closure)
-    # the censored one of the last bin is at risk in the first two only
+    # the censored sample of the last bin is at risk in the first two only
     assert logits.sigmoid().tolist() == pytest.approx([2 / 8, 3 / 6, 1.0], abs=1e-3)
 
 
@@ -147,7 +147,7 @@ SIZES |= {"dropout": 0.0, "drop_path": 0.0, "task": "survival"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Sixteen slides whose class says when the event comes; survival.csv beside them."""
+    """Sixteen slides with event times that depend on their class; survival.csv next to them."""
     path = tmp_path_factory.mktemp("survival")
     write_synthetic_slides(path, slides=16, tiles=(8, 16), features=8, signal=6.0)
     rng = np.random.default_rng(0)

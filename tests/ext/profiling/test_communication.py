@@ -1,4 +1,4 @@
-"""CommunicationProfiler on two ranks: what is logged, the table, bytes against plan and traffic, and its end."""
+"""CommunicationProfiler on two ranks: its logs, the table, bytes against plan and traffic, and its end."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ NAMES = {
 
 
 class Spy(pl.Callback):
-    """The group's clock in and after training batches, and after the fit."""
+    """Records the group's clock during and after training batches, and after the fit."""
 
     def __init__(self, fails_at=None):
         self.fails_at, self.within, self.between = fails_at, [], []
@@ -50,7 +50,7 @@ class Spy(pl.Callback):
 
 
 def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
-    """What a fit leaves on a rank. `unlike`: rank 1's last row has a byte too many."""
+    """Return a rank's results of a fit. `unlike`: rank 1's last row has a byte too many."""
     spy, kept, said = Spy(fails_at), Kept("comm/"), io.StringIO()
     profiler = CommunicationProfiler(**settings)
     built, model, data, _ = make(run, launched(rank), callbacks=[profiler, spy], logger=kept, **(options or {}))
@@ -103,7 +103,7 @@ def test_two_ranks(pool, tmp_path, name):
         assert all(set(step) == NAMES for step in x["logged"].values()) and set(x["latest"]) == NAMES
         assert x["logged"] == found[0]["logged"] and x["rows"] == found[0]["rows"]
         assert x["after"] == [None, None] and x["left"] == [0, 0, None]
-    # what ranks received in all steps is in the rows: all of it on ranks that got the most of a kind
+    # the rows contain all bytes received, for ranks that got the most of a kind
     for i, way in enumerate(("forward", "backward")):
         most = max(x["traffic"][i] for x in found) / batches
         assert 0 < most <= sums(rows, way)
@@ -123,7 +123,7 @@ def test_two_ranks(pool, tmp_path, name):
 
 
 def test_some_steps(pool):
-    """The second and the fifth of six; validation between them is not noted."""
+    """The second and the fifth of six; validation in between is not recorded."""
     run = Run(steps=6)
     options = {"val_check_interval": 1, "limit_val_batches": 1}
     every, some = (
@@ -146,7 +146,7 @@ def test_other_bytes_than_planned(pool):
 
 
 def test_heads(pool):
-    """Two ranks that trade tokens for heads, which the plan does not count."""
+    """Two ranks trade tokens for heads, which the plan does not count."""
     found = pool.run(2, fit, Run(strategy={"head_size": 2}), {})[0]
     assert {x.what for x in found["rows"]} == {"tokens for heads", "heads for tokens", "all"}
     assert (
@@ -164,11 +164,11 @@ def test_nothing_crosses(pool):
 def test_an_exception(pool):
     for x in pool.run(2, fit, Run(), {}, None, False, 2):
         assert x["after"] == [None, None] and x["left"] == [0, 0, None] and x["rows"] == [] and x["said"] == ""
-    assert pool.run(2, fit, Run(), {})[0]["steps"] == 3  # and the next fit hears nothing of it
+    assert pool.run(2, fit, Run(), {})[0]["steps"] == 3  # and the next fit is not affected
 
 
 class Event:
-    """A GPU's, that it reaches when told to; nobody may wait for it before the end."""
+    """A GPU event that completes on demand; nobody may wait for it before the end."""
 
     reached, waited = False, 0
 
@@ -268,7 +268,7 @@ def test_arguments(settings, error, message):
 
 # -- two GPUs ----------------------------------------------------------------------------------------------------------
 def fit_on_gpu(rank, ranks):
-    """The same under NCCL."""
+    """Run the same under NCCL."""
     model = {"pattern": DilatedPattern.geometric(512, 8192), "dim": 128, "num_heads": 4}
     run = Run(seq_len=8192, steps=6, precision="bf16-mixed", model=model)
     return fit(rank, None, run, {}, {"accelerator": "gpu"})

@@ -1,4 +1,4 @@
-"""CommunicationProfiler where a rank is long elsewhere: its words wait as long as the strategy, and for no validation."""
+"""CommunicationProfiler with a rank that is busy elsewhere: its messages wait as long as the strategy's."""
 
 import time
 from datetime import timedelta
@@ -23,7 +23,7 @@ class Slow(pl.Callback):
 
 
 def fit(rank, group, timeout):
-    """(timeout of the profiler's words, batches it logged, steps)."""
+    """Return (timeout of the profiler's messages, number of logged batches, steps)."""
     profiler, seen = CommunicationProfiler(warmup=0, table=False), []
     start = lambda trainer, module: seen.append(profiler._quiet.backend.backend.options._timeout)  # noqa: E731
     slow = Slow()
@@ -39,6 +39,6 @@ def fit(rank, group, timeout):
 
 @pytest.mark.slow
 def test_a_validation_longer_than_the_timeout(pool):
-    """Two of five seconds each, where what a rank said alone would be lost after four."""
+    """Two of five seconds each, longer than the four after which a lone message would time out."""
     for found in pool.run(2, fit, 4):
         assert found == ([timedelta(seconds=4)], 2, 2)

@@ -1,4 +1,4 @@
-"""MemoryProfiler in fits on the CPU: bytes known by hand, steps of several batches and optimizers, logs, table, pictures."""
+"""MemoryProfiler on the CPU: bytes known by hand, several batches and optimizers a step, logs, table, pictures."""
 
 import lightning.pytorch as pl
 import pytest
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.full
 
 
 def fit(folder, module, steps=2, profiler=None, data=None, **options):
-    """(the profiler, what its logger got)."""
+    """Return (the profiler, the logs of each step)."""
     profiler, kept = profiler or MemoryProfiler(1), Kept()
     extra = options.pop("callbacks", [])
     trainer = quiet(max_steps=steps, callbacks=[profiler, *extra], logger=kept, default_root_dir=folder, **options)
@@ -35,7 +35,7 @@ def fit(folder, module, steps=2, profiler=None, data=None, **options):
 
 
 def highest(measured):
-    """Each phase's highest span."""
+    """Return each phase's highest span."""
     found = {}
     for x in measured.spans:
         assert sum(x.kinds.values()) == x.allocated and x.stop >= x.start
@@ -45,7 +45,7 @@ def highest(measured):
 
 
 def but_scalars(found):
-    """(kinds, their sum) without the loss's scalars, which count as activations or temporary."""
+    """Return (kinds, their sum) without the loss's scalars, which count as activations or temporary."""
     whole = {kind: n // 128 * 128 for kind, n in found.kinds.items() if n >= 128}
     assert 0 <= found.allocated - sum(whole.values()) < SCALARS
     return whole, sum(whole.values())
@@ -56,18 +56,19 @@ def test_by_hand(tmp_path):
     profiler, steps = fit(tmp_path, Stack(), check_val_every_n_epoch=None)
     found = highest(profiler.measured)
     always = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128}
-    # in a block the Linear's output lives beside the Tanh's, and is gone after it
+    # in a block the Linear's output exists until Tanh's does
     first, second = found[Phase(FORWARD, 0)], found[Phase(FORWARD, 1)]
     assert first.kinds == {**always, ACTIVATIONS: 128, TEMPORARY: 128} and first.allocated == 1920
     assert second.kinds == {**always, ACTIVATIONS: 256, TEMPORARY: 128} and second.allocated == 2048
     assert but_scalars(found[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
-    # the last step's gradients are gone; each block's arrive with its backward
+    # the last step's gradients are freed; each block's are allocated in its backward
     rest = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     assert but_scalars(found[Phase(BACKWARD)])[1] <= 1664
-    # of the second: what the first saved, its own weight's gradient, those before and behind its Linear
+    # of the second block: the first block's saved output, its own weight's gradient, and its Linear's input and output
+    # gradients
     expected = {**rest, ACTIVATIONS: 128, GRADIENTS: 256, TEMPORARY: 256}
     assert but_scalars(found[Phase(BACKWARD, 1)]) == (expected, 1792)
-    # of the first: what it saved, the gradients of its output and behind its Linear
+    # of the first block: its saved output, and the gradients of its output and of its Linear's output
     assert but_scalars(found[Phase(BACKWARD, 0)]) == (expected, 1792)
     assert but_scalars(found[Phase(OPTIMIZING)]) == (always, 1664)
     assert but_scalars(found[Phase(REST)])[1] == 1664
@@ -88,7 +89,7 @@ def test_by_hand(tmp_path):
 
 @pytest.mark.parametrize("again", ["reentrant", "other"])
 def test_recomputed_by_the_module(tmp_path, again):
-    """Between passes a block's input lives alone; the backward of a block makes its activations again."""
+    """Between passes only the inputs of blocks exist; a block's backward recomputes its activations."""
     profiler, _ = fit(tmp_path, Stack(3, again))
     found = highest(profiler.measured)
     assert but_scalars(found[Phase(FORWARD)])[0][ACTIVATIONS] == 2 * ACTIVATION  # each input but the batch
@@ -100,7 +101,7 @@ def test_recomputed_by_the_module(tmp_path, again):
 
 
 def test_recomputed_blocks(tmp_path):
-    """ActivationRecompute keeps a block's input; its Linear outputs and the rest come again."""
+    """ActivationRecompute keeps a block's input and recomputes the others."""
     found = {}
     for policy in ("none", "attention-kept", "block"):
         model = tiny(dtype=torch.float32, depth=3, dim=64).train()
@@ -118,7 +119,7 @@ def test_recomputed_blocks(tmp_path):
 
 
 def test_losses_do_not_change(tmp_path):
-    """Bit for bit, also with recomputation and dropout."""
+    """Bit by bit, also with recomputation and dropout."""
     found = []
     for profilers in ([], [MemoryProfiler(1)], [MemoryProfiler(2, timeline=False)]):
         for policy in ("none", "block"):
@@ -154,13 +155,13 @@ def test_some_steps(tmp_path):
 
 
 def test_several_batches_a_step(tmp_path):
-    """The gradients of the first are there in the forward of the second; the optimizer's phase belongs to both."""
+    """The gradients of the first batch exist in the forward of the second; both share the optimizer's phase."""
     profiler, steps = fit(tmp_path, Stack(), 2, accumulate_grad_batches=2)
     assert list(steps) == [0, 1] and profiler.steps == 2
     spans = [x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1)]
     kinds = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128, ACTIVATIONS: 256, TEMPORARY: 128}
     assert len(spans) == 2 and spans[0].kinds == kinds
-    # the first batch is alive too, as Lightning fetches ahead; it has the place of nothing else
+    # the first batch is alive too, as Lightning prefetches; it replaces nothing else
     assert spans[1].kinds[GRADIENTS] == 512 and spans[1].kinds[ACTIVATIONS] // 128 == 2
     assert [x.phase.stage for x in profiler.measured.spans].count(OPTIMIZING) == 1
     skipping = fit(tmp_path, Stack(), 4, MemoryProfiler(2), accumulate_grad_batches=2)[1]
@@ -201,7 +202,7 @@ def test_several_optimizers(tmp_path):
     ]
     assert names.count(Phase(OPTIMIZING)) == 2
     forward = next(x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1))
-    # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just let go
+    # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just freed
     expected = {PARAMETERS: 512, GRADIENTS: 256, OPTIMIZER: 4 * 256 + 8, BATCH: 128, ACTIVATIONS: 128}
     assert {k: n for k, n in forward.kinds.items() if k in expected and k != ACTIVATIONS} == {
         k: n for k, n in expected.items() if k != ACTIVATIONS
@@ -259,7 +260,7 @@ def test_a_second_fit_begins_anew(tmp_path):
 
 
 def test_a_language_model(tmp_path):
-    """On one rank nothing is exchanged, and gradients are there once."""
+    """On one rank nothing is exchanged, and gradients exist once."""
     profiler = MemoryProfiler(1, folder=tmp_path)
     trainer = quiet(max_steps=2, callbacks=[profiler], strategy="ring_dilated", devices=1)
     model = tiny(dtype=torch.float32, vocab_size=256).train()

@@ -1,4 +1,4 @@
-"""The profiler on GPUs: an allocator played by hand, and real ones."""
+"""The profiler on GPUs: a simulated allocator, and real ones."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from .stacks import Stack, batches
 
 # -- CUDA's allocator, played ------------------------------------------------------------------------------------------
 class Allocator:
-    """Numbers as torch.cuda tells them."""
+    """Numbers in the format of torch.cuda."""
 
     def __init__(self, monkeypatch, current):
         self.current = self.peak = current
@@ -42,12 +42,12 @@ class Allocator:
         self.peak = self.current
 
     def go(self, current, peak):
-        """Up to a peak, then to what stays."""
+        """Rise to a peak, then fall to the current bytes."""
         self.current, self.peak = current, max(self.peak, peak)
 
 
 def played(monkeypatch, exchange="gather"):
-    """A step of two blocks: 512 bytes of weights and of momenta, 128 of the batch, 7000 that others hold, from 8152 on."""
+    """A step of two blocks: 512 bytes of weights and of momenta, 128 of the batch, 7000 of others, starting at 8152."""
     module, allocator, x = Stack(2), Allocator(monkeypatch, 8152), torch.ones(4, 8)
     optimizer = module.configure_optimizers()
     optimizer.state = {p: {"momentum_buffer": torch.zeros_like(p)} for p in module.parameters()}
@@ -58,12 +58,12 @@ def played(monkeypatch, exchange="gather"):
     probe = CudaProbe(torch.device("cpu"), module, watch, sequence)
     probe.start()
     watch.start()
-    allocator.go(8152, 9999)  # what was before is not this step's
+    allocator.go(8152, 9999)  # an earlier peak does not belong to this step
     probe.resume(x, [optimizer])
     watch.border = probe.border
 
     def then(phase, current, peak, received=0, sent=0):
-        """The present phase went so, and another begins."""
+        """End the present phase with these numbers, and begin another."""
         way = sequence.backward_traffic if watch.phase.stage == BACKWARD else sequence.forward_traffic
         way.received_from[1] += received
         way.sent_to[1] += sent
@@ -93,15 +93,15 @@ def test_the_allocator(monkeypatch):
     kinds = lambda **more: {**base, **none, **{names[k]: n for k, n in more.items()}}  # noqa: E731
     names = {"g": GRADIENTS, "e": EXCHANGE, "a": ACTIVATIONS, "t": TEMPORARY}
     assert found == [
-        # what others hold is temporary throughout
+        # memory of others counts as temporary throughout
         (Phase(FORWARD), 8170, 13170, kinds(a=8, t=7010)),
-        # 1000 bytes stay, 300 of them rows; 400 flew
+        # 1000 bytes stay, 300 of them rows; 400 are in flight
         (Phase(FORWARD, 0), 9660, 14660, kinds(a=708, e=400, t=7400)),
         (Phase(FORWARD), 9160, 14160, kinds(a=708, e=300, t=7000)),
         (Phase(FORWARD, 1), 10760, 15760, kinds(a=1408, e=700, t=7500)),
         (Phase(FORWARD), 10300, 15300, kinds(a=1448, e=600, t=7100)),
         (Phase(BACKWARD), 10250, 15250, kinds(a=1448, e=600, t=7050)),
-        # what was saved when it began; its rows go with it
+        # saved bytes of the phase's begin; its rows are freed with them
         (Phase(BACKWARD, 1), 11000, 16000, kinds(a=1448, e=670, t=7730)),
         (Phase(BACKWARD, 0), 9900, 14900, kinds(a=808, e=300, g=256, t=7384)),
         (Phase(REST), 8664, 13664, kinds(g=512, t=7000)),
@@ -115,7 +115,7 @@ def test_the_allocator(monkeypatch):
 
 
 def test_the_allocator_around_the_ring(monkeypatch):
-    """Nothing of what came stays."""
+    """Received rows are not kept."""
     measured = played(monkeypatch, "ring")[1]
     found = {(x.phase, i): x.kinds for i, x in enumerate(measured.spans)}
     assert found[Phase(FORWARD, 0), 1][ACTIVATIONS] == 1008 and found[Phase(FORWARD), 2][EXCHANGE] == 0
@@ -124,7 +124,7 @@ def test_the_allocator_around_the_ring(monkeypatch):
 # -- a GPU -------------------------------------------------------------------------------------------------------------
 @pytest.mark.gpu
 def test_a_gpu(tmp_path):
-    """As large as the allocator says; what Python cannot see comes on top of the CPU's bytes by hand."""
+    """At most the allocator's numbers; memory that Python cannot see adds to the CPU's bytes."""
     profiler = MemoryProfiler(1, folder=tmp_path, snapshot_steps=(1, 2))
     built = quiet(max_steps=3, callbacks=[profiler], accelerator="gpu", devices=1)
     torch.cuda.reset_peak_memory_stats()
@@ -134,7 +134,7 @@ def test_a_gpu(tmp_path):
     assert (
         found[Phase(FORWARD, 2)].kinds[ACTIVATIONS] // x == 3 and found[Phase(FORWARD, 0)].kinds[ACTIVATIONS] // x == 1
     )
-    # batch, saved, the Linear's output; and what libraries hold, such as cuBLAS's workspace
+    # batch, saved, the Linear's output; and memory of libraries, such as cuBLAS's workspace
     assert 1 + 3 + 1 <= found[Phase(FORWARD, 2)].allocated // x < 8
     assert found[Phase(BACKWARD, 0)].kinds[BATCH] == x and found[Phase(OPTIMIZING)].kinds[GRADIENTS] == 3 * 256
     assert all(sum(s.kinds.values()) == s.allocated <= s.reserved for s in profiler.measured.spans)

@@ -59,7 +59,7 @@ def test_which_blocks():
 
 
 def followed(module, x, run=None):
-    """The phases that end in a forward and a backward."""
+    """Return the phases that end in a forward and a backward."""
     watch, ended = Watch(module), []
     watch.attach()
     watch.start()
@@ -84,14 +84,14 @@ def test_the_order_of_phases(again):
 
 
 def test_what_lies_between_blocks():
-    """The gradient of the first block's input ends its backward, and so does that of the second's."""
+    """The gradient of the first block's input ends its backward, and so does the second's."""
     module, between = Stack(2), nn.Linear(8, 8)
     run = lambda x: module.layers[1](between(module.layers[0](between(x))))  # noqa: E731
     assert followed(module, torch.ones(4, 8), run) == [*FORWARDS, (B, None), (B, 1), (B, None), (B, 0), (B, None)]
 
 
 def test_compiled_blocks():
-    """Followed from outside of what is compiled: one graph a block, however often and whether followed or not."""
+    """Followed from outside of compiled code: one graph a block, for any number of steps, followed or not."""
     module, graphs = Stack(2), []
 
     def backend(graph, inputs):
@@ -112,7 +112,7 @@ def test_compiled_blocks():
 
 
 def test_a_compiled_whole():
-    """Blocks are not told apart then; the numbers stay."""
+    """Blocks cannot be told apart; the total numbers remain."""
     module = Stack(2)
     torch._dynamo.reset()
     whole = torch.compile(module, backend="eager", fullgraph=True)
@@ -133,7 +133,7 @@ def test_copies_are_not_followed():
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 def test_shares():
-    """What is known can be more than there was room for."""
+    """The known bytes can exceed the available ones."""
     found = shares(700, {PARAMETERS: 512, GRADIENTS: 512, ACTIVATIONS: -5})
     assert found[PARAMETERS] == 512 and found[GRADIENTS] == 188 and found[ACTIVATIONS] == found[TEMPORARY] == 0
     assert sum(found.values()) == 700

@@ -1,4 +1,4 @@
-"""MemoryProfiler on two ranks: the most and the least of them, and what attention exchanges."""
+"""MemoryProfiler on two ranks: their maximum and minimum, and the buffers of attention's exchange."""
 
 import lightning.pytorch as pl
 import pytest
@@ -32,7 +32,7 @@ def test_unlike_ranks(pool, tmp_path):
     # a row of an activation is 32 bytes: 8 more rows of the batch, two saved activations and one in the block
     spans = [next(x for x in spans if x.phase == Phase(FORWARD, 1)) for spans in (first, second)]
     sizes = [x.allocated for x in spans]
-    # gloo lets go of DDP's first buckets when it likes
+    # gloo frees DDP's first buckets at any time
     own = [x.allocated - x.kinds[EXCHANGE] for x in spans]
     assert own[1] - own[0] == 8 * 32 * 4 and sizes == [found[0][5], found[1][5]]
     assert (latest["memory/forward_block_2_mb"], latest["memory/forward_block_2_min_mb"]) == (
@@ -50,7 +50,7 @@ def test_unlike_ranks(pool, tmp_path):
 
 
 class Bytes(pl.Callback):
-    """What attention's exchange received in the forward and in the backward of the last step."""
+    """Records the bytes that attention's exchange received in the forward and the backward of the last step."""
 
     def on_train_batch_start(self, trainer, *args):
         self.group = trainer.strategy.sequence
@@ -61,7 +61,7 @@ class Bytes(pl.Callback):
 
 
 def exchanges(rank, group, run, policy):
-    """A LongNet on two ranks."""
+    """Run a LongNet on two ranks."""
     profiler, counted = MemoryProfiler(1, timeline=False), Bytes()
     built, model, data, _ = make(run, launched(rank), callbacks=[profiler, counted, ActivationRecompute(policy)])
     built.fit(model, data)
@@ -71,8 +71,10 @@ def exchanges(rank, group, run, policy):
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("exchange, policy", [("gather", "none"), ("gather", "block"), ("ring", "none")])
 def test_exchange_buffers(pool, exchange, policy, steps):
-    """Rows that are received stay until the backward, not around the ring and not with recomputation; the first rank of a
-    causal model needs none. DDP makes its buckets for good in the second forward."""
+    """Received rows stay until the backward, except around the ring and with recomputation.
+
+    A causal model's first rank needs none. DDP makes its final buckets in the second forward.
+    """
     run = Run(steps=steps, strategy={"exchange": exchange})
     for rank, (spans, received, _) in enumerate(pool.run(2, exchanges, run, policy)):
         assert (received > 0) == (rank > 0)
@@ -88,7 +90,7 @@ def test_exchange_buffers(pool, exchange, policy, steps):
 
 
 def test_sharded_parameters(pool):
-    """FSDP's parameters are parts, and what it gathers is an exchange's."""
+    """FSDP's parameters are sharded, and gathered ones count as exchange."""
     for spans, *_ in pool.run(2, exchanges, Run(steps=2, fsdp=True, double=True), "none"):
         found = {x.phase: x for x in spans}
         assert found[Phase(BACKWARD, 0)].kinds[EXCHANGE] > 0 and found[Phase(OPTIMIZING)].kinds[GRADIENTS] > 0

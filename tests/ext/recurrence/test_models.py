@@ -1,6 +1,6 @@
-"""Models whose layers have a recurrence: the layer's definition, decoding, checkpoints, optimizer groups, refusals.
+"""Models with a recurrence in their layers: its definition, decoding, checkpoints, optimizer groups, refusals.
 
-Streams, packed rows, ranks and generation have their cases in the tables of the tests of those.
+The tests of streams, packed rows, ranks and generation have their cases of models with a recurrence.
 """
 
 import pytest
@@ -28,7 +28,7 @@ KINDS = {
 
 
 def moved(model, seed=7):
-    """The model with every weight away from where it starts, gates open."""
+    """Move every weight of the model away from its initial value, with open gates."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -100,7 +100,7 @@ def test_a_closed_gate_changes_nothing(name, options):
 
 
 def by_definition(layer, x):
-    """The layer's output for one sample x (N, E), token by token."""
+    """Return the layer's output for one sample x (N, E), token by token."""
     branch, (q, k, v) = layer.recurrence, (x @ layer.in_proj_weight.T).split([16, 8, 8], -1)
     rotated = [y.unflatten(-1, (-1, 4))[None] for y in (q, k)]
     if layer.rotary is not None:
@@ -159,7 +159,7 @@ def test_padding_adds_nothing():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_training_after_inference_mode(name):
-    """What a call computes once for its length serves one that trains, too."""
+    """Tables cached for a length in inference also serve a call that trains."""
     model, data = lively(KINDS[name]), batch(1, 31)
     with torch.inference_mode():
         model(data["tokens"])
@@ -200,7 +200,7 @@ def test_recomputed_gradients_are_equal(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_truncated_gradients_do_not_depend_on_what_is_saved(name):
-    """Chunks carry detached states, also where blocks are computed once more in the backward."""
+    """Chunks carry detached states, also if the backward recomputes blocks."""
     model, data = lively(KINDS[name]), batch(1, 40)
 
     def gradients(**options):
@@ -224,7 +224,7 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", KINDS)
 def test_windows_of_a_long_call_change_nothing(name, limits, monkeypatch):
-    """Windows of 7 tokens; a document begins with one, and others within; chunks of a stream are cut, too."""
+    """Windows of 7 tokens; one document begins with a window, others inside; chunks of a stream are cut, too."""
     from lightning_dilated.ext.recurrence import op
 
     model, data = lively(KINDS[name], num_kv_heads=2), {**batch(1 + (limits != "packed"), 29), **LIMITS[limits]}
@@ -272,7 +272,7 @@ def test_refused_settings():
 
 @pytest.mark.slow
 def test_compiled_blocks():
-    """One graph a block; the op is called by it."""
+    """One graph a block, which calls the op."""
     model, data = lively(KINDS["gated_delta"], num_kv_heads=2), batch(2, 29)
     want = torch.autograd.grad(model.loss_terms(data)[0], list(model.parameters()))
     for block in model.transformer.blocks:
@@ -286,7 +286,7 @@ def test_compiled_blocks():
 
 # -- precision ---------------------------------------------------------------------------------------------------------
 def test_decays_stay_in_fp32():
-    """As in Trainer(precision="bf16-true"), which casts the module; rounding A_log to bf16 would change the decay."""
+    """Trainer(precision="bf16-true") casts the module; rounding A_log to bf16 would change the decay."""
     model = tiny(dtype=torch.float32, recurrence={})
     before = {n: p.clone() for n, p in model.named_parameters() if ".decay." in n}
     model.to(torch.bfloat16)
@@ -302,7 +302,7 @@ def test_decays_stay_in_fp32():
 
 
 def test_mixed_precision_computes_the_state_wide():
-    """bf16 rounds q, k and v, not the state: after 2,000 tokens the result is as near as bf16 is."""
+    """bf16 rounds q, k and v, not the state: after 2,000 tokens the error is still bf16's."""
     torch.manual_seed(0)
     layer = ld.MultiheadDilatedAttention(32, 2, ld.DilatedPattern.dense(8), causal=True, recurrence={"gate_init": 1.0})
     x = torch.randn(1, 2000, 32)
@@ -407,7 +407,7 @@ def test_folders_of_16_bits_load_in_16_bits(tmp_path):
 
 @pytest.mark.parametrize("positions", ["rotary", "none"])
 def test_resuming_with_another_recurrence_is_refused(positions):
-    """Linear and delta have equal weights, and compute something else."""
+    """Linear and delta have equal weights, and compute different functions."""
     model = ld.LongNetLM(PATTERN, **SIZES, recurrence=KINDS["linear"], position_encoding=positions)
     run = trainer(max_steps=1)
     run.strategy.connect(model)

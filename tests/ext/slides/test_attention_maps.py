@@ -1,4 +1,4 @@
-"""SlideEncoder.attention_map: the explicit softmax of every layer, in the order of the tiles, and what cannot be asked."""
+"""SlideEncoder.attention_map: the explicit softmax of every layer, in the order of the tiles, and its errors."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa
 
 @torch.no_grad()
 def explicit(model, features, coords):
-    """[(H, N, N) of each layer] of one slide: counts times exp of scores over their sum, by the definition."""
+    """Return [(H, N, N) of each layer] of one slide: counts times exp of scores over their sum, by the definition."""
     seen = []
     model.transformer(model.tile_tokens(features, coords, None), watch=seen.append)
     found = []
@@ -34,7 +34,7 @@ def explicit(model, features, coords):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_the_explicit_softmax(way):
-    """A ragged batch against each slide alone: all layers and heads, of the class token and of tiles, 0 in the padding."""
+    """A ragged batch against each slide alone: all layers and heads, of class token and tiles, 0 in the padding."""
     model = encoder(depth=3, **WAYS[way]).eval()
     features, coords, tiles = slides(40, 23, 1)
     asked = [39, 0, 22]
@@ -69,7 +69,7 @@ def test_rows_lack_the_class_tokens_own_weight_and_that_of_pads(padding):
 
 
 def test_tiles_in_another_order_keep_their_weights_in_theirs():
-    """Within one segment of rate 1 the order of tiles is of no account, so weights move with them."""
+    """The order of tiles in one segment of rate 1 does not matter, so weights move with them."""
     model = encoder(segment_lengths=[64], dilation_rates=[1]).eval()
     features, coords, _ = slides(30)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(0))

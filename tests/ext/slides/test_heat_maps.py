@@ -1,4 +1,4 @@
-"""heat_map and write_attention: every weight lies at its tile, and nothing in a file is lost or overwritten unasked."""
+"""heat_map and write_attention: every weight is at its tile, and nothing in a file is lost or silently overwritten."""
 
 import h5py
 import numpy as np
@@ -98,7 +98,7 @@ def test_coordinates_say_which_tile(slide):
 
 @pytest.mark.parametrize("order", ["file", "raster"])
 def test_attention_of_a_class_token(slide, tmp_path, order):
-    """The way of a user: a slide with its class token, the weights of position 0, back into the file."""
+    """A user's steps: a slide with its class token, the weights of position 0, back into the file."""
     data = SlideDataModule(slide, order=order, val_fraction=0, test_fraction=0)
     batch = next(iter(data.train_dataloader()))
     q = torch.nn.functional.pad(batch["features"], (0, 5)).unflatten(2, (2, 4)) + 0.1
@@ -163,7 +163,7 @@ def test_a_large_slide_is_drawn_small(tmp_path):
 
 
 def test_on_a_thumbnail(tmp_path):
-    """Tiles lie where they are on the slide, half transparent; what is no tile stays."""
+    """Tiles are at their places on the slide, half transparent; the background is unchanged."""
     Image.new("RGB", (100, 50), (0, 200, 0)).save(tmp_path / "t.png")
     coords = np.array([[256, 0], [2048, 1024], [-1, -1]])
     write_heat_map(tmp_path / "a.png", [1, 2, 9], coords, thumbnail=tmp_path / "t.png", slide_size=(2560, 1280))

@@ -1,4 +1,4 @@
-"""SlideEncoder: ragged batches equal slides alone, training rows equal tiles, and what would go wrong silently raises."""
+"""SlideEncoder: ragged batches equal single slides, training rows equal tiles, and silent mistakes raise."""
 
 import warnings
 
@@ -83,7 +83,7 @@ def test_tile_size_alone_does_not_change_the_segments():
 
 @torch.no_grad()
 def test_a_global_class_token_sees_every_tile():
-    """In one layer, also those that its head's segments do not hold; and a checkpoint keeps that."""
+    """In one layer, even tiles outside of its head's segments; and a checkpoint keeps that."""
     features, coords, _ = slides(60)
     short = {"depth": 1, "segment_lengths": [4], "dilation_rates": [1]}
     for options, sees in (({}, False), ({"global_class_token": True}, True)):
@@ -131,7 +131,7 @@ def test_trains_under_a_trainer(tmp_path):
     ({"task": "regression", "num_classes": 2}, [[0.5, 1.0]]),
 ])  # fmt: skip
 def test_one_slide_to_validate_on(options, label):
-    """torchmetrics makes a scalar of what holds one number, which is no list of labels any more."""
+    """torchmetrics turns a tensor of one number into a scalar, which is no list of labels."""
     model = encoder(**options, dtype=torch.float32)
     data = {**batch(9), "label": torch.tensor(label)}
     (found,) = trainer().validate(model, loader(data), verbose=False)
@@ -250,7 +250,7 @@ def test_data_that_does_not_fit_is_refused_before_training(tmp_path):
 
 
 def test_loaded_encoders_train_in_training_mode():
-    """from_gigapath gives eval mode; a fit that kept it would run without dropout."""
+    """from_gigapath returns eval mode; a fit that kept it would run without dropout."""
     model, seen = encoder(**TASK).float().eval(), []
     model.transformer.register_forward_pre_hook(lambda module, args: seen.append(module.training))
     trainer(max_steps=1).fit(
@@ -265,7 +265,7 @@ RELEASED = {name: value for name, value in SIZES.items() if name not in ("segmen
 @pytest.mark.parametrize("theirs", [{}, {"max_wsi_size": 16384}, {"segment_lengths": [8, 16, 32, 64, 128]}])
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
 def test_a_checkpoint_of_another_pattern_is_said(tmp_path, theirs, cls):
-    """Also of one that was trained with the releases' pattern, of which its settings name nothing."""
+    """Also of a checkpoint with the releases' pattern, which its settings do not name."""
     made = cls(**RELEASED, **theirs).float()
     made.configure_model()
     torch.save(

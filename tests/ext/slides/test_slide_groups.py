@@ -1,4 +1,4 @@
-"""Several slides of a patient as one sample: the tiles one after the other, their places side by side, one label."""
+"""Several slides of a patient as one sample: their tiles in sequence, their positions side by side, one label."""
 
 import numpy as np
 import pytest

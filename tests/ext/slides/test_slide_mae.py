@@ -1,4 +1,4 @@
-"""SlidePretrainer: hides what its counter says, sees nothing of it, learns, and hands its encoder on."""
+"""SlidePretrainer: its counter decides what it hides, it sees nothing of that, learns, and passes its encoder on."""
 
 import functools
 
@@ -23,7 +23,7 @@ def test_what_is_hidden():
     got = model.hidden_tiles(index, positions, lengths)
     assert not got[:, 0].any() and not got[3, 3000:].any()  # neither the class token nor padding
     assert got[:3, 1:].double().mean(1).tolist() == pytest.approx([0.75] * 3, abs=0.02)
-    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # no matter who asks
+    assert torch.equal(got[1:, 7:90], model.hidden_tiles(index[1:], positions[7:90], lengths[1:]))  # for every caller
     assert not torch.equal(got[0], got[1])
     others = (
         pretrainer(mask_seed=1).hidden_tiles(index, positions, lengths),
@@ -75,7 +75,7 @@ def test_every_parameter_learns():
 
 
 def smooth(seed):
-    """Slides whose features follow from the cell: what is hidden can be told."""
+    """Return slides with features that follow from the cell, so hidden ones can be predicted."""
     data = batch(40, 30, seed=seed)
     cells = (data["coords"] // 256).float()
     data["features"] = torch.cat([(cells @ torch.randn(2, 12, generator=torch.Generator().manual_seed(3))).sin()], -1)
@@ -104,7 +104,7 @@ def test_trains_and_hands_its_encoder_on(tmp_path):
 
 
 def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
-    """Also where the checkpoint ends inside an epoch, after which Lightning's own epoch counter drifts."""
+    """Also if the checkpoint is inside an epoch, after which Lightning's own epoch counter drifts."""
     seen, real = [], SlidePretrainer.hidden_tiles
 
     def watched(self, index, positions, lengths):
@@ -121,7 +121,7 @@ def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
     seen.clear()
     trainer(max_steps=8).fit(make(), loader(*data), ckpt_path=tmp_path / "x.ckpt")
     assert [step for step, _ in seen] == [3, 4, 5, 6, 7]
-    # what an unbroken run hides at that step is a function of the step and the slide; the loader's order is not at issue
+    # the tiles hidden at a step are a function of the step and the slide, so the loader's order does not matter
     model = make().train()
     for step, found in seen:
         monkeypatch.setattr(model, "_trainer", type("At", (), {"global_step": step})())

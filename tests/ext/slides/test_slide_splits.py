@@ -1,4 +1,4 @@
-"""Splits of slides: groups stay whole, each split has its share of every class, and one of one class says so."""
+"""Splits of slides: groups stay whole, each split has its share of every class, and a split of one class warns."""
 
 from collections import Counter
 
@@ -28,7 +28,7 @@ def module(folder, path, **options) -> SlideDataModule:
 
 # -- groups --------------------------------------------------------------------------------------------------------------
 def torn(tmp_path):
-    """Patients of two slides each; the column cuts p0, p1 (train and test) and p2 (train and val) apart."""
+    """Patients of two slides each; the column separates p0, p1 (train and test) and p2 (train and val)."""
     words = ["train"] * 12 + ["val"] * 4 + ["test"] * 4
     words[1] = words[3] = "test"
     words[5] = "val"
@@ -44,7 +44,7 @@ def test_a_split_column_that_cuts_groups_apart_is_refused(folder, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         module(folder, path, group_column="patient").check()
-    module(folder, path).check()  # nobody said that patients are to stay together
+    module(folder, path).check()  # no option keeps patients together
     module(folder, path, group_column="patient", split_column=None).check()
 
 
@@ -68,7 +68,7 @@ def test_each_split_has_its_share_of_every_class(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_patients_of_a_rare_class_reach_every_split(seed):
-    """30 patients, of whom 4 have a positive slide among negative ones."""
+    """30 patients, 4 of them with a positive slide among negative ones."""
     labels = [int(i % 3 == 0 and i < 12) for i in range(90)]
     groups = [f"p{i // 3}" for i in range(90)]
     words = split_groups(groups, labels, 0.2, 0.2, seed)

@@ -1,4 +1,4 @@
-"""Released slide encoders: recorded outputs reproduced, every name and shape loaded, what is missing named."""
+"""Released slide encoders: recorded outputs reproduced, every name and shape loaded, missing ones named."""
 
 import json
 
@@ -15,7 +15,7 @@ RECORDED = sorted(GOLDEN.glob("*.pt"))
 
 
 def load(path, folder, change=lambda state: {"model": state}, **options):
-    """(encoder, recording) of a file that holds the recording's weights."""
+    """Return (encoder, recording) of a file with the recording's weights."""
     data = torch.load(path, weights_only=True)
     torch.save(change(data["state_dict"]), folder / "release.pth")
     given = {"grid": data["slide_ngrids"], "segment_lengths": data["segment_lengths"]}
@@ -63,7 +63,7 @@ def test_recorded_outputs_on_a_gpu(path, tmp_path):
 
 
 def released(depth, dim, features, hidden):
-    """Names and shapes of a release, as recorded for its 12-layer model."""
+    """Return names and shapes of a release, as recorded for its 12-layer model."""
     shapes = json.loads((GOLDEN / "gigapath_slide_enc12l768d_keys.json").read_text())["keys"]
     sizes = {768: dim, 1536: features, 3072: hidden, 1: 1}
     layer = {k: v for k, v in shapes.items() if k.startswith("encoder.layers.0.")}
@@ -101,7 +101,7 @@ def test_every_name_and_shape_of_a_release(name):
 
 
 def table(state, dim=64, side=32):
-    """The table of positions, written out row by row."""
+    """Return the table of positions, written out row by row."""
     steps = torch.arange(side, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(dim // 4).double() / (dim / 4))
     axis = torch.cat([steps.sin(), steps.cos()], 1)
     rows = [torch.cat([axis[y], axis[x]]) for x in range(side) for y in range(side)]
@@ -174,7 +174,7 @@ def test_sizes_that_differ(tmp_path):
 
 
 def test_names_there_and_back(tmp_path):
-    """What is saved in a release's names is what a release holds, and comes back bit for bit; our own names load, too."""
+    """A model saved with a release's names has the release's contents, and loads bit by bit; our names load, too."""
     model = encoder(task="classification", num_classes=3)
     state = model.released_state_dict()
     assert sorted(state) == sorted(sum(released_parameters(2).values(), ()))

@@ -127,13 +127,13 @@ def test_forms_of_pt(tmp_path, coords, new):
 
 # -- subsets and orders ------------------------------------------------------------------------------------------------
 def rows_of(sample: dict, features: np.ndarray) -> list[int]:
-    """The file's rows that a sample holds."""
+    """Return the file's rows that a sample holds."""
     at = {tuple(x): i for i, x in enumerate(features.tolist())}
     return [at[tuple(x)] for x in sample["features"][1:].tolist()]
 
 
 def test_random_subsets(folder):
-    """Equal for equal (seed, epoch, index), whoever asks; others otherwise; in the file's order, without repetition."""
+    """Subsets depend only on (seed, epoch, index), are in the file's order, and repeat no tile."""
     options = {"max_tiles": 6, "over": "sample", "val_fraction": 0, "test_fraction": 0}
     data = module(folder, **options)
     index = next(i for i, s in enumerate(data.dataset("train").slides) if s.tiles > 15)

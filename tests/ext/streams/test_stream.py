@@ -1,4 +1,4 @@
-"""A sequence chunk by chunk: output and gradients are those of one pass, from no other rows than the integer plan's."""
+"""A sequence chunk by chunk: output and gradients equal one pass, and the integer plan has exactly the rows in use."""
 
 import math
 import time
@@ -58,7 +58,7 @@ test_equals_one_pass_often = pytest.mark.slow(settings(max_examples=examples(500
 @given(cases(longest=40), st.integers(1, 20))
 @settings(max_examples=examples(15))
 def test_windows_of_heads(case, chunk):
-    """Each window of heads carries rows of its own."""
+    """Each window of heads carries its own rows."""
     assume(case.seq_len and case.batch and case.kv_heads > 1)
     group = case.heads // case.kv_heads
     windows = [(h, h + group) for h in range(0, case.heads, group)]
@@ -68,7 +68,7 @@ def test_windows_of_heads(case, chunk):
 @given(cases(longest=50), st.integers(1, 50))
 @settings(max_examples=examples(30))
 def test_carried_rows_are_the_plan(case, chunk):
-    """As many rows are live as the plan says, and the plan has exactly the rows that later chunks see."""
+    """The number of live rows equals the plan's, and the plan has exactly the rows that later chunks see."""
     assume(case.seq_len and case.batch)
     case = replace(case, causal=True, layout="contiguous", lengths=None)
     chunks = compare(case, chunk)
@@ -143,7 +143,7 @@ def test_chunks_out_of_order_and_of_other_lengths_are_refused():
 
 @pytest.mark.parametrize("pairs", [12.0, math.inf, 0.0])
 def test_few_carried_keys_are_tritons(pairs, monkeypatch):
-    """In both passes, up to a number of pairs; more are the call's own engine's."""
+    """In both passes, up to a number of pairs; the call's own engine computes more."""
     ran, plain = {"forward": [], "backward": []}, backends.ENGINES["math"]
 
     def recorded(name, q):
@@ -171,7 +171,7 @@ def test_carried_keys_are_cudnns_where_triton_cannot_serve_or_was_not_asked_for(
 
 @pytest.mark.gpu
 def test_few_shapes_for_cudnn(monkeypatch):
-    """It makes a plan for each: as many in a stream of 32 chunks as in one of 8, a last chunk of another length included."""
+    """It makes a plan for each shape: a stream of 32 chunks has no more than one of 8, with a short last chunk."""
     seen = set()
 
     def watched(name):
@@ -194,7 +194,7 @@ def test_few_shapes_for_cudnn(monkeypatch):
 
 
 def test_stored_rows_share_memory(monkeypatch):
-    """Apart from each other, in as many slabs as they need, in parts where one is full."""
+    """Rows do not overlap, share slabs, and are split where a slab is full."""
     monkeypatch.setattr(streams, "SLAB", 4096)
     store, cpu = Store(), torch.device("cpu")
     sizes, kinds = [1, 3, 50, 2, 1, 7], [torch.bfloat16, torch.float32, torch.float64]
@@ -214,7 +214,7 @@ def test_stored_rows_share_memory(monkeypatch):
 
 @pytest.mark.gpu
 def test_stored_rows_are_copied_beside_the_computation():
-    """Both ways while the GPU computes on; rows have arrived where they are read, and are written before they are reused."""
+    """Both ways while the GPU computes; rows arrive before they are read, and are copied before they are reused."""
     store, device = Store(0), torch.device("cuda", torch.cuda.current_device())
     shape, kept, copies = (4096, 2, 64), [], streams.copy_stream(device)
     want = [torch.randn(shape, device=device) for _ in range(100)]
@@ -223,12 +223,12 @@ def test_stored_rows_are_copied_beside_the_computation():
         rows = x + 0  # after the wait
         kept.append(store.put(rows))
         del rows
-        torch.full(shape, torch.nan, device=device)  # in its place, were it free
+        torch.full(shape, torch.nan, device=device)  # it would take the rows' memory if that were free
     assert store.on_host == 100 * want[0].nbytes and not store.on_device
     same = []
     for i, x in enumerate(reversed(want)):
         rows = store.take(kept.pop(), device)
-        if i % 2:  # while what reads them waits, the rows before them are free for the next copies
+        if i % 2:  # while their reader waits, the previous rows are free for the next copies
             torch.cuda._sleep(1_000_000)
         same.append((rows == x).all())  # no wait for the GPU
         del rows
@@ -244,7 +244,7 @@ def test_stored_rows_are_copied_beside_the_computation():
 
 
 def test_parameter_gradients_are_summed_in_fp32():
-    """600 ones; a sum in bfloat16 stays at 256."""
+    """600 ones; a sum in bfloat16 stops at 256."""
     layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     chunks = streaming.Chunks(600, 1, 1)
     streaming.streamed_sum(Stream(), lambda *_: layer.weight.sum(), chunks, [layer], layer.weight).backward()

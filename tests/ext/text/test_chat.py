@@ -1,4 +1,4 @@
-"""Conversations as samples: labels are what the assistant writes, packs are the conversations one by one, on any ranks."""
+"""Conversations as samples: labels are the assistant's words, packs equal single conversations, on any ranks."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture
 def module(tmp_path, vocabulary):
-    """module(rows, **options) of rows in a file."""
+    """`module(rows, **options)` reads rows from a file."""
 
     def make(rows, **options):
         path = write(tmp_path / "chats.jsonl", rows)
@@ -47,7 +47,7 @@ def module(tmp_path, vocabulary):
 
 
 def learned(data, sample):
-    """The text of the labels."""
+    """Return the text of the labels."""
     labels = sample["labels"][sample["labels"] != -100].tolist()
     return data.tokenizer.tokenizer.decode(labels, skip_special_tokens=False)
 
@@ -121,7 +121,7 @@ def test_tagged_and_prefixes_agree(contents):
 
 
 def TOKENIZERS(made=[]):  # noqa: B006
-    """Tokenizers of both kinds of templates, made once."""
+    """Return tokenizers of both kinds of templates, made once."""
     if not made:
         import tempfile
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a tokenizer has no token for: refused where it would be silently left out, counted where it is unknown."""
+"""Characters without a token: refused if they would silently be left out, counted if they become unknown tokens."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def write(folder: Path, **texts: str) -> list[str]:
 
 
 def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
-    """A BPE of bases, and a genome in which repeats are in lower case."""
+    """A BPE of bases, and a genome with repeats in lower case."""
     made = tokenizers.Tokenizer(models.BPE())
     made.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
     made.save(str(tmp_path / "t.json"))
@@ -41,7 +41,7 @@ AFFIXED = {
 
 @pytest.mark.parametrize("name", AFFIXED)
 def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """BPE with a suffix at the end of words: x has a token there only; pieces of 300 characters cut words."""
+    """BPE with a suffix at the end of words: only there x has a token; pieces of 300 characters cut words."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     text, says = AFFIXED[name]
@@ -61,7 +61,7 @@ def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place of two neighbouring pieces is looked at in one of them."""
+    """At least one of two adjacent pieces checks each position."""
     monkeypatch.setattr(tokenizer, "PIECE", 60)
     monkeypatch.setattr(tokenizer, "OVERLAP", 32)
     made = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
@@ -97,7 +97,7 @@ def test_tokens_of_all_bytes_do_not_do_where_an_affix_is_needed(tmp_path: Path, 
 
 
 def test_what_is_left_out_depends_on_the_normaliser(tmp_path: Path) -> None:
-    """e and an accent have tokens, what NFC makes of them has none."""
+    """e and an accent have tokens, but their NFC form has none."""
     made = tokenizers.Tokenizer(models.BPE({"e": 0, "\u0301": 1}, []))
     made.normalizer = normalizers.NFC()
     made.save(str(tmp_path / "t.json"))

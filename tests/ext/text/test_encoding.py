@@ -1,4 +1,4 @@
-"""Text files to tokens: the same as of the whole text, documents where TokenDataModule finds them, and what is refused."""
+"""Text files to tokens: equal to encoding the whole text, with documents for TokenDataModule, and refusals."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; naïve cafés, 東京 and �
 
 
 def trained(kind: str = "bytes", size: int = 400, special: tuple[str, ...] = (END,)) -> "tokenizers.Tokenizer":
-    """A tiny BPE: of bytes, as GPT-2's; of characters after a mark for spaces, as Llama's; or of characters with no cut."""
+    """Train a tiny BPE: of bytes, like GPT-2's; of characters after a mark for spaces, like Llama's; without cuts."""
     made = tokenizers.Tokenizer(models.BPE(unk_token=None))
     alphabet = []
     if kind == "bytes":
@@ -69,7 +69,7 @@ def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: p
 
 
 def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of quotes: which ones are a pair depends on all text before, and each stretch shows some."""
+    """Pairing of quotes depends on all text before, and each stretch has some."""
     monkeypatch.setattr(tokenizer, "PIECE", 300)
     monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     made, draw = trained("plain"), random.Random(0)
@@ -82,7 +82,7 @@ def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch
 
 
 def test_pieces_are_joined_far_from_their_ends() -> None:
-    """At the first token of the overlap's middle half if all of that half agree, ids and places; the rest may differ."""
+    """At the first token of the overlap's middle half if all of it agrees, ids and positions; others may differ."""
     count, quarter = tokenizer.OVERLAP, tokenizer.OVERLAP // 4
 
     def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> tokenizer._Piece:
@@ -131,7 +131,7 @@ def test_documents_may_be_left_out_or_named(tmp_path: Path) -> None:
 
 
 def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
-    """One token above what uint16 holds; ids of a vocabulary may have gaps."""
+    """One token more than uint16 can number; ids of a vocabulary may have gaps."""
     for top, kind in ((65535, "uint16"), (65536, "uint32")):
         vocabulary = {"[UNK]": 0, "fox": 7, "dog": top}
         made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -154,7 +154,7 @@ def test_truncation_and_templates_of_the_file_are_left_alone(tmp_path: Path) -> 
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest text that the tokenizer is given at once, whatever the file's length."""
+    """The tokenizer's longest input does not depend on the file's length."""
     monkeypatch.setattr(tokenizer, "PIECE", 1000)
     monkeypatch.setattr(tokenizer, "OVERLAP", 256)
     given, real = [], tokenizer._encoded
@@ -230,7 +230,7 @@ def test_what_has_all_bytes_is_encoded_once(tmp_path: Path, saved: str, monkeypa
 
 
 def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:
-    """BPE of the bytes that its training text had: of ê (0xc3 0xaa) the first one only, which é has, too."""
+    """BPE of the bytes of its training text: of ê (0xc3 0xaa) it has only the first one, which é has, too."""
     made = trained()
     made.model = models.BPE()
     made.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))

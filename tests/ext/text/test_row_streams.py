@@ -1,4 +1,4 @@
-"""Rows packed while they are read: what they hold, and that ranks, workers, epochs and stops do not change them."""
+"""Rows packed while they are read: their contents, unchanged by ranks, workers, epochs and restarts."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ def texts(count, seed=0):
 
 @pytest.fixture
 def text(tmp_path, vocabulary):
-    """text(rows, **options) of rows in a file."""
+    """`text(rows, **options)` reads rows from a file."""
 
     def make(rows, **options):
         path = write(tmp_path / "texts.jsonl", rows)
@@ -71,7 +71,7 @@ def documents(lengths, first=0):
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(2, 15))
 def test_filled_rows_hold_all_tokens(lengths, size):
-    """In order, each label the next token of its document; and from where any row begins, the rest is the same."""
+    """In order, each label the next token of its document; starting at any row gives the same following rows."""
     rows = list(filled(documents(lengths), size))
     whole = torch.cat([row["tokens"] for row, _ in rows])
     labels = torch.cat([row["labels"] for row, _ in rows])
@@ -136,7 +136,7 @@ def test_notes_spare_encoding_again(text, monkeypatch):
 
 
 def served(data, rank=0, replicas=1, epochs=2, skip=0):
-    """(number, tokens) of the rows that a rank gets."""
+    """Return (number, tokens) of the rows that a rank gets."""
     data._replica = lambda: (rank, replicas)
     loader = data.train_dataloader()
     if skip:
