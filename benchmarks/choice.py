@@ -30,7 +30,7 @@ from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 
 CALLS = 4
-#: calls of which "exposed" is the median
+#: "exposed" is the median of these calls
 WATCHED = 5
 COLUMNS = (
     *("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best"),
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--ranks", type=int, help="default: all GPUs")
@@ -60,7 +60,7 @@ def options() -> argparse.Namespace:
 
 
 def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], SequenceGroup]:
-    """By exchange and head_size, those that serve; `auto` first."""
+    """Return the groups that serve, by exchange and head_size, `auto` first."""
     found = {}
     for size, name in itertools.product(args.head_sizes, ["auto", *args.exchanges]):
         group = SequenceGroup(exchange=name, head_size=size)
@@ -75,7 +75,7 @@ def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tup
 
 
 def timed(run, group: SequenceGroup, device: torch.device) -> float:
-    """Seconds of one of CALLS calls, on the slowest rank."""
+    """Return the seconds of one of CALLS calls, on the slowest rank."""
     meet(device)
     begin = time.perf_counter()
     for _ in range(CALLS):
@@ -87,7 +87,7 @@ def timed(run, group: SequenceGroup, device: torch.device) -> float:
 
 
 def rounds(made: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
-    """Seconds by exchange, a number for each round."""
+    """Return seconds by exchange, one number a round."""
     device, found = tensors[0].device, {key: [] for key in made}
     runs = {key: step(tensors, pattern, causal, group)[1] for key, group in made.items()}
     for number in range(args.rounds + 2):  # two to warm up
@@ -98,7 +98,7 @@ def rounds(made: dict, tensors, pattern, causal: bool, args: argparse.Namespace)
 
 
 def lines(args: argparse.Namespace, device: torch.device):
-    """Of the table, equal on all ranks."""
+    """Yield the lines of the table, equal on all ranks."""
     for local, causal in itertools.product(args.local, map(bool, args.causal)):
         pattern = DilatedPattern.geometric(args.first, local * dist.get_world_size())
         shape = (1, local, args.heads, args.head_dim)
@@ -121,7 +121,7 @@ def lines(args: argparse.Namespace, device: torch.device):
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
+    """Run one rank."""
     device = joined(rank, ranks, port, args)
     gc.disable()
     head = f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"

@@ -28,12 +28,12 @@ from pairs_distance import token_bits, versions
 
 SEQ_LEN, SIZES = 65536, (256, 512, 8, 8)  # vocabulary, width, layers, heads
 LEFT_OUT = "drivers/gpu/drm/amd/include"
-#: begin of each range of positions, in octaves
+#: first position of each octave
 OCTAVES = [0, *(1024 << i for i in range(6))]
 
 
 def main() -> None:
-    """One of the three."""
+    """Run one of the three commands."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     maker = commands.add_parser("make")
@@ -74,7 +74,7 @@ def make(a: argparse.Namespace) -> dict[str, object]:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """Train an arm, and what it costs by octave."""
+    """Train an arm. Return its bits by octave."""
     steps = a.steps or a.data.stat().st_size // SEQ_LEN
     model = model_of(a, *SIZES, SEQ_LEN)
     trained = train(model, [Stage(SEQ_LEN, steps, versions(a, SEQ_LEN, "train", steps))], a)
@@ -91,7 +91,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def compare(a: argparse.Namespace) -> dict[str, object]:
-    """By octave: percent that the first arm costs less, and in how many standard errors; the last two octaves together."""
+    """Return, by octave, by how many percent the first arm costs less, and standard errors; joins the last two."""
     first, second = np.load(a.first), np.load(a.second)
     far = slice(OCTAVES.index(16384), None)
     weights = np.array([16384.0, 32767.0])

@@ -40,7 +40,7 @@ COLUMNS = ("tokens", "pattern", "way", "forward + backward ms", "times torch's r
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--dense", type=int, nargs="*", default=[131072, 524288], help="N of dense patterns")
     p.add_argument("--dilated", type=int, nargs="*", default=[1048576], help="N of geometric ones")
@@ -55,7 +55,7 @@ def options() -> argparse.Namespace:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall seconds on the slowest rank, after a warm-up."""
+    """Return median wall seconds on the slowest rank, after a warm-up."""
     found = []
     for i in range(repeats + 1):
         meet(device)
@@ -68,7 +68,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 
 
 def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str) -> float:
-    """Torch's context parallel over N tokens, whose load balance gives a rank an early and a late part."""
+    """Time torch's context parallel over N tokens; its load balance gives each rank an early and a late part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -77,7 +77,7 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,))
     shape, dtype = (1, args.heads, n // ranks, args.head_dim), getattr(torch, args.dtype)
-    # torch wants the whole sequence on every rank; what it holds does not change the time, so parts come from a small one
+    # torch needs the whole sequence on every rank; the contents do not change the time, so parts come from a small one
     whole = torch.zeros(1, ranks * 2, device=device)
     q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype).requires_grad_(i < 3) for i in range(4))
 
@@ -92,10 +92,10 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
 def ours(
     args: argparse.Namespace, n: int, device: torch.device, pattern: ld.DilatedPattern, way: tuple
 ) -> tuple[str, float, str, str]:
-    """(the exchange, seconds, cells "exposed ms" and "received MB")."""
+    """Return (the exchange, seconds, cells "exposed ms" and "received MB")."""
     exchange, head_size, layout = way
     group = ld.sequence.SequenceGroup(exchange=exchange, head_size=head_size, layout=layout)
-    with contextlib.closing(group):  # also where memory did not suffice: it would hold more of it
+    with contextlib.closing(group):  # also after running out of memory, to free its buffers
         shape = 1, group.shard(n).length(group.rank), args.heads, args.head_dim
         make = lambda: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
         call = step([make().requires_grad_(i < 3) for i in range(4)], pattern, True, group)[1]
@@ -110,7 +110,7 @@ def ours(
 
 
 def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
-    """Of the table, equal on all ranks."""
+    """Yield the lines of the table, equal on all ranks."""
     cases = [(n, ld.DilatedPattern.dense(), "dense", WAYS) for n in args.dense]
     about = f"geometric({args.first}, N)"
     cases += [(n, ld.DilatedPattern.geometric(args.first, n), about, WAYS[:1]) for n in args.dilated]
@@ -129,13 +129,13 @@ def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
 
 
 def line(n: int, pattern: str, way: str, took: float, ring: float | None, received: str = "", exposed: str = "") -> str:
-    """A row; `ring` are the seconds of torch's, None where it did not run."""
+    """Return a row; `ring` are the seconds of torch's ring, None if it did not run."""
     times = "" if ring is None else f"{ring / took:.2f}"
     return f"| {n:,} | {pattern} | {way} | {took * 1000:.2f} | {times} | {received} | {exposed} |\n"
 
 
 def main() -> None:
-    """One row a way."""
+    """Print one row a way."""
     args = options()
     device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.cpu:

@@ -23,9 +23,9 @@ from lightning_dilated.ext.convolution.convolution import ShortConvolution
 from lightning_dilated.planning import seconds_of
 
 CUDA = torch.device("cuda")
-#: bytes a second with which the traffic is given
+#: bytes a second that the traffic assumes
 BANDWIDTH = 3e12
-#: (elements, channels, warps) of the forward's tiles, (elements, channels, warps, stages, tokens of a program) backward
+#: (elements, channels, warps) of the forward's tiles; (elements, channels, warps, stages, tokens of a program) backward
 FORWARD = [(n, c, w) for n in (2048, 4096, 8192) for c in (64, 128, 256) for w in (4, 8)]
 BACKWARD = [
     (n, c, w, stages, tokens)
@@ -36,7 +36,7 @@ BACKWARD = [
 
 
 def inputs(tokens: int, channels: int, documents: int) -> tuple[list[Tensor], Tensor | None]:
-    """q, k and v, and bounds of documents of equal lengths."""
+    """Return q, k and v, and bounds of documents of equal lengths."""
     torch.manual_seed(0)
     each = channels // 3
     joint, v = (torch.randn(1, tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (2 * each, each))
@@ -45,7 +45,7 @@ def inputs(tokens: int, channels: int, documents: int) -> tuple[list[Tensor], Te
 
 
 def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight: Tensor) -> tuple[float, float]:
-    """(milliseconds forward, backward)."""
+    """Return (milliseconds forward, backward)."""
     grads = [torch.randn_like(x) for x in parts]
     leaves = [x.detach().requires_grad_() for x in parts]  # of the same strides
 
@@ -61,7 +61,7 @@ def measured(run: Callable[..., tuple[Tensor, ...]], parts: list[Tensor], weight
 
 
 def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
-    """A table's rows."""
+    """Yield a table's rows."""
     parts, bounds = inputs(a.tokens, channels, a.documents)
     module = ShortConvolution(channels, a.taps, not a.centred, device=CUDA)
     torch.nn.init.normal_(module.weight)
@@ -77,7 +77,7 @@ def rows_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
 
 
 def tiles_of(a: argparse.Namespace, channels: int) -> Iterator[str]:
-    """A row for each tile."""
+    """Yield a row for each tile."""
     from lightning_dilated.ext.convolution import kernels as kernel
 
     parts, bounds = inputs(a.tokens, channels, a.documents)

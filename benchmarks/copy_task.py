@@ -36,12 +36,12 @@ ARMS = {
 
 
 def batch(size: int, distance: int | None, device: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens (B, N), labels (B, N) with -100 where nothing is asked, distances (B,))."""
+    """Return (tokens (B, N), labels (B, N) with -100 where nothing is asked, distances (B,))."""
     d = torch.randint(HALF // 2 + 1, HALF + 1, (size,), generator=generator)
     if distance is not None:
         d.fill_(distance)
     first = torch.randint(SYMBOLS, (size, HALF), generator=generator)
-    # token p of the second half stands d before it, or, where that is in the second half too, 2 d
+    # token p of the second half equals the token d before it or, if that is in the second half too, 2 d before it
     source = torch.arange(HALF, TOKENS + 1) - d[:, None]
     source = torch.where(source < HALF, source, source - d[:, None])
     tokens = torch.cat([first, first.gather(1, source)], 1)
@@ -51,7 +51,7 @@ def batch(size: int, distance: int | None, device: str, generator: torch.Generat
 
 
 def main() -> None:
-    """Train, and print what was learned."""
+    """Train, and print the results."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arm", choices=list(ARMS), required=True)
     p.add_argument("--steps", type=int, default=1000)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """One arm."""
+    """Run one arm."""
     torch.manual_seed(a.seed)
     generator, begin = torch.Generator().manual_seed(a.seed + 1), time.monotonic()
     pattern, shift = ARMS[a.arm]
@@ -113,7 +113,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
-    """Bits a symbol of 512 sequences that no seed trains on, all and by what the distance leaves of the dilation rate."""
+    """Return bits a symbol of 512 sequences that no seed trains on, all and by the distance modulo the rate."""
     tokens, labels, d = batch(512, a.distance, a.device, torch.Generator().manual_seed(99))
     losses = cross_entropy(model(tokens).transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
     each = (losses.sum(1) / (labels != -100).sum(1) / math.log(2)).tolist()

@@ -30,7 +30,7 @@ from lightning_dilated.ext.decoding import token_step
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--context", type=int, nargs="+", default=[4096, 65536, 1048576])
     p.add_argument("--batch", type=int, default=1)
@@ -59,7 +59,7 @@ def options() -> argparse.Namespace:
 
 
 def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
-    """(the model, its pattern in words)."""
+    """Return (the model, its pattern in words)."""
     if o.hybrid:
         pattern: Any = {"hybrid": {"local": 2048, "global_every": o.hybrid}}
         name = f"hybrid, a dense head in one layer of {o.hybrid}"
@@ -75,7 +75,7 @@ def ours(o: argparse.Namespace) -> tuple[torch.nn.Module, str]:
 
 
 def llama(o: argparse.Namespace) -> torch.nn.Module:
-    """A Llama of transformers with the sizes of ours."""
+    """Build a Llama of transformers with the sizes of our model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -88,7 +88,7 @@ def llama(o: argparse.Namespace) -> torch.nn.Module:
 
 
 def seconds(device: str, call: Callable[[], Any]) -> float:
-    """Of a call, until the device is done."""
+    """Return the seconds of a call, until the device is done."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     wait()
     start = time.perf_counter()
@@ -99,7 +99,7 @@ def seconds(device: str, call: Callable[[], Any]) -> float:
 
 @torch.no_grad()
 def forward_seconds(o: argparse.Namespace, forward: Callable[[torch.Tensor], Any], prompt: torch.Tensor) -> float:
-    """Of a pass over the prompt that has run before."""
+    """Return the seconds of a pass over the prompt, after a first one."""
     forward(prompt)  # compiles
     return statistics.median(seconds(o.device, lambda: forward(prompt)) for _ in range(o.rounds))
 
@@ -110,7 +110,7 @@ def measure(
     forward: Callable[[torch.Tensor], Any],
     context: int,
 ) -> list[str]:
-    """[ms a token, tokens a second, prompt tokens a second in the first call, in the second, in a forward pass]."""
+    """Return [ms a token, tokens/s, prompt tokens/s in the first call, in the second, in a forward pass]."""
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)
     first, second = (seconds(o.device, lambda: generate(prompt, 1)) for _ in range(2))
     generate(prompt, 1 + o.tokens)  # captures, or compiles
@@ -123,13 +123,13 @@ def measure(
 def row(
     o: argparse.Namespace, model: torch.nn.Module, name: str, pattern: str, context: int, numbers: list[str]
 ) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M"
     return f"| {' | '.join([f'{name}, {size}', pattern, f'{context:,}', str(o.batch), *numbers])} |"
 
 
 def show_profile(o: argparse.Namespace, generate: Callable[[torch.Tensor, int], Any], context: int) -> None:
-    """Kernels of the drawn tokens, by time: the call's, less those of a call that draws one token."""
+    """Print kernels of the drawn tokens, by time: a call's, minus a call's that draws one token."""
     from torch.profiler import ProfilerActivity, profile
 
     prompt = torch.randint(o.vocabulary, (o.batch, context), device=o.device)

@@ -53,7 +53,7 @@ TILE = 4096
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--size", choices=SIZES, default="1.3B")
     p.add_argument("--seq-len", type=int, nargs="+", default=[32768])
@@ -69,7 +69,7 @@ def options() -> argparse.Namespace:
 
 
 def config_of(a: argparse.Namespace) -> Any:
-    """The decoder's config."""
+    """Return the decoder's config."""
     from transformers import LlamaConfig
 
     return LlamaConfig(**SIZES[a.size], max_position_embeddings=max(a.seq_len), use_cache=False, pad_token_id=None,
@@ -77,25 +77,25 @@ def config_of(a: argparse.Namespace) -> Any:
 
 
 def lora_of(a: argparse.Namespace) -> dict[str, Any]:
-    """Options of peft."""
+    """Return the options of peft."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     return {"r": a.lora, "lora_alpha": 2 * a.lora, "target_modules": names}
 
 
 def settings(a: argparse.Namespace) -> MemorySettings:
-    """Of dense and hybrid."""
+    """Return the memory settings of dense and hybrid."""
     return MemorySettings("block", tile=a.layer_tile)
 
 
 def ours(a: argparse.Namespace, way: str) -> HFCausalLM:
-    """The HFCausalLM of a way, not built."""
+    """Return the HFCausalLM of a way, not built."""
     pattern = {"hybrid": {"local": 2048, "global_every": 4}} if way == "hybrid" else None
     options = {"tile": TILE, "gradient_checkpointing": True, "compile_blocks": a.compile}
     return HFCausalLM(config_of(a), pattern, lora=lora_of(a) if a.lora else None, **options)
 
 
 def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
-    """The decoder alone, with adapters of peft."""
+    """Build the decoder alone, with adapters of peft."""
     from transformers import AutoModelForCausalLM
 
     decoder = AutoModelForCausalLM.from_config(
@@ -111,7 +111,7 @@ def of_transformers(a: argparse.Namespace) -> torch.nn.Module:
 
 
 def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss, with the logits of `TILE` tokens at a time."""
+    """Return the mean loss, with the logits of `TILE` tokens at a time."""
     hidden = decoder.model(input_ids=tokens)[0][0]
     nats = lambda x, y: cross_entropy(decoder.lm_head(x).float(), y, reduction="sum")  # noqa: E731
     parts = zip(hidden.split(TILE), labels[0].split(TILE), strict=True)
@@ -119,7 +119,7 @@ def peer_loss(decoder: Any, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
-    """[GiB, ms] of a step by `plan`, or why there are none."""
+    """Return [GiB, ms] of a step by `plan`, or why there are none."""
     try:
         model, gpu = ours(a, way), find_gpu(a.gpu)
         subject = subject_of(model, "bf16-true" if a.lora else "bf16-mixed", settings(a), a.compile, gpu.capability)
@@ -131,8 +131,7 @@ def planned(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, autocast: torch.autocast) -> None:
-    """In the Trainer's order: the last step's gradients are freed when the forward is done, and the backward is not under
-    autocast."""
+    """Step in the Trainer's order: the last gradients are freed after the forward; no autocast in the backward."""
     with autocast:
         value = loss()
     optimizer.zero_grad()
@@ -141,7 +140,7 @@ def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, aut
 
 
 def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list[Tensor]) -> list[str]:
-    """[ms, tokens a second without the number, GiB] of a step."""
+    """Return [ms, tokens a second without the number, GiB] of a step."""
     cuda = a.device == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=cuda)
     seconds = []
@@ -156,7 +155,7 @@ def measured(a: argparse.Namespace, loss: Callable[[], Tensor], parameters: list
 
 
 def row(a: argparse.Namespace, way: str, tokens: int) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     device, ids = (
         torch.device(a.device),
         torch.randint(0, SIZES[a.size]["vocab_size"], (1, tokens + 1), device=a.device),
@@ -186,7 +185,7 @@ def row(a: argparse.Namespace, way: str, tokens: int) -> str:
 
 
 def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
-    """The cells that say what a row is of."""
+    """Return the cells that identify a row."""
     text = way
     if way not in BACKENDS:
         text += ", compiled" if a.compile else ""
@@ -195,15 +194,14 @@ def name_of(a: argparse.Namespace, way: str, tokens: int) -> list[str]:
 
 
 def held(error: torch.OutOfMemoryError) -> list[str]:
-    """Cells of a row without a result: why, and the GiB that torch's allocator had in use and reserved at most, with what it
-    was asked for in vain."""
+    """Return cells of a row without a result: the reason, and torch's GiB in use, reserved and requested."""
     used, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     request = re.search(r"Tried to allocate (\d[\d.]* \w+)", str(error))
     return ["out of memory", "", f"{used:.1f} of {reserved:.1f}" + (f", asked for {request[1]}" if request else "")]
 
 
 def main() -> None:
-    """Print the table; what runs out of memory says so."""
+    """Print the table, also with rows that run out of memory."""
     a = options()
     expandable_segments(os.environ)
     if a.device == "cuda":

@@ -19,7 +19,7 @@ from lightning_dilated.planning import peak_memory, seconds_of
 
 
 def cut(tokens: int, documents: int) -> torch.Tensor:
-    """cu_seqlens of so many documents of random lengths."""
+    """Return cu_seqlens of `documents` documents of random lengths."""
     return torch.tensor(
         [0, *sorted(random.Random(0).sample(range(1, tokens), documents - 1)), tokens], dtype=torch.int32
     )

@@ -39,7 +39,7 @@ PANELS = [
 
 
 def main() -> None:
-    """Draw it."""
+    """Draw the figure."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("picture", type=Path)
     draw(p.parse_args().picture)

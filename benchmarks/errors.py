@@ -20,19 +20,19 @@ from lightning_dilated.attention.backends import ENGINES, Request
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:
-    """(1, N, H, D) by the definition, in the inputs' dtype; counts (H, N, N)."""
+    """Return (1, N, H, D) by the definition, in the inputs' dtype; counts (H, N, N)."""
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * q.shape[-1] ** -0.5 + counts.to(q.dtype).log()
     return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
 
 
 def errors(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor, exact: list[Tensor]) -> list[float]:
-    """Largest absolute error of out and each gradient."""
+    """Return the largest absolute error of out and each gradient."""
     got = [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
     return [float((a.detach().double() - b).abs().max()) for a, b in zip(got, exact, strict=True)]
 
 
 def main() -> None:
-    """Print a table: errors, and in brackets how many times plain torch's they are."""
+    """Print a table: errors, and in brackets their ratio to plain torch's."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default="bfloat16")

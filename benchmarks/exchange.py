@@ -53,7 +53,7 @@ COLUMNS = (
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda")
     p.add_argument("--ranks", type=int, help="default: all GPUs")
@@ -77,7 +77,7 @@ def options() -> argparse.Namespace:
 
 
 def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> float:
-    """Median wall seconds of `run`, of four after another as layers are, on the slowest rank, after two warm-ups."""
+    """Return median wall seconds of `run` on the slowest rank, of four consecutive calls, after two warm-ups."""
     found = []
     for i in range(repeats + 2):
         meet(device)
@@ -92,21 +92,21 @@ def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> flo
 
 
 def meet(device: torch.device) -> None:
-    """All ranks begin together."""
+    """Let all ranks begin together."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def most(device: torch.device, *numbers: float) -> list[float]:
-    """The largest of any rank."""
+    """Return the largest numbers of any rank."""
     found = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return found.tolist()
 
 
 def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
-    """(forward, forward and backward) of the op as functions without arguments."""
+    """Return (forward, forward and backward) of the op as functions without arguments."""
     q, k, v, grad = tensors
     trusting = contextlib.nullcontext if group is None else group.trusting
 
@@ -120,7 +120,7 @@ def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
 
 
 def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[float, float, float]:
-    """(exposed seconds, bytes received by the plan, whether others were counted), most of any rank in a pass."""
+    """Return (exposed seconds, bytes received by the plan, whether the count differs), most of any rank in a pass."""
     exposed = []
     for _ in range(repeats):
         meet(device)
@@ -140,7 +140,7 @@ def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tu
 
 
 def counted(run, group: SequenceGroup) -> tuple[int, int]:
-    """Bytes that this rank receives in one call, (forward, backward)."""
+    """Return the bytes that this rank receives in one call, (forward, backward)."""
     group.forward_traffic.clear(), group.backward_traffic.clear()
     run()
     group.settle()
@@ -148,14 +148,14 @@ def counted(run, group: SequenceGroup) -> tuple[int, int]:
 
 
 def awaited(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[str, str]:
-    """Cells "exposed ms" and "received MB" (both passes, the rank that receives most), from calls that are not timed."""
+    """Return cells "exposed ms" and "received MB" (both passes, the rank that receives most), from untimed calls."""
     exposed, _, unlike = watched(run, group, device, repeats)
     (received,) = most(device, sum(counted(run, group)))
     return f"{exposed * 1e3:.2f}", f"{received / 1e6:.2f}{' (NOT as planned)' if unlike else ''}"
 
 
 def still():
-    """Within, exchanges pack, compute and add up as ever, on whatever their buffers hold, but nothing moves."""
+    """Let exchanges pack, compute and add up their buffers without moving anything."""
 
     def post(self, rows, sends, receives, into=None, what="rows"):
         out = rows.new_empty(sum(receives.values()), *rows.shape[1:]) if into is None else into
@@ -192,7 +192,7 @@ class Line:
 def measure(
     group: SequenceGroup, tensors, pattern, causal: bool, alone: float, args: argparse.Namespace
 ) -> Line | ValueError:
-    """One exchange, or why it cannot serve."""
+    """Measure one exchange, or return the reason why it cannot serve."""
     device, local = tensors[0].device, tensors[0].shape[1]
     forward, both = step(tensors, pattern, causal, group)
     try:
@@ -217,7 +217,7 @@ def measure(
 
 
 def lines(rank: int, args: argparse.Namespace, device: torch.device):
-    """The lines of the table, equal on all ranks."""
+    """Yield the lines of the table, equal on all ranks."""
     ranks = dist.get_world_size()
     for local in args.local:
         pattern = DilatedPattern.geometric(args.first, local * ranks)
@@ -239,7 +239,7 @@ def lines(rank: int, args: argparse.Namespace, device: torch.device):
 
 
 def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.device:
-    """The device of a rank that joined the others."""
+    """Join the other ranks. Return the device."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
@@ -249,7 +249,7 @@ def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.
 
 
 def told(rank: int, head: str, found: Iterable[object], record: Path | None) -> None:
-    """Rank 0 prints the lines as they come, and appends them to the file."""
+    """Let rank 0 print the lines one by one, and append them to the file."""
     written = [head]
     print(head, end="", flush=True) if rank == 0 else None
     for line in found:
@@ -262,7 +262,7 @@ def told(rank: int, head: str, found: Iterable[object], record: Path | None) -> 
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
+    """Run one rank."""
     device = joined(rank, ranks, port, args)
     head = (
         f"\n{ranks} ranks, {args.heads} heads of {args.head_dim}, {args.dtype}, geometric({args.first}, N), "
@@ -274,7 +274,7 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
 
 
 def start(work: Callable[..., None], args: argparse.Namespace) -> None:
-    """All ranks."""
+    """Start all ranks."""
     count = args.ranks or torch.cuda.device_count()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

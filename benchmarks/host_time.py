@@ -23,7 +23,7 @@ import lightning_dilated as ld
 
 
 def least(function: Callable[[], object], calls: int, repeats: int = 9) -> float:
-    """Microseconds of a call, the least mean of several series."""
+    """Return the microseconds of a call: the least mean of several series."""
     means = []
     for _ in range(repeats):
         begin = time.perf_counter()

@@ -19,7 +19,7 @@ from lightning_dilated import DilatedPattern, dilated_attention
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=1048576)
     p.add_argument("--heads", type=int, default=12)
@@ -33,7 +33,7 @@ def options() -> argparse.Namespace:
 
 
 def kernel_times(run: Callable[[], None]) -> tuple[dict[str, tuple[float, int]], float]:
-    """({kernel: (ms, calls)}, wall ms) of one run after two warm-ups."""
+    """Return ({kernel: (ms, calls)}, wall ms) of one run after two warm-ups."""
     run()
     run()
     torch.cuda.synchronize()

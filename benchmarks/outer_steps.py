@@ -45,7 +45,7 @@ THRESHOLD = 1.01
 
 
 def validated(strategy: dict[str, Any], out: Path, steps: int) -> tuple[list[float], float]:
-    """(bits per byte at each validation, seconds) of a run."""
+    """Return (bits per byte at each validation, seconds) of a run."""
     options = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"sequence_size": 1, **strategy}}
     command = [sys.executable, "-m", "lightning_dilated", "fit", "--config", str(RECIPE), "--trainer.devices", "2"]
     command += ["--trainer.strategy", json.dumps(options), "--trainer.max_steps", str(steps)]

@@ -27,7 +27,7 @@ Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=4096)
@@ -39,34 +39,34 @@ def options() -> argparse.Namespace:
 
 
 def nats(head: nn.Linear, x: Tensor, labels: Tensor, compiled: bool = True) -> Tensor:
-    """(1, N) losses."""
+    """Return (1, N) losses."""
     return token_nats(head(x)[0], labels[0], compiled).view(labels.shape)
 
 
 def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
-    """The mean, by torch's cross-entropy in fp32."""
+    """Return the mean by torch's cross-entropy in fp32."""
     return nn.functional.cross_entropy(head(x)[0].float(), labels[0])
 
 
 def ours(tile: int, compiled: bool = True) -> Way:
-    """As LongNetLM does: gradients are made with the sum."""
+    """Return LongNetLM's way: gradients are computed with the sum."""
     run = partial(nats, compiled=compiled)
     return lambda head, x, labels: tiled_sum(partial(run, head), (head,), tile, x, labels) / labels.numel()
 
 
 def again(tile: int) -> Way:
-    """Each tile's logits once more in the backward, as where the loss of each token has a gradient of its own."""
+    """Return the way that recomputes each tile's logits in the backward, as for losses of tokens with own gradients."""
     return lambda head, x, labels: tiled(partial(nats, head), (head,), tile, x, labels).mean()
 
 
 def of_torch(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
-    """torch's, in chunks of its own choice."""
+    """Compute torch's loss, in chunks of its own choice."""
     weight = head.weight.to(x.dtype)
     return nn.functional.linear_cross_entropy(x[0], weight, labels[0], options=nn.LinearCrossEntropyOptions())
 
 
 def of_liger() -> Way:
-    """liger-kernel's."""
+    """Return liger-kernel's way."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss()
@@ -74,7 +74,7 @@ def of_liger() -> Way:
 
 
 def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
-    """Those that are here, by name."""
+    """Return the available ways, by name."""
     tile = loss_tile(args.tile, vocab)
     name = f"tiles of {tile:,}"
     found: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
@@ -91,14 +91,14 @@ def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
 
 
 def once(way: Way, head: nn.Linear, x: Tensor, labels: Tensor) -> list[Tensor]:
-    """Gradients of the states and the weights."""
+    """Return gradients of the states and the weights."""
     with torch.autocast(x.device.type, torch.bfloat16):
         loss = way(head, x, labels)
     return list(torch.autograd.grad(loss, [x, head.weight]))
 
 
 def exact(head: nn.Linear, x: Tensor, labels: Tensor, step: int) -> list[Tensor]:
-    """The same in fp32, by torch's cross-entropy, `step` tokens at a time."""
+    """Return the same in fp32, by torch's cross-entropy, `step` tokens at a time."""
     wide, total = x.detach().float(), 0.0
     made = torch.empty_like(wide)
     for cut in (slice(at, at + step) for at in range(0, x.shape[1], step)):
@@ -110,7 +110,7 @@ def exact(head: nn.Linear, x: Tensor, labels: Tensor, step: int) -> list[Tensor]
 
 
 def measured(way: Way, steps: int, *given: nn.Linear | Tensor) -> tuple[list[Tensor], float, float]:
-    """(gradients, ms, GiB above what was there)."""
+    """Return (gradients, ms, additional GiB)."""
     on_gpu, seconds, before = given[1].device.type == "cuda", [], 0
     for step in range(steps + 1):
         found = None

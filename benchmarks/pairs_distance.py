@@ -36,7 +36,7 @@ SIZES = {"strains": (4, 256, 8, 4), "versions": (256, 512, 8, 8)}  # vocabulary,
 
 
 def main() -> None:
-    """Train, and print what was learned."""
+    """Train, and print the results."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("kind", choices=list(STAGES))
     p.add_argument("data", type=Path)
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """One arm."""
+    """Run one arm."""
     lengths, steps = zip(*STAGES[a.kind], strict=True)
     lengths, steps = a.lengths or lengths, a.steps or steps
     longest = max(lengths)
     model = model_of(a, *SIZES[a.kind], longest)
     make = strains if a.kind == "strains" else versions
-    # by minutes, the last length takes what is left of them
+    # with a limit of minutes, the last length takes what is left of them
     stages = [
         Stage(n, k, make(a, n, "train", k * (20 if a.minutes else 1))) for n, k in zip(lengths, steps, strict=True)
     ]
@@ -64,7 +64,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 
 def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Batches of strain pairs of N bases; one sample a batch for validation."""
+    """Yield batches of strain pairs of N bases; one sample a batch for validation."""
     species = {f.name: str(f) for f in sorted(a.data.iterdir()) if f.is_dir()}
     size = max(1, TOKENS // seq_len) if split == "train" else 1
     data = StrainPairsDataModule(
@@ -75,7 +75,7 @@ def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iter
 
 
 def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
-    """Samples of a file of bytes, one a batch, in an order that the seed draws."""
+    """Yield samples of a file of bytes, one a batch, in an order drawn by the seed."""
     path = a.data if split == "train" else a.data.with_suffix(".val.bin")
     flat = np.memmap(path, np.uint8, "r")
     rows = flat[: len(flat) // seq_len * seq_len].reshape(-1, seq_len)
@@ -91,7 +91,7 @@ def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Ite
 
 @torch.no_grad()
 def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> torch.Tensor:
-    """(samples, N - 1) float64: bits of each token that is predicted."""
+    """Return (samples, N - 1) float64: bits of each predicted token."""
     model.eval()
     rows = []
     for batch in samples:
@@ -105,7 +105,7 @@ def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> to
 
 
 def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict[str, object]:
-    """Bits of the two halves and of eighths; those of the second half begin a sixteenth behind the middle."""
+    """Return bits of both halves and of eighths; the second half's begin a sixteenth behind the middle."""
     bits = token_bits(model, samples, device)
     half = bits.shape[1] // 2
     second = bits[:, half + half // 8 :].mean(1)

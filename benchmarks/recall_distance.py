@@ -31,7 +31,7 @@ LENGTHS = (1024, 4096, 16384, 65536)
 
 
 def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDataModule:
-    """The task at N tokens."""
+    """Return the task with N tokens."""
     pairs, batch = min(seq_len // a.tokens_per_pair, 1024, a.vocabulary), max(1, a.tokens // seq_len)
     return ld.data.FarRecallDataModule(
         seq_len,
@@ -46,7 +46,7 @@ def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDa
 
 
 def main() -> None:
-    """Train, and print what was learned."""
+    """Train, and print the results."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
     p.add_argument(
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run(a: argparse.Namespace) -> dict[str, object]:
-    """One arm."""
+    """Run one arm."""
     model = model_of(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max(a.lengths), tie_embeddings=a.tie)
     if a.recompute:
         model.transformer.memory = MemorySettings("block")
@@ -80,7 +80,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
 
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
-    """Accuracy and bits of the longest length, all and by octave of the distance."""
+    """Return accuracy and bits of the longest length, all and by octave of the distance."""
     task = data(max(a.lengths), 1, a)
     model.eval()
     right, nats, far = [], [], []

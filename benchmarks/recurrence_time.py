@@ -29,29 +29,29 @@ FIVE = ld.DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """As layers compute it: the op, by kernels where they serve the call, window by window."""
+    """Compute like layers: the op, by kernels if they serve the call, window by window."""
     return op.RECURRENCE(q, k, v, log_decay, beta, None, None, op.encode("gated_delta", None, True))
 
 
 def in_torch(*tensors: Tensor) -> Tensor:
-    """The op by torch operations; `measured` keeps the kernels out."""
+    """Compute the op by torch operations; `measured` keeps the kernels out."""
     return ours(*tensors)
 
 
 def fla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """The kernels of fla-core."""
+    """Compute by the kernels of fla-core."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule(q, k, v, log_decay, beta, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """Attention by five branches."""
+    """Compute attention by five branches."""
     return ld.dilated_attention(q, k, v, FIVE, causal=True)
 
 
 def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
-    """q, k, v, log_decay and beta, and a gradient of the output."""
+    """Return q, k, v, log_decay and beta, and a gradient of the output."""
     torch.manual_seed(0)
     rows = [torch.randn(1, seq_len, a.heads, a.head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     gates = [torch.rand(1, seq_len, a.heads, device="cuda") for _ in range(2)]
@@ -60,7 +60,7 @@ def inputs(a: argparse.Namespace, seq_len: int) -> tuple[Rows, Tensor]:
 
 
 def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[float, float, Rows]:
-    """(milliseconds forward, forward and backward, the output and the gradients)."""
+    """Return (milliseconds forward, forward and backward, the output and the gradients)."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -81,7 +81,7 @@ def measured(way: Callable[..., Tensor], tensors: Rows, grad: Tensor) -> tuple[f
 
 
 def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
-    """A table's rows."""
+    """Yield a table's rows."""
     tensors, grad = inputs(a, seq_len)
     first = None
     for way in (ours, in_torch, fla, dilated):
@@ -98,7 +98,7 @@ def rows_of(a: argparse.Namespace, seq_len: int) -> Iterator[str]:
 
 
 def parts_of(a: argparse.Namespace, seq_len: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, launch) of each kernel of a call, forward and then backward."""
+    """Yield (name, launch) of each kernel of a call, forward and then backward."""
     from lightning_dilated.ext.recurrence import gated_delta as forward
     from lightning_dilated.ext.recurrence import gated_delta_backward as back
 

@@ -26,7 +26,7 @@ from lightning_dilated.sequence.links import NUMBERS, Links
 
 
 def measured(text: str) -> tuple[int, int, float, str]:
-    """ranks:tokens:milliseconds[:exchange]."""
+    """Parse ranks:tokens:milliseconds[:exchange]."""
     parts = text.split(":")
     if len(parts) not in (3, 4):
         raise argparse.ArgumentTypeError(f"{text!r} is not ranks:tokens:milliseconds[:exchange]")
@@ -34,7 +34,7 @@ def measured(text: str) -> tuple[int, int, float, str]:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--machine", type=Path, required=True, help="JSON of benchmarks/step_parts.py")
     p.add_argument("--tokens", type=int, nargs="+", default=[32768, 262144], help="of a GPU")
@@ -56,7 +56,7 @@ def options() -> argparse.Namespace:
 
 
 def calibrated(setting: Setting, given: list[tuple[int, int, float, str]]) -> Setting:
-    """With the overheads that measured steps of one GPU show, 0 where a step's parts take longer than it."""
+    """Add the overheads of measured steps of one GPU, 0 if a step's parts take longer than it."""
     alone = sorted((tokens, ms) for ranks, tokens, ms, _ in given if ranks == 1)
     if not alone:
         raise SystemExit("--calibrate needs a step of one GPU: --measured 1:TOKENS:MS.")
@@ -65,7 +65,7 @@ def calibrated(setting: Setting, given: list[tuple[int, int, float, str]]) -> Se
 
 
 def compared(setting: Setting, given: list[tuple[int, int, float, str]]) -> list[str]:
-    """Planned steps beside measured ones."""
+    """Compare planned steps with measured ones."""
     lines = [
         "| GPUs | tokens a GPU | exchange | measured ms | planned ms | deviation | exposed ms |",
         "|---|---|---|---|---|---|---|",

@@ -40,15 +40,14 @@ from lightning_dilated.ext.planning.machine import Line, Machine, Parts
 from lightning_dilated.models.blocks import default_hidden
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_rows, pack_rows
 
-#: wide branches of the made-up longer sequence
+#: wide branches of the invented longer sequence
 WIDE = 4
 #: seconds of dense attention before it is measured: a step of it lasts seconds, in which a GPU lowers its clock
 SUSTAINED = 3.0
 
 
 def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """As `seconds_of`, but on a GPU the time of the kernels alone: they begin after all launches, as in a step whose host
-    runs ahead."""
+    """Like `seconds_of`, but on a GPU the kernels' time alone: they begin after all launches."""
     if device.type != "cuda":
         return seconds_of(run, device, repeats)
     run()
@@ -59,7 +58,7 @@ def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: 
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
-    """The line with the least squared relative errors through (size, seconds), with both parts at least 0.
+    """Fit a line with the least squared relative errors through (size, seconds), with both parts at least 0.
 
     Raises:
         ValueError: with fewer than two different sizes.
@@ -78,7 +77,7 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--output", type=Path, required=True, help="the JSON")
     p.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144, 1048576], help="--first times powers of 2")
@@ -110,16 +109,16 @@ class Bench:
         self.head_dim = args.dim // args.heads
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The Trainer's precision."""
+        """Return the Trainer's precision."""
         mixed = self.args.precision == "bf16-mixed"
         return torch.autocast(self.device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median seconds of a call, on a GPU without the host's."""
+        """Return median seconds of a call, on a GPU without the host's."""
         return device_seconds_of(run, self.device, self.args.repeats)
 
     def passes(self, run: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
-        """Seconds of forward and of backward; autocast begins in each call, which casts the weights, as a step does."""
+        """Return seconds of forward and of backward; each call begins an autocast, which casts weights as a step does."""
 
         def forward() -> Tensor:
             with self.autocast():
@@ -131,32 +130,32 @@ class Bench:
         return first, max(0.0, both - first)
 
     def free(self) -> None:
-        """Forget compiled code, so that the next length is not compiled for any, and give memory back."""
+        """Forget compiled code, so that the next length is compiled separately, and free memory."""
         torch._dynamo.reset()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def pattern(self, last: int) -> DilatedPattern:
-        """geometric(first, last)."""
+        """Return geometric(first, last)."""
         return DilatedPattern.geometric(self.args.first, last)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor of the dtype of q, k and v."""
+        """Draw a tensor of the dtype of q, k and v."""
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
 
     def qkv(self, tokens: int) -> list[Tensor]:
-        """q (1, L, H, D), k and v (1, L, K, D)."""
+        """Return q (1, L, H, D), k and v (1, L, K, D)."""
         return [self.random(1, tokens, h, self.head_dim) for h in (self.args.heads, self.kv_heads, self.kv_heads)]
 
     def call(self, pattern: DilatedPattern, engine: Engine) -> Call:
-        """What `attention.resolve` makes of a call."""
+        """Return the call that `attention.resolve` makes."""
         args = self.args
         window = HeadWindow(pattern, args.heads, self.kv_heads, (0, args.heads))
         return Call(engine, window, args.causal, self.head_dim**-0.5)
 
     def engine(self, q: Tensor, pattern: DilatedPattern | None = None) -> Engine:
-        """The engine of a rank of a sequence; with the pattern of q's own tokens that of one rank alone."""
+        """Return the engine of a rank of a sequence; with the pattern of q's own tokens, of one rank alone."""
         flops = math.inf
         if pattern is not None and self.device.type == "cuda":
             window = HeadWindow(pattern, self.args.heads, self.kv_heads, (0, self.args.heads))
@@ -164,7 +163,7 @@ class Bench:
         return choose(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5, flops)).engine
 
     def own(self, tokens: int, ranks: int) -> tuple[float, float]:
-        """The attention of a rank's own rows, from the middle of a sequence of `ranks` times its tokens."""
+        """Time the attention of a rank's own rows, in the middle of a sequence of `ranks` times its tokens."""
         q, k, v = self.qkv(tokens)
         engine, others = self.engine(q, self.pattern(tokens)), self.engine(q)
         if ranks == 1 and engine is not others:
@@ -178,7 +177,7 @@ class Bench:
         return self.seconds(forward), self.seconds(lambda: executor.backward(tensors, lse, None))
 
     def long(self, tokens: int) -> tuple[float, float]:
-        """Seconds of a pair of dense attention."""
+        """Return the seconds of a pair of dense attention."""
         args, pattern = self.args, DilatedPattern([Branch(tokens, 1)])
         rows = [x.requires_grad_() for x in self.qkv(tokens)]
         call = lambda: dilated_attention(*rows, pattern, causal=args.causal, engine=args.engine)  # noqa: E731
@@ -190,7 +189,7 @@ class Bench:
         return forward / pairs, backward / pairs
 
     def model(self, tokens: int) -> LongNetLM:
-        """A LongNetLM of one block."""
+        """Build a LongNetLM of one block."""
         args = self.args
         sizes = (args.vocab, args.dim, 1, args.heads)
         options = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "ffn": args.ffn, "engine": args.engine}
@@ -200,7 +199,7 @@ class Bench:
         return model.to(self.device)
 
     def block(self, tokens: int, recompute: str) -> tuple[float, float]:
-        """One block with its attention."""
+        """Time one block with its attention."""
         self.free()
         transformer = self.model(tokens).transformer
         block = transformer.blocks[0]
@@ -213,14 +212,14 @@ class Bench:
         return self.passes(lambda: block(x, positions=table), [x, *block.parameters()])
 
     def edge(self, tokens: int) -> tuple[float, float]:
-        """Embedding, last norm, output projection and loss: a LongNetLM without its blocks."""
+        """Time embedding, last norm, output projection and loss: a LongNetLM without its blocks."""
         model = self.model(tokens)
         model.transformer.blocks = nn.ModuleList()
         batch = {name: torch.randint(self.args.vocab, (1, tokens), device=self.device) for name in ("tokens", "labels")}
         return self.passes(lambda: model.loss_terms(batch)[0], list(model.parameters()))
 
     def parts(self, tokens: int) -> Parts:
-        """Everything that grows with the tokens."""
+        """Measure everything that grows with the tokens."""
         alone, wider = self.own(tokens, 1), self.own(tokens, 1 << WIDE)
         wide = [max(0.0, b - a) / WIDE for a, b in zip(alone, wider, strict=True)]
         rest = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
@@ -228,14 +227,14 @@ class Bench:
         return Parts(tokens, *alone, *wide, *rest, *self.edge(tokens))
 
     def again(self, parts: Parts) -> float:
-        """A recomputed block's forward without the op, over the first one."""
+        """Return a recomputed block's forward without the op, relative to the first one."""
         _, backward = self.block(parts.tokens, "block")
         usual = parts.rest_backward + parts.attention_backward
         twice = backward - usual - parts.attention_forward
         return max(0.0, twice) / parts.rest_forward if parts.rest_forward else 1.0
 
     def arrivals(self) -> tuple[Line, Line]:
-        """Batches as those of the wide branches: first/2^j queries and the other keys of their segment, each head."""
+        """Time batches like those of wide branches: first/2^j queries and the other keys of their segment, each head."""
         heads, group, points = self.args.heads, self.args.heads // self.kv_heads, ([], [])
         head = torch.arange(heads, device=self.device)[:, None]
         for j in range(1, min(7, self.args.first.bit_length() - 1)):
@@ -258,12 +257,12 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def some(self, tokens: int, heads: int) -> list[Tensor]:
-        """Numbers of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
+        """Return indices of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
         counts = (self.args.first * heads // 64, self.args.first * heads // 8, self.args.first * heads)
         return [torch.randperm(tokens * heads, device=self.device)[:n].sort().values for n in counts]
 
     def moves(self, tokens: int) -> tuple[Line, Line]:
-        """Packing rows of K and V into a buffer, and summing gradients that came home, by bytes."""
+        """Time packing rows of K and V into a buffer, and summing returned gradients, by bytes."""
         _, k, v = self.qkv(tokens)
         points: tuple[list, list] = ([], [])
         for rows in self.some(tokens, self.kv_heads):
@@ -279,7 +278,7 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def few(self, tokens: int) -> tuple[Line, Line]:
-        """Picking the rows that get anything from others and adding to them, by query rows: forward, backward."""
+        """Time picking the rows with contributions from others and adding to them, by query rows: forward, backward."""
         q, k, v = self.qkv(tokens)
         out, grad, lse = torch.randn_like(q), torch.randn_like(q), self.random(1, self.args.heads, tokens).float()
         lse, points = lse.transpose(1, 2), ([], [])
@@ -304,14 +303,14 @@ class Bench:
         return fit_line(points[0]), fit_line(points[1])
 
     def optimizer(self, sizes: Iterable[torch.Size]) -> float:
-        """AdamW over parameters of these sizes."""
+        """Time AdamW over parameters of these sizes."""
         parameters = [torch.zeros(size, device=self.device, requires_grad=True) for size in sizes]
         for x in parameters:
             x.grad = torch.zeros_like(x)
         return self.seconds(torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda").step)
 
     def machine(self) -> Machine:
-        """All of it."""
+        """Measure everything."""
         args, begin = self.args, time.perf_counter()
         said = lambda text: print(f"{time.perf_counter() - begin:5.1f} s: {text}", flush=True)  # noqa: E731
         model = self.model(args.tokens[0])
@@ -343,7 +342,7 @@ def main() -> None:
     """Measure and write."""
     args = options()
     for tokens in args.tokens:
-        DilatedPattern.geometric(args.first, tokens)  # a length that cannot be is an error before anything is measured
+        DilatedPattern.geometric(args.first, tokens)  # an impossible length is an error before anything is measured
     args.output.parent.mkdir(parents=True, exist_ok=True)
     machine = Bench(args).machine()
     machine.save(args.output)

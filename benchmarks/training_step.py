@@ -31,7 +31,7 @@ from lightning_dilated.callbacks.throughput import PEAKS
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import step_flops
 
-#: kinds of kernels, by what their names hold; the first that fits
+#: kinds of kernels, by parts of their names; the first that matches
 KINDS = {
     "elementwise": ("triton_",),
     "recurrence": ("_invert", "_pass", "pass_groups", "_read", "_sums", "_queries", "_gradients"),
@@ -44,7 +44,7 @@ KINDS = {
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=768)
@@ -80,7 +80,7 @@ def options() -> argparse.Namespace:
 
 
 class Clock(pl.Callback):
-    """Seconds of a step, over all but the first two, which nothing waits for in between; then, if asked to, a profile."""
+    """Records seconds of a step, over all but the first two, without waiting between; then, on request, a profile."""
 
     def __init__(self, steps: int, profiled: bool) -> None:
         self.begin, self.seconds, self.steps, self.profiled = 0.0, 0.0, steps, profiled
@@ -110,17 +110,17 @@ class Clock(pl.Callback):
 
 
 def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) -> None:
-    """Block inputs wait in pinned memory as torch itself has it: each copy is waited for, none is asked for ahead."""
+    """Let block inputs wait in pinned memory by torch's own hooks: each copy is waited for, none is prefetched."""
     transformer._host.offloading = lambda *unused: torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def settings_of(args: argparse.Namespace) -> MemorySettings:
-    """What training keeps."""
+    """Return the memory settings of training."""
     return MemorySettings(args.recompute, args.every, args.offload, args.tile, args.head_chunks)
 
 
 def model_of(args: argparse.Namespace) -> ld.LongNetLM:
-    """The model, with the attention asked for in every block."""
+    """Build the model, with the requested attention in every block."""
     pattern: Any = ld.DilatedPattern.longnet(args.segments, args.dilations)
     if args.hybrid:
         pattern = ld.DilatedPattern.hybrid(args.depth, args.heads, args.kv_heads, global_every=args.hybrid)
@@ -187,7 +187,7 @@ def gaps_table(clock: Clock, rows: int = 12) -> None:
 
 
 def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> list[str]:
-    """[TFLOP/s of the step's own FLOPs, their part of the GPU's peak], of our attention, whose pairs are counted."""
+    """Return [TFLOP/s of the step's own FLOPs, their share of the GPU's peak] of our attention, which counts pairs."""
     if args.attention != "ours":
         return ["", ""]
     rate = step_flops(model, args.seq_len, [args.seq_len]) / seconds

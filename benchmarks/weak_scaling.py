@@ -33,12 +33,12 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_dilated as ld
 from lightning_dilated.sequence.exchange.transport import TrafficLog, mark, seconds
 
-#: tokens of a rank that are trained before the clock
+#: tokens of a rank that are trained before the clock starts
 WARM = 2**22
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of a rank")
     p.add_argument("--of", type=int, help="ranks whose pattern is taken (default: those that run)")
@@ -77,13 +77,13 @@ class RandomBytes(Dataset):
         return self.read_ranges(index, [range(self.seq_len)])
 
     def read_ranges(self, index: int, ranges: list[range]) -> dict[str, torch.Tensor]:
-        """Tokens and labels of runs of positions."""
+        """Return tokens and labels of runs of positions."""
         of = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
         return {"tokens": of(0), "labels": of(1)}
 
 
 class Watch(pl.Callback):
-    """Seconds of every step but the first `warm`; of one more, what the exchange received and how long it was awaited."""
+    """Records seconds of every step after the first `warm`; of one more, the bytes received and the time of waiting."""
 
     def __init__(self, warm: int, steps: int, wait: bool) -> None:
         self.ends, self.loss, self.received, self.exposed = [], torch.tensor(float("nan")), (0, 0), 0.0
@@ -109,7 +109,7 @@ class Watch(pl.Callback):
         self.received = group.forward_traffic.received, group.backward_traffic.received
 
     def step(self) -> float:
-        """Seconds of a step, the median."""
+        """Return the median seconds of a step."""
         return statistics.median(itertools.starmap(seconds, itertools.pairwise(self.ends)))
 
 
@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     """Train, and print one row."""
     torch._dynamo.reset()
     pl.seed_everything(0, verbose=False)
-    # compiling has left as many processes as cores, which take seconds to start and take them from the ranks
+    # compilation has left a process for each core; they take seconds to start, and take them from the ranks
     warm = max(2, WARM // tokens) if args.warm is None else args.warm
     clock, steps = Watch(warm, args.steps, args.wait), warm + args.steps + 1
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
@@ -161,12 +161,12 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
 
 
 def dist_ranks() -> int:
-    """Processes that torchrun started on this node."""
+    """Return the processes that torchrun started on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def main() -> None:
-    """One row for each number of tokens."""
+    """Print one row for each number of tokens."""
     args = options()
     if int(os.environ.get("RANK", 0)) == 0:
         print(
@@ -175,7 +175,7 @@ def main() -> None:
         )
     for tokens in args.tokens:
         measure(args, tokens)
-    # DDP keeps gloo's threads beyond the group's end: one that then still lets go of the last call aborts the process
+    # DDP keeps gloo's threads beyond the group's end: a thread that then still frees the last call aborts the process
     time.sleep(0.2)
     dist.destroy_process_group()
 

@@ -31,7 +31,7 @@ class CudnnWindow(torch.autograd.Function):
     @staticmethod
     @functools.cache
     def graphs(shape: tuple[int, ...], width: int) -> tuple:
-        """(forward graph, its tensors, backward graph, its tensors, bytes of workspace of each)."""
+        """Return (forward graph, its tensors, backward graph, its tensors, bytes of workspace of each)."""
         import cudnn
 
         kinds = cudnn.data_type
@@ -94,7 +94,7 @@ class CudnnWindow(torch.autograd.Function):
 
 
 def ways(width: int, seq_len: int) -> Iterator[tuple[str, Attend]]:
-    """Name and function of each."""
+    """Yield the name and function of each way."""
     pattern = ld.DilatedPattern([ld.Window(width)])
     yield "ours", lambda q, k, v: ld.dilated_attention(q, k, v, pattern, causal=True)
     yield "cudnn frontend", lambda q, k, v: CudnnWindow.apply(q, k, v, width)
@@ -102,7 +102,7 @@ def ways(width: int, seq_len: int) -> Iterator[tuple[str, Attend]]:
 
 
 def flex(width: int, seq_len: int) -> Attend:
-    """torch's FlexAttention, compiled."""
+    """Compile torch's FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     seen = lambda b, h, p, j: (j <= p) & (p - j < width)  # noqa: E731
@@ -117,7 +117,7 @@ def flex(width: int, seq_len: int) -> Attend:
 
 
 def passes(attend: Attend, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Pass, Pass]:
-    """(forward, forward and backward)."""
+    """Return (forward, forward and backward)."""
 
     def both() -> tuple[Tensor, ...]:
         out = attend(*inputs)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--far", choices=FAR, default="codes")
     p.add_argument("--far-layer", type=int, default=0)
@@ -79,26 +79,26 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(compiled: bool) -> None:
-    """Fused versions of what is bound by memory."""
+    """Compile operations that are bound by memory."""
     if compiled:
         models.convolve, models.turn = (torch.compile(f, dynamic=True) for f in (models.convolve, models.turn))
         codes.attend = torch.compile(codes.attend, dynamic=True)
 
 
 def task_of(a: argparse.Namespace) -> Task:
-    """The task of a command line."""
+    """Return the task of a command line."""
     words = {"text": a.text, "key_tokens": a.key_tokens, "full": a.full}
     return Task(a.haystack, a.keys, a.per_pair, device=a.device, **words)
 
 
 def sizes_of(a: argparse.Namespace, vocabulary: int) -> Sizes:
-    """The model's sizes of a command line."""
+    """Return the model's sizes of a command line."""
     names = ("far", "far_layer", "width", "groups", "codes", "latest", "before", "start", "alike", "std", "sharp")
     return Sizes(vocabulary, **{name: getattr(a, name) for name in names})
 
 
 def write(a: argparse.Namespace, row: dict[str, Any]) -> None:
-    """One more line of the run's file."""
+    """Append a line to the run's file."""
     line = json.dumps({"name": a.name, **row})
     with (a.out / f"{a.name}.jsonl").open("a") as file:
         file.write(line + "\n")
@@ -108,7 +108,7 @@ def write(a: argparse.Namespace, row: dict[str, Any]) -> None:
 def loss_of(
     model: Model, batch: tuple[Tensor, ...], settings: Settings, a: argparse.Namespace, step: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(training loss, nats of the answers, losses and counts of the far head)."""
+    """Return (training loss, nats of the answers, losses and counts of the far head)."""
     tokens, asked, answers, _ = batch
     with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
         logits, aux = model(tokens, asked, settings)
@@ -118,7 +118,7 @@ def loss_of(
 
 
 def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
-    """Train at each length, and say what was learned."""
+    """Train at each length. Return the results."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=a.device == "cuda"
     )
@@ -157,7 +157,7 @@ def train(model: Model, task: Task, a: argparse.Namespace) -> dict[str, Any]:
 
 @torch.no_grad()
 def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Namespace) -> dict[str, Any]:
-    """Right answers, bits and rows read of new sequences of a length."""
+    """Return right answers, bits and rows read of new sequences of a length."""
     gen = torch.Generator(a.device).manual_seed(7)
     right, nats, rows, far, count = [], [], [], [], max(2, a.test_tokens // size)
     for _ in range(count):
@@ -188,7 +188,7 @@ def test(model: Model, task: Task, size: int, settings: Settings, a: argparse.Na
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One run."""
+    """Run one arm."""
     a = options(argv)
     a.out.mkdir(parents=True, exist_ok=True)
     prepare(a.compile)

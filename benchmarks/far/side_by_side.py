@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Start, wait, start the next."""
+    """Start commands, wait, and start the next."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("list", type=Path)
     p.add_argument("--at-once", type=int, default=6)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def load(path: str, device: str) -> tuple[Model, argparse.Namespace]:
-    """A trained model, and the options of its training."""
+    """Load a trained model, and the options of its training."""
     stored = torch.load(path, map_location=device, weights_only=True)
     model = Model(Sizes(**stored["sizes"])).to(device).eval()
     model.load_state_dict(stored["weights"])
@@ -32,7 +32,7 @@ def load(path: str, device: str) -> tuple[Model, argparse.Namespace]:
 
 @torch.no_grad()
 def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
-    """Right answers and rows read."""
+    """Return right answers and rows read."""
     device = stream.task.device
     carried = [Carried() for _ in model.layers]
     right, rows, asked_rows, began = [], torch.zeros((), device=device, dtype=torch.float64), [], time.monotonic()
@@ -54,7 +54,7 @@ def recall(model: Model, stream: Stream, settings: Settings) -> dict[str, Any]:
 
 
 def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, began: float) -> dict[str, Any]:
-    """The row."""
+    """Return the row."""
     memory = torch.cuda.max_memory_allocated() / 2**30 if right.is_cuda else 0.0
     return {
         "right": round(right.double().mean().item() * 100, 2), "asked": len(right), "rows": round(rows, 2),
@@ -64,7 +64,7 @@ def summary(right: Tensor, rows: float, asked_rows: Tensor, carried: Carried, be
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One stream."""
+    """Run one stream."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("weights", help="a file of recall.py")
     p.add_argument("--tokens", type=int, required=True)
