@@ -90,7 +90,7 @@ def is_for_hints(node: ast.AST) -> bool:
 
 
 def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, int]]:
-    """Yield (name, line) of each of the package's modules that a file imports; `from a import b` may import a module."""
+    """Yield (name, line) of each of the package's modules that a file imports; `from a import b` may do so."""
     root = module.name.split(".")[0]
     for node in module.imports:
         names: set[str] = set()
@@ -169,7 +169,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(modules: dict[str, Module]) -> set[str]:
-    """Return private names that the package defines: functions, classes, assignments in a module, class or on `self`."""
+    """Return private names that the package defines: functions, classes, assignments in modules, classes, on `self`."""
     names: set[str] = set()
     for node in (node for module in modules.values() for node in ast.walk(module.tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

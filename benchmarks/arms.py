@@ -1,7 +1,7 @@
-"""What the learning experiments share: the arms (which pattern each layer has) and the training, the same for all of them.
+"""The arms of the learning experiments (a pattern for each layer) and their common training.
 
-AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1, 100 steps of warm-up, constant, linear to 0 over the last
-fifth of the steps (or of the minutes, where those end the run); bf16 autocast.
+AdamW(betas=(0.9, 0.95), weight_decay=0.1), gradients clipped at 1, 100 steps of warm-up, then constant, then linear to
+0 over the last fifth of the steps (or of the minutes, if these end the run); bf16 autocast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The op, forward and backward, beside dense attention of the same FLOPs.
+"""The op, forward and backward, next to dense attention of the same FLOPs.
 
     python benchmarks/attention.py                                          # this machine
     python benchmarks/attention.py --device cuda --dtype bfloat16 --seq-len 1048576 --heads 12 --head-dim 64 \

@@ -11,20 +11,20 @@
 Each branch adds keys to the softmax of the local segments of `--arm window` (a key of both counts twice, as with other
 branches):
 
-- summary: blocks of `--block` tokens that lie wholly before the query's own. Its key is the mean of the keys before their
-  rotation, rotated at the block's centre; its value the mean of the values; the score gets the log of the block's tokens.
-  With `--levels` above 1 larger blocks, each `--ratio` times the one before, stand for those further away: the largest
-  aligned blocks that do not hold the query.
-- selected: of the blocks wholly before its own, each query and head takes the `--top-k` with the largest q . mean(k) and
-  attends to their keys (MoBA, arXiv 2502.13189). The choice has no gradient; ties go to the earlier block.
-- residue: every query of head h attends to the keys at positions o_h mod `--rate` of the whole past. o_h is h mod rate, or
-  with `--offsets spread` h * rate / heads, so that the heads of a layer lie evenly.
+- summary: blocks of `--block` tokens that are wholly before the query's own. Its key is the mean of the keys before
+  their rotation, rotated at the block's centre; its value the mean of the values; the score gets the log of the block's
+  tokens. With `--levels` above 1, larger blocks, each `--ratio` times the one before, replace more distant ones: the
+  largest aligned blocks that do not hold the query.
+- selected: of the blocks wholly before its own, each query and head takes the `--top-k` with the largest q . mean(k)
+  and attends to their keys (MoBA, arXiv 2502.13189). The choice has no gradient; ties go to the earlier block.
+- residue: every query of head h attends to the keys at positions o_h mod `--rate` of the whole past. o_h is h mod rate,
+  or with `--offsets spread` h * rate / heads, so that the heads of a layer are evenly spread.
 
-Scores are matrices of a chunk of queries, in fp32: `pairs` says how many keys a query attends to (and, selected, how many
-blocks it scores), in heads of dense attention; seconds say little. `recall` is the task of `recall_distance.py`, with
-accuracy at lengths that training may not have had; `text` the bytes of Python's standard library in sequences of 1,024,
-bits a byte of the second half. All else as `arms.py` says. `check` compares with loops over the definitions in float64.
-Prints one line of JSON.
+Scores are matrices of a chunk of queries, in fp32. `pairs` counts the keys of a query (and, selected, the blocks that
+it scores), in heads of dense attention; seconds say little. `recall` is the task of `recall_distance.py`, with accuracy
+at lengths that training need not have had. `text` is the bytes of Python's standard library in sequences of 1,024, with
+bits a byte of the second half. `arms.py` trains. `check` compares with loops over the definitions in
+float64. Prints one line of JSON.
 
 Shape letters: B batch, N tokens, H heads, D head dim, C queries of a chunk, M keys of a branch.
 """

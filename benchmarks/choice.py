@@ -1,13 +1,13 @@
-"""What `auto` chooses beside every exchange by name, forward and backward of the op: the exchanges take turns.
+"""The choice of `auto` next to every exchange by name, forward and backward of the op, in alternation.
 
     python benchmarks/choice.py --local 8192 65536 262144 1048576 --record benchmarks/results/....md       # all GPUs
     python benchmarks/choice.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-Short calls are decided by the hosts, whose speed drifts by more than exchanges differ. So in each of many rounds every
-exchange is timed once, four calls after another as layers are; in another order than before.
-Times are those of the slowest rank; "of the best" is the median over rounds of a time against that of the named exchange
-with the shortest median. After the rounds: "exposed" is how long what computes stood still for rows in a call of its own,
-the most of any rank, and "received" is counted in both passes on the rank that receives most.
+Hosts determine the time of short calls, and their speed drifts by more than exchanges differ. So in each of many rounds
+every exchange is timed once, in four consecutive calls like layers, each round in another order. Times are the slowest
+rank's. "of the best" is the median over rounds of the ratio to the named exchange with the shortest median. After the
+rounds, in separate calls: "exposed" is the time in which computation waits for rows, the most of any rank; "received"
+counts both passes on the rank that receives most.
 Shape letters: R ranks, N = R L tokens, L of a rank.
 """
 

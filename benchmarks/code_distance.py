@@ -1,15 +1,16 @@
-"""Ordinary source code: how much less a byte costs where more of the text before it can be read.
+"""Ordinary source code: how many bits less a byte costs if more of the text before it can be read.
 
     python benchmarks/code_distance.py make linux-source-6.12 code.bin --limit 310
     python benchmarks/code_distance.py train code.bin --arm hybrid --windows hybrid.npy
     python benchmarks/code_distance.py compare hybrid.npy window.npy
 
-`make`: C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path, goes to
-OUT.val.bin instead; generated tables (drivers/gpu/drm/amd/include) are left out.
-`train`: one epoch of windows of 65,536 bytes in an order that the seed draws, a window a step, as `arms.py` says; a model
-of 8 layers of width 512 and 8 heads. Prints one line of JSON: bits a byte by octave of the position over the windows of
-validation; --windows stores (windows, octaves) of them.
-`compare`: by octave, how many percent the first costs less than the second, paired by window, and that in standard errors.
+`make`: C files and headers in the order of the tree, one after another. One folder in 16, by a hash of its path, goes
+to OUT.val.bin instead; generated tables (drivers/gpu/drm/amd/include) are left out.
+`train`: one epoch of windows of 65,536 bytes in an order drawn by the seed, a window a step, trained by `arms.py`; a
+model of 8 layers of width 512 and 8 heads. Prints one line of JSON: bits a byte by octave of the position over the
+windows of validation; --windows stores (windows, octaves) of them.
+`compare`: by octave, by how many percent the first costs less than the second, paired by window, and in standard
+errors.
 """
 
 from __future__ import annotations

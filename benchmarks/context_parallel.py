@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 benchmarks/context_parallel.py --dense 131072 524288 --dilated 1048576
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --dense 4096 --dilated --cpu --heads 4 --dtype float32
 
-N tokens over all ranks, causal. "dense" is every key for every query: torch's context parallel, and ours with each exchange
-and layout named. "dilated" is geometric(first, N), beside torch's dense attention over the same tokens. Median of the
-repeats, on the slowest rank. In calls of ours that are not timed: "received" of both passes, on the rank that receives
-most, and "exposed", how long what computes stood still for rows, the most of any rank.
+N tokens over all ranks, causal. "dense" is every key for every query: torch's context parallel, and our op with each
+exchange and layout. "dilated" is geometric(first, N), next to torch's dense attention over the same tokens. Times are
+medians on the slowest rank. Measured in separate calls of our op: "received" in both passes, on the rank that receives
+most, and "exposed", the time in which computation waits for rows, the most of any rank.
 Shape letters: N tokens, L = N / R of a rank, H heads, D head dim.
 """
 

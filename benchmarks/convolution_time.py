@@ -3,8 +3,8 @@
     python benchmarks/convolution_time.py
     python benchmarks/convolution_time.py --tiles
 
-bf16 rows of q, k and v as layers have them (q and k slices of one tensor, v one of its own), weights in fp32. Milliseconds
-of a forward and of its backward, and of the memory traffic of each at 3 TB/s: two tensors forward, three backward.
+bf16 rows of q, k and v as in layers (q and k slices of one tensor, v a separate one), weights in fp32. Milliseconds of
+a forward and of its backward, and of the memory traffic of each at 3 TB/s: two tensors forward, three backward.
 `--tiles` has a row for each size of the kernels' tiles instead, of the kernels alone.
 Shape letters: N tokens, C channels, W taps.
 """

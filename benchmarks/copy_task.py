@@ -1,12 +1,13 @@
-"""Which distances a pattern learns to copy over: a small LongNetLM, and sequences whose second half repeats the first.
+"""Copying by distance and pattern: a small LongNetLM, and sequences with a second half that repeats the first.
 
     python benchmarks/copy_task.py --arm paper --steps 10000
     python benchmarks/copy_task.py --arm paper --steps 10000 --distance 48
     python benchmarks/copy_task.py --arm heads
 
-128 tokens of 32 symbols; token p of the second half is token p - d, with d drawn for each sequence from 33 to 64, or fixed.
-The loss is that of the second half, without its first 8 tokens; guessing takes 5 bits. A model of 3 layers of width 64 and 4
-heads. Prints one line of JSON: bits of 512 new sequences, also by (d - 1) mod 4, and of training each tenth of the steps.
+128 tokens of 32 symbols; token p of the second half is token p - d, with d drawn for each sequence from 33 to 64, or
+fixed. The loss counts the second half, without its first 8 tokens; guessing takes 5 bits. A model of 3 layers of width
+64 and 4 heads. Prints one line of JSON: bits of 512 new sequences, also by (d - 1) mod 4, and of training each tenth of
+the steps.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
     python benchmarks/decode.py --context 65536 --profile    # and the kernels of a token, by time
     python benchmarks/decode.py --device cpu --context 256 --dim 64 --depth 2 --heads 2 --tokens 8
 
-Prints a row for each context: milliseconds a token (the median of `--rounds` calls, less the time of a call that draws one),
-tokens a second of all samples, tokens a second of reading the prompt in the first call and in the second, and of one forward
-pass over the prompt without a cache (the median of `--rounds` passes after one more).
+Prints a row for each context: milliseconds a token (the median of `--rounds` calls, minus a call that draws one token),
+tokens a second of all samples, and prompt tokens a second in the first call, in the second, and in a forward pass over
+the prompt without a cache (the median of `--rounds` passes after one more).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, beside the same decoder in transformers alone.
+"""A step of a Llama-shaped decoder of transformers as an `HFCausalLM`, and of the same decoder in transformers alone.
 
     python benchmarks/decoder_step.py --size 1.3B --seq-len 32768 131072
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 32768
     python benchmarks/decoder_step.py --size 8B --lora 16 --seq-len 131072 --layer-tile 8192
 
 Ways: `dense` is the decoder's own attention in "ring_dilated"; `hybrid` has a dense head in one layer of 4 and local
-segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All have
-random weights, layers computed again in the backward, AdamW (fused), a loss by tiles of tokens, and nothing compiled unless
-`--compile` is given, which the first two follow; with `--layer-tile` these compute feed-forwards by tiles of tokens.
-The allocator has expandable segments, without which lengths that nearly fill the GPU run out of memory in fragments, and
-leaves 1 GiB to libraries. Milliseconds of the median step; peak memory, and both by `plan` for the first two. What runs out
-of memory says what torch's allocator had in use and reserved at most, and what it was asked for then.
+segments of 2,048; `sdpa-cudnn` and `sdpa-flash` are transformers' decoder with torch's attention by that backend. All
+have random weights, recompute layers in the backward, and use AdamW (fused) and a loss by tiles of tokens. `--compile`
+compiles the first two ways, and `--layer-tile` lets them compute feed-forwards by tiles of tokens. The allocator has
+expandable segments, because lengths that nearly fill the GPU would run out of memory in fragments, and leaves 1 GiB to
+libraries. Columns: milliseconds of the median step, peak memory, and both by `plan` for the first two ways. A row that
+runs out of memory has the most that torch's allocator had in use and reserved, and the size of the failed request.
 """
 
 from __future__ import annotations

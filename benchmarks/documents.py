@@ -1,4 +1,4 @@
-"""Packed documents: each engine's time as one row of tokens is cut into more and more of them.
+"""Packed documents: each engine's time for one row of tokens cut into a growing number of documents.
 
     python benchmarks/documents.py                       # 131,072 tokens as 1, 16, 128 and 1,024 documents, causal
     python benchmarks/documents.py --documents 1 16 --seq-len 32768 --causal 0

@@ -1,10 +1,10 @@
-"""Draw docs/learning.png: what each pattern learned of what stands far back.
+"""Draw docs/learning.png: what each pattern learned of distant tokens.
 
     python benchmarks/draw_learning.py benchmarks/results/*_learning.jsonl docs/learning.png
 
-The files hold the lines that `recall_distance.py` and `pairs_distance.py` print. First the share of right answers by octave
-of the distance, at 65,536 tokens; then bits by eighth of the position, where the second half is another strain of the
-first, or a new version of it that begins at the middle, or at a place that differs. A line for each seed.
+The files hold the lines that `recall_distance.py` and `pairs_distance.py` print. First the share of right answers by
+octave of the distance, at 65,536 tokens. Then bits by eighth of the position: the second half is another strain of the
+first, or a new version of it, with a fixed or a drawn beginning. A line for each seed.
 """
 
 from __future__ import annotations

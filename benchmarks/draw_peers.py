@@ -1,4 +1,4 @@
-"""Draw docs/peers.png: three measurements beside other packages and patterns.
+"""Draw docs/peers.png: three measurements next to other packages and patterns.
 
     python benchmarks/draw_peers.py docs/peers.png
 

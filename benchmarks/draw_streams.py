@@ -2,9 +2,9 @@
 
     python benchmarks/draw_streams.py benchmarks/results/*_streams.jsonl docs/streams.png
 
-The files hold a JSON object a line: `model` and `gpu`, which label it, and `tokens`, `planned_gib`, `gib` and `seconds` of a
-row of `stream_step.py`. First the peak memory as measured, and as planned before the run; then tokens a second. A line for
-each model and GPU.
+The files hold a JSON object a line: `model` and `gpu`, which label it, and `tokens`, `planned_gib`, `gib` and `seconds`
+of a row of `stream_step.py`. First the measured and the planned peak memory; then tokens a second. A line for each
+model and GPU.
 """
 
 from __future__ import annotations

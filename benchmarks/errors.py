@@ -1,4 +1,4 @@
-"""Errors of out, dq, dk, dv against float64, beside those of plain torch in the same dtype.
+"""Errors of out, dq, dk, dv against float64, next to the errors of plain torch in the same dtype.
 
     python benchmarks/errors.py                                  # on a GPU: bf16, every engine that serves
     python benchmarks/errors.py --dtype float16 --head-dim 128

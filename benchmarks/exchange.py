@@ -3,12 +3,13 @@
     python benchmarks/exchange.py --local 262144 --record benchmarks/results/....md     # on a machine with GPUs: all of them
     python benchmarks/exchange.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
-"alone" is the op on one rank over its own tokens only, with the branches that fit a shard: the work that needs no exchange.
-"added" is what the widest branches and their exchange add to it. "exposed" is how long what computes stood still for rows
-(forward and backward, by the exchange's own clock, in calls that are not timed); "moving" is what remains of a call's time
-once nothing moves (--still): with it, buffers are left as they are. All are the most of any rank, calls are trusted as in
-training (`SequenceGroup.trusting`), and what they keep for the backward is kept in "forward", too. Bytes are those received,
-as counted by the exchange itself; "planned" are those of both passes by the plan, without the trade of tokens for heads.
+"alone" is the op on one rank over its own tokens only, with the branches that fit a shard: the work that needs no
+exchange. "added" is the additional time of the widest branches and their exchange. "exposed" is the time in which
+computation waits for rows (forward and backward, by the exchange's own clock, in separate calls). "moving" is the part
+of a call's time that disappears without any transfer (--still), which leaves buffers unchanged. All are the most of any
+rank, calls are trusted as in training (`SequenceGroup.trusting`), and "forward" also saves for the backward. Bytes are
+received ones, counted by the exchange itself; "planned" are the plan's bytes of both passes, without the trade of
+tokens for heads.
 Shape letters: L tokens a rank, N = R L, H heads, D head dim.
 """
 

@@ -1,10 +1,10 @@
-"""The longest sequence that trains on the devices of this machine, by true steps.
+"""The longest sequence that trains on the devices of this machine, by real steps.
 
     python benchmarks/find_max.py --config recipes/longest.yaml --gpus 4
 
-`longest` doubles and bisects; each trial (`Trials`) starts a process for every rank, so that a rank out of memory leaves no
-others waiting and the next trial has its memory. A process runs `python benchmarks/find_max.py JSON --config RECIPE ...`:
-the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
+`longest` doubles and bisects. Each trial (`Trials`) starts a process for every rank, so that a rank out of memory
+leaves no others waiting and frees its memory for the next trial. A process runs `python benchmarks/find_max.py JSON
+--config RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
 
 Shape letters: N tokens.
 """
@@ -83,7 +83,7 @@ class Trials:
     """Trials of a recipe.
 
     Args:
-        arguments: those of `fit`, --config and options.
+        arguments: of `fit`, --config and options.
         ranks: processes, each with its own device.
         timeout: seconds that a trial may take.
         limit: GiB of host memory that each process may use, to try on a CPU; None: no limit.

@@ -1,4 +1,4 @@
-"""Where the time of the op goes on a GPU: milliseconds of each kernel, forward and backward, beside the wall time.
+"""The op's time on a GPU by kernel: milliseconds of each, forward and backward, and the wall time.
 
     python benchmarks/kernel_times.py --seq-len 1048576 --heads 12 --head-dim 64 \
         --segments 2048 4096 8192 16384 32768 --dilations 1 2 4 8 16 --causal 0 1

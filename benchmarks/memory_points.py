@@ -4,8 +4,8 @@
     python benchmarks/memory_points.py --only 125M --gpus 4
     python benchmarks/memory_points.py --search             # and the longest sequence of each row, by true steps
 
-Each point is two steps of random bytes in processes of their own (`find_max`), with AdamW and compiled blocks; the peak is
-the allocator's. Planned numbers come from `planning`, before.
+Each point is two steps of random bytes in new processes (`find_max`), with AdamW and compiled blocks; the peak is the
+allocator's. Planned numbers come from `planning`, before the run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python benchmarks/needle_tile.py --tiles 512 --segment 32 --depth 2
 
-Tiles are noise; one, anywhere, has one of four directions added, which is the slide's class (guessing: 25 %). Trained by
-AdamW (1e-3), 8 new slides a step; prints the share of 512 new slides that are classified right, for each arm, as a row.
+Tiles are noise; one, anywhere, has one of four directions added, which is the slide's class (guessing: 25 %). Trained
+by AdamW (1e-3), 8 new slides a step. Prints a row for each arm: the share of 512 new slides that are classified right.
 """
 
 from __future__ import annotations

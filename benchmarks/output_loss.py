@@ -1,11 +1,11 @@
-"""Output projection and loss over long sequences: in tiles beside the same at once, torch's own and liger-kernel's.
+"""Output projection and loss over long sequences: in tiles, at once, and by torch's own and liger-kernel's functions.
 
     python benchmarks/output_loss.py
     python benchmarks/output_loss.py --seq-len 4096 --dim 64 --vocab 512 --tile 1024 --steps 1     # on a CPU
 
-Each way takes hidden states (N, E) in bf16 and labels, and gives the mean loss, the gradient of the states and that of the
-weights (fp32, cast to bf16 on the way, as under autocast). Errors are those of the gradients (the larger) beside fp32's.
-Ways that are not installed here are left out.
+Each way takes hidden states (N, E) in bf16 and labels, and returns the mean loss and the gradients of the states and of
+the weights (fp32, cast to bf16 on the way, as under autocast). Errors compare the gradients (the larger error) with
+fp32. Ways that are not installed are left out.
 """
 
 from __future__ import annotations

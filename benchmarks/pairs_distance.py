@@ -1,14 +1,14 @@
-"""Loss against position where the second half can be read off the first: two strains of a species, two versions of a source.
+"""Loss against position with a second half that repeats the first: two strains of a species, two versions of a source.
 
     python benchmarks/pairs_distance.py strains genomes --arm hybrid --kv-conv 4
     python benchmarks/pairs_distance.py versions pairs.bin --arm paper --minutes 7.8
 
 `strains` FOLDER: a folder of FASTA files for each species, pylori for validation (`StrainPairsDataModule`: the boundary
-moves by up to a tenth of N/2, up to 63 bases are left out). A model of 8 layers of width 256 and 4 heads; samples of 4,096,
-16,384 and 65,536 bases one after another.
-`versions` FILE: samples of 65,536 bytes that `version_pairs.py` wrote, FILE.val.bin beside it for validation. A model
-of 8 layers of width 512 and 8 heads.
-65,536 tokens a step, trained as `arms.py` says. Prints one line of JSON: bits a token of the first and of the second half,
+moves by up to a tenth of N/2, up to 63 bases are left out). A model of 8 layers of width 256 and 4 heads; samples of
+4,096, 16,384 and 65,536 bases one after another.
+`versions` FILE: samples of 65,536 bytes that `version_pairs.py` wrote, with FILE.val.bin for validation. A model of 8
+layers of width 512 and 8 heads.
+65,536 tokens a step, trained by `arms.py`. Prints one line of JSON: bits a token of the first and of the second half,
 the latter with its standard error over samples; by eighth of the position; training bits; seconds, GiB.
 """
 

@@ -1,10 +1,10 @@
-"""Other attention in place of ours, over the same q, k, v: torchscale's own code from a local checkout, and dense cuDNN.
+"""Other attention over the same q, k, v as ours: torchscale's own code from a local checkout, and dense cuDNN.
 
     python benchmarks/peers.py --torchscale path/to/torchscale --seq-len 1048576      # ours and torchscale's op
     python benchmarks/peers.py --dense --seq-len 131072 --causal 0                    # ours and dense attention
 
-Nothing of torchscale is in this package: the checkout is imported, and its flash-attn is stood in for by the dense kernel
-that ours uses.
+This package contains nothing of torchscale: the checkout is imported, and the dense kernel of our op replaces its
+flash-attn.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 

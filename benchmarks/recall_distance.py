@@ -1,4 +1,4 @@
-"""Recall against distance: which patterns learn to look up what stands up to 65,536 tokens back.
+"""Recall against distance: patterns that learn to look up a token up to 65,536 tokens back.
 
     python benchmarks/recall_distance.py --arm hybrid --kv-conv 4 --lr 2e-3 --queries 8 --steps 400
     python benchmarks/recall_distance.py --arm paper --rotary-base 1e4 --seed 1
@@ -8,10 +8,10 @@
 
 `FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
 Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens (at least one
-sequence) of each; `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` goes on to a million. A model of
-4 layers of width 256 and 4 heads of 64, trained as `arms.py` says. Prints one line of JSON: the share of queries of 32 new
-sequences of the longest length that are answered right, and their bits, also by octave of the distance between query and
-pair; training bits of each tenth of the steps; seconds, GiB.
+sequence) of each; `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` continues to a million. A model of 4 layers
+of width 256 and 4 heads of 64, trained by `arms.py`. Prints one line of JSON: the share of right answers in 32 new
+sequences of the longest length, and their bits, also by octave of the distance between query and pair; training bits of
+each tenth of the steps; seconds, GiB.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/recurrence_time.py --seq-len 65536 262144
     python benchmarks/recurrence_time.py --seq-len 65536 --parts
 
-bf16 rows, fp32 states. Milliseconds of a forward, and of a forward and backward with the forward once more, beside those of
-the op of five branches over as many tokens; the largest differences of the output and of the gradients of q, k, v,
-log_decay and beta from those of the first row. What is not installed is left out, with the reason. `--parts` has a row for
-each kernel instead, of a call that is not cut into windows.
+bf16 rows, fp32 states. Milliseconds of a forward, and of a forward, its repetition and a backward, relative to the op
+of five branches over the same tokens; the largest differences of the output and of the gradients of q, k, v, log_decay
+and beta from the first row. Ways that are not installed are left out, with the reason. `--parts` has a row for each
+kernel instead, in a call that is not cut into windows.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 

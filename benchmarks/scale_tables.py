@@ -1,4 +1,5 @@
-"""Planned steps on few and on thousands of ranks: weak scaling of a geometric pattern over the whole sequence, a table.
+"""Planned steps on few and on thousands of ranks: a table of weak scaling of a geometric pattern over the whole
+sequence.
 
 Shape letters: N tokens, L tokens of a rank, R ranks.
 

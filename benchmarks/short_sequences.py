@@ -6,10 +6,11 @@
     python benchmarks/short_sequences.py --torchscale path/to/torchscale      # and the encoder with torchscale's op
     python benchmarks/short_sequences.py --host                   # the host's part of a step, on a CPU: replays do nothing
 
-Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time is the
-mean of ten steps, the least of sixty such series after warming up, and in brackets their median. `through fit`: the same
-by `Trainer.fit`, with strategy ring_dilated and with auto, in turn with the former; batches wait in page-locked memory.
-Prints rows of a table, and then the kernels' own time of a step by the profiler, after which steps would be slower.
+Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW. A time
+is the mean of ten steps: the least of sixty such series after warming up, and in brackets their median. `through fit`:
+the same in `Trainer.fit`, with strategy ring_dilated and with auto, alternating; batches wait in page-locked memory.
+Prints rows of a table, and at the end the kernels' own time of a step by the profiler, which would slow later steps
+down.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Training steps on 1 to 4,096 GPUs, planned from what one GPU was measured to need; beside measured steps, in percent.
+"""Training steps on 1 to 4,096 GPUs, planned from measurements of one GPU; compared with measured steps, in percent.
 
     python benchmarks/simulate_scale.py --machine h200.json --plot scale.png
     python benchmarks/simulate_scale.py --machine h200.json --ranks 1 2 4 --tokens 1048576 --recompute block
       --measured 1:1048576:2529.7 4:1048576:2600 2:262144:530:gather
     python benchmarks/simulate_scale.py --machine h200.json --measured 1:65536:140 4:65536:150 --calibrate
 
-The pattern is geometric(first, N), its last segment the whole sequence; --measured is ranks:tokens a rank:milliseconds, and
-the exchange, if it was not auto's. With --calibrate the measured steps of one GPU say how much of a step of so many tokens a
-GPU is in no part of it: what is over when its parts are taken away (the host, and clocks that fall under full load). Links:
-measure them by `lightning-dilated bench links`.
+The pattern is geometric(first, N), with the whole sequence as its last segment. --measured is ranks:tokens a
+rank:milliseconds, and the exchange, if it was not auto's. --calibrate takes the overhead of a step from the measured
+steps of one GPU: the time beyond the step's parts (the host, and clocks that fall under full load). Links: measure them
+with `lightning-dilated bench links`.
 """
 
 from __future__ import annotations

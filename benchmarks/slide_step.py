@@ -5,8 +5,8 @@
     python benchmarks/slide_step.py --tiles 10000 --accelerator cpu --precision 32-true
     python benchmarks/slide_step.py --tiles 70000 --vary 111 --steps 8 [--engine triton]      # each slide of another size
 
-Random features on a grid of tiles; prints the loss of every step, the fastest and the median step's seconds after the first,
-and peak memory of each rank.
+Random features on a grid of tiles. Prints the loss of every step, the seconds of the fastest and the median step after
+the first, and peak memory of each rank.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What one device needs for the parts of a training step, written to the JSON that `planning.Machine` reads.
+"""Measure the parts of a training step on one device, and write the JSON that `planning.Machine` reads.
 
     python benchmarks/step_parts.py --output h200.json
     python benchmarks/step_parts.py --output cpu.json --device cpu --precision 32-true --no-compile --tokens 1024 2048
       --dim 64 --depth 2 --heads 4 --first 256 --long 4096 --repeats 1
 
 Every part is this package's own code: a rank's own attention, alone and with branches wider than the rank; a compiled
-TransformerBlock less that; embedding, head and loss of a LongNetLM; dense attention; AdamW (fused on a GPU); batches of
-arriving rows, as cuDNN or the first engine that serves runs them; packing rows, summing gradients that come home, and
-what is done to the few rows that get anything from others. Each length is compiled for itself, and memory is given back
-in between.
+TransformerBlock without it; embedding, head and loss of a LongNetLM; dense attention; AdamW (fused on a GPU); batches
+of arriving rows, with cuDNN or the first engine that serves; packing rows, summing returned gradients, and work on the
+few rows with contributions from others. Each length is compiled separately, and memory is freed in between.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class Bench:
         return device_seconds_of(run, self.device, self.args.repeats)
 
     def passes(self, run: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
-        """Return seconds of forward and of backward; each call begins an autocast, which casts weights as a step does."""
+        """Return seconds of forward and of backward; each call begins an autocast, to cast weights as a step does."""
 
         def forward() -> Tensor:
             with self.autocast():
@@ -234,7 +233,7 @@ class Bench:
         return max(0.0, twice) / parts.rest_forward if parts.rest_forward else 1.0
 
     def arrivals(self) -> tuple[Line, Line]:
-        """Time batches like those of wide branches: first/2^j queries and the other keys of their segment, each head."""
+        """Time batches of wide branches: first/2^j queries and the other keys of their segment, each head."""
         heads, group, points = self.args.heads, self.args.heads // self.kv_heads, ([], [])
         head = torch.arange(heads, device=self.device)[:, None]
         for j in range(1, min(7, self.args.first.bit_length() - 1)):

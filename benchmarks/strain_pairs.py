@@ -1,9 +1,9 @@
-"""StrainPairsDataModule, which pairs_distance.py trains on: two strains of a species, the second half copied from the first.
+"""StrainPairsDataModule, the data of pairs_distance.py: two strains of a species, the second half like the first.
 
-The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number is
-the smaller one of both, read as digits of base 4. Of these numbers one in SAMPLED is kept, chosen by a hash of the number
-alone: two strains keep the same ones of what they share, and a kept 32-mer occurs as often in the genome as among those
-kept. An index takes about 23 bytes for SAMPLED bases.
+The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number
+is the smaller one of both, read as digits of base 4. One of SAMPLED numbers is kept, chosen by a hash of the number
+alone. So two strains keep the same ones of their common 32-mers, and a kept 32-mer occurs in the genome exactly as
+often as among the kept ones. An index takes about 23 bytes for SAMPLED bases.
 
 Shape letters: K 32-mers of an index, M of a query, B batch, N bases of a sample (`seq_len`).
 """
@@ -162,20 +162,20 @@ class StrainPairsDataModule(RuleDataModule):
     """Windows of two strains of a species one after the other: `[window of A][the homologous window of B]`.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
-    (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base lies about N/2 tokens back: a
+    (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base is about N/2 tokens back: a
     model that cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
 
-    A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either strand.
-    Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first bases are
-    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends on (seed,
-    split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not trained on.
-    Windows that would hold N or another letter than A C G T (U is T) are not drawn.
+    A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either
+    strand. Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first
+    bases are left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends
+    on (seed, split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are
+    not trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
 
-    `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares every
-    two strains of a species. It keeps about 0.4 bytes a base in memory.
+    `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares
+    every two strains of a species. It keeps about 0.4 bytes a base in memory.
 
     Args:
-        species: of each species its strains: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
+        species: {species: its strains}: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
             them) or globs, at least two files.
         val, test: names of species that are validation (or test) data.
         train: names of species to train on; null is all others.
@@ -186,12 +186,12 @@ class StrainPairsDataModule(RuleDataModule):
         max_dropped: most of B's first bases that are left out; their number is drawn evenly from 0 on.
         rename_bases: rename the four bases at random in each sample.
         reverse_complement: share of the samples that are read on the other strand, from 0 to 1.
-        train_size, val_size, test_size: samples of each split; those of a split without species do not count.
+        train_size, val_size, test_size: samples of each split; ignored for splits without species.
         cache_dir, cache_gib: see `GenomeDataModule`.
         seed, num_workers, pin_memory: see `RuleDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges and for names that `species` does not have; data on disk
-        is looked at by `check`.
+    Raises: TypeError or ValueError for values outside these ranges and for names that `species` does not have. `check`
+    reads data on disk.
     """
 
     vocab_size: int = 4

@@ -1,4 +1,4 @@
-"""One exact training step over a sequence chunk by chunk: tokens a second, memory, and what `plan` says of it.
+"""One exact training step over a sequence chunk by chunk: tokens a second and memory, measured and by `plan`.
 
     python benchmarks/stream_step.py --tokens 67108864                       # 125M parameters, chunks of 1M
     python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 \
@@ -10,10 +10,10 @@
         --text bytes.bin --losses streamed.json                              # and with --chunk 0: one pass
     torchrun --nproc-per-node 2 benchmarks/stream_step.py --tokens 67108864 --chunk 2097152     # ranks share every chunk
 
-Random bytes, made on the host as uint8 and widened chunk by chunk, or a file's, one part after another; AdamW. The last of
-the steps is timed; the first one, or one of `--warm` tokens and a last chunk as long as the timed one's, compiles. Prints
+Random bytes, generated on the host as uint8 and widened chunk by chunk, or consecutive parts of a file; AdamW. The last
+step is timed. The first one, or one of `--warm` tokens with a last chunk as long as the timed one's, compiles. Prints
 one row of a table. The pattern is geometric(2048, N), or a hybrid. Under torchrun the ranks share each chunk
-(layout="chunked"), and the row says what a rank received on the mean, and by plan.
+(layout="chunked"), and the row has the average bytes that a rank received, and the plan's.
 """
 
 from __future__ import annotations

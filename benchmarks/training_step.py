@@ -1,4 +1,4 @@
-"""The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, where the time goes.
+"""The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, time by kernels.
 
     python benchmarks/training_step.py --seq-len 262144
     python benchmarks/training_step.py --seq-len 1048576 --recompute block
@@ -8,8 +8,8 @@
     python benchmarks/training_step.py --seq-len 262144 --recurrence 4
     python benchmarks/training_step.py --seq-len 262144 --profile
 
-Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them, one after the
-other: the host prepares the next step while the GPU computes, as in training.
+Random bytes; AdamW (fused on a GPU). A step is forward, backward and optimizer as the Trainer runs them, without
+pauses: the host prepares the next step while the GPU computes, as in training.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 65536 262144
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 1048576 --recompute attention-kept
-    torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the yardstick
+    torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the reference
     torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 512 --accelerator cpu --dim 32 --depth 2 --heads 4 \
         --precision 32-true --no-compile --first 64 --warm 2
 
-The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives one
-rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
-Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time from one
-step's end to the next on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training;
-`--wait` has it wait, which adds what the host needs until a step's first kernels (rows before 2026-11-23 were taken so, and
-on several ranks those of that day, too: see there). "exposed" is the time in a further step, which begins on an idle GPU,
-for which its kernels waited for rows, the most of any rank.
+The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives
+one rank the pattern of four ranks with equal tokens: an equal number of branches, the widest cut at its own N. Random
+bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time between the ends
+of steps on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training. `--wait`
+makes it wait, which adds the host's time until a step's first kernels (used for rows before 2026-11-23, and on several
+ranks on that day, too). "exposed" is the time in which a further step's kernels, on an idle GPU, wait for rows, the
+most of any rank.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sliding windows by others over the same q, k, v: cuDNN's own (nvidia-cudnn-frontend) and torch's FlexAttention.
+"""Other sliding windows over the same q, k, v: cuDNN's own (nvidia-cudnn-frontend) and torch's FlexAttention.
 
     python benchmarks/window_peers.py --width 2048 --seq-len 131072 1048576
 
-Causal, bf16; forward, and forward and backward; milliseconds, and how often dense attention of equal FLOPs fits into them.
-The largest difference from our result is printed, so that a window counted otherwise is seen. What is not installed is
-left out, with the reason.
+Causal, bf16. Milliseconds of forward, and of forward and backward, and their ratio to dense attention of equal FLOPs.
+The largest difference from our result is printed, to reveal windows that are counted differently. Ways that are not
+installed are left out, with the reason.
 Shape letters: B batch, N tokens, H heads, D head dim.
 """
 

@@ -1,4 +1,4 @@
-"""Attention to the rows whose learned code equals the query's: exact by sorting, and "soft" over all rows.
+"""Attention to the rows with the query's learned code: exact by sorting, and "soft" over all rows.
 
 Letters: B batch, N tokens, D head dim, G groups of M codes, L rows that a lookup reads at most, P lookups (probes) of a
 query, K rows, Q lookups, T entries of a block.

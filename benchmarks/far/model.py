@@ -278,7 +278,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: Tensor, asked: Tensor, settings: Settings, start: int = 0, carried: list[Carried] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return ((B, A, vocabulary) logits at `asked` (B, A), losses and counts); `carried`: of a chunk from `start`."""
+        """Return ((B, A, vocabulary) logits at `asked` (B, A), losses, counts); `carried`: of a chunk from `start`."""
         x, aux = self.embed(tokens), {}
         if torch.is_autocast_enabled(tokens.device.type):
             x = x.to(torch.get_autocast_dtype(tokens.device.type))

@@ -2,8 +2,8 @@
 
     python benchmarks/far/stream.py rows/codes.pt --tokens 16777216 --name codes --out rows
 
-Every token passes all layers. A layer keeps the last inputs of its convolutions and the last local rows, and the far head
-the `latest` rows of each code, so that the result is that of the model on the whole sequence. Writes a line of JSON to
+Every token passes all layers. A layer keeps the last inputs of its convolutions and the last local rows, and the far
+head the `latest` rows of each code, so the result equals the model on the whole sequence. Writes a line of JSON to
 OUT/NAME.jsonl, and one for each tenth of the stream to the screen.
 """
 

@@ -1,6 +1,6 @@
 """The task: pairs of a key and a value, and the keys asked again far away, in a haystack of filler, noise or text.
 
-Letters: B batch, N tokens, V keys and as many values, C pairs, A asked positions of a sequence.
+Letters: B batch, N tokens, V keys and V values, C pairs, A asked positions of a sequence.
 
 Tokens 0 to H - 1 are the haystack's, H to H + V - 1 the keys, H + V to H + 2 V - 1 the values. H is 1 for the filler, 64
 for noise, 256 for the bytes of a text. A key of two tokens has its second token in V tokens of its own, before the values.
